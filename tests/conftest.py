@@ -1,0 +1,70 @@
+"""What all tests share: no network, a seed, the device, and memory that shows when nobody wrote to it."""
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, at import
+
+import pytest
+import torch
+from torch import Tensor
+
+KERNEL_TESTS = Path(__file__).parent / "kernels"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, so each keeps to one
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if not config.getoption("--run-slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(allocate)
+    def allocate_nan(*args: object, **kwargs: object) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        is_traced = torch.compiler.is_compiling() or type(tensor) is not Tensor
+        if tensor.is_floating_point() and not is_traced:
+            with torch.no_grad():
+                tensor.fill_(math.nan)
+        return tensor
+
+    return allocate_nan
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within tests/kernels, uninitialized floating-point memory is NaN, unless the test is marked `no_poison`."""
+    if request.path.is_relative_to(KERNEL_TESTS) and not request.node.get_closest_marker("no_poison"):
+        # Dynamo finds its rules for torch's functions by name, once: it must not find the poisoned ones.
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
