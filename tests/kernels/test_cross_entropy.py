@@ -1,0 +1,179 @@
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import cross_entropy
+from tests.kernels.helpers import (
+    DTYPES,
+    ON_GPU,
+    assert_as_exact_as,
+    cross_entropy_oracle,
+    judge,
+    kernel_file,
+    needs_triton,
+    numbers,
+    on_gpu_too,
+    targets,
+)
+
+
+def judge_with(logits: Tensor, target: Tensor, **options: Any) -> None:
+    judge(partial(cross_entropy, **options), partial(cross_entropy_oracle, **options), [logits, target])
+
+
+SHAPES = on_gpu_too(
+    [(2,), (3, 1), (5, 2), (4, 33), (2, 3, 127), (2, 1, 2, 130), (2, 8193), (1, 20_001)],
+    [(1000, 32_003), (65, 151_936), (33, 262_147)],
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    target = targets(*shape[:-1], classes=shape[-1], device=device)
+    judge_with(numbers(*shape, dtype=dtype, device=device, scale=3.0), target, reduction="none")
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 5, 10**6])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ignored_targets(reduction: str, ignore_index: int, ignored: float, device: str) -> None:
+    logits = numbers(4, 3, 33, device=device)
+    target = targets(4, 3, classes=33, device=device, ignored=ignored, ignore_index=ignore_index)
+    judge_with(logits, target, ignore_index=ignore_index, reduction=reduction)
+    if ignored == 1.0:
+        loss = cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+        (dlogits,) = torch.autograd.grad(loss, logits, torch.randn_like(loss))
+        assert not loss.any()
+        assert not dlogits.any()
+
+
+@pytest.mark.parametrize("num_items", [7, torch.tensor(7), torch.tensor(2.5)], ids=str)
+def test_num_items_divides_the_sum(num_items: int | Tensor, device: str) -> None:
+    num_items = num_items.to(device) if isinstance(num_items, Tensor) else num_items
+    logits, target = numbers(4, 3, 33, device=device), targets(4, 3, classes=33, device=device)
+    judge_with(logits, target, num_items=num_items)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_losses_are_wide(dtype: torch.dtype, device: str) -> None:
+    logits, target = numbers(4, 33, dtype=dtype, device=device), targets(4, classes=33, device=device)
+    assert cross_entropy(logits, target).dtype == torch.float32
+    assert cross_entropy(logits, target, reduction="none").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype, at", [(torch.float32, 1e4), (torch.float32, -1e30), (torch.float16, 65_000.0)])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_logits_far_from_zero(dtype: torch.dtype, at: float, spread: float, device: str) -> None:
+    """A large number that all logits of a row have in common changes nothing, and costs no accuracy."""
+    logits = (at + spread * torch.randn(5, 130, device=device)).to(dtype).requires_grad_()
+    judge_with(logits, targets(5, classes=130, device=device), reduction="none")
+
+
+@pytest.mark.parametrize("scale", [100.0, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_logits_far_apart(dtype: torch.dtype, scale: float, device: str) -> None:
+    largest = torch.finfo(torch.float16).max
+    logits = (torch.randn(5, 130, device=device) * scale).clamp(-largest, largest).to(dtype).requires_grad_()
+    judge_with(logits, targets(5, classes=130, device=device), reduction="none")
+
+
+@pytest.mark.parametrize("n_classes", [33, 8193])
+def test_classes_ruled_out_by_minus_infinity(n_classes: int, device: str) -> None:
+    logits, target = numbers(5, n_classes, device=device), targets(5, classes=16, device=device, ignored=0.0)
+    with torch.no_grad():
+        logits[:, 16:] = -torch.inf
+        logits[0, ::2] = -torch.inf
+    target[0] = 1
+    judge_with(logits, target, reduction="none")
+
+
+def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
+    logits, target = numbers(7, 33, device=device), targets(7, classes=33, device=device, ignored=0.0)
+    with torch.no_grad():
+        logits[1, 3], logits[2, 4], logits[3], logits[4, target[4]] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    judge_with(logits, target, reduction="none")
+    losses = cross_entropy(logits, target, reduction="none")
+    (dlogits,) = torch.autograd.grad(losses, logits, torch.randn_like(losses))
+    assert losses[[1, 2, 3]].isnan().all()
+    assert losses[4] == torch.inf
+    for t in (losses, dlogits):
+        assert t[[0, 5, 6]].isfinite().all()
+
+
+def test_a_row_that_is_not_finite_and_ignored_has_no_loss(device: str) -> None:
+    logits = numbers(2, 33, device=device)
+    with torch.no_grad():
+        logits[0] = torch.nan
+    losses = cross_entropy(logits, torch.tensor([-100, 3], device=device), reduction="none")
+    assert losses[0] == 0
+    assert losses[1].isfinite()
+
+
+WRONG_TARGETS = [33, -1, -101, 2**40]
+
+
+@pytest.mark.skipif(ON_GPU, reason="looking at the targets would make the host wait")
+@pytest.mark.parametrize("wrong", WRONG_TARGETS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_target_that_is_no_class(wrong: int, requires_grad: bool) -> None:
+    target = torch.tensor([[1, -100, 2], [0, wrong, 32]])
+    message = re.escape(f"the target at (1, 1) is {wrong}; expected 0 to 32, or -100")
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(torch.ones(2, 3, 33, requires_grad=requires_grad), target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", WRONG_TARGETS)
+def test_a_target_that_is_no_class_is_looked_for_on_a_gpu_when_asked(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_file("cross_entropy"), "DEBUG", True)
+    with pytest.raises(ValueError, match=re.escape(f"the target at (1,) is {wrong}")):
+        cross_entropy(torch.ones(2, 33, device="cuda"), torch.tensor([1, wrong], device="cuda"))
+
+
+@needs_triton
+@pytest.mark.parametrize("wrong", WRONG_TARGETS)
+def test_a_target_that_nobody_looked_at_is_loud(wrong: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_file("cross_entropy"), "check_targets", lambda *_: None)
+    logits = numbers(3, 33, device=device)
+    target = torch.tensor([1, wrong, 32], device=device)
+    losses = cross_entropy(logits, target, reduction="none")
+    (dlogits,) = torch.autograd.grad(losses, logits, torch.randn_like(losses))
+    for t in (losses, dlogits):
+        assert t[1].isnan().all()
+        assert t[[0, 2]].isfinite().all()
+
+
+def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
+    logits, target = numbers(12, 33, device=device), targets(12, classes=33, device=device, ignored=0.5)
+    valid = int((target != -100).sum())
+
+    def gradient(logits: Tensor, pieces: int) -> Tensor:
+        parts = zip(logits.chunk(pieces), target.chunk(pieces), strict=True)
+        loss = sum(cross_entropy(some, of_them, num_items=valid) for some, of_them in parts)
+        return torch.autograd.grad(loss, logits)[0]
+
+    truth = gradient(logits.detach().double().requires_grad_(), 1)
+    reference = torch.autograd.grad(cross_entropy_oracle(logits, target), logits)[0]
+    for pieces in (1, 2, 4, 6):
+        assert_as_exact_as(gradient(logits, pieces), reference, truth)
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduction": "average"}, {"reduction": "none", "num_items": 3}, {"reduction": "sum", "num_items": 3}]
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], device: str) -> None:
+    with pytest.raises(ValueError, match=r"cross entropy: reduction='\w+' with num_items="):
+        cross_entropy(numbers(2, 33, device=device), targets(2, classes=33, device=device), **options)
+
+
+@pytest.mark.parametrize("target_shape", [(2,), (3,), (2, 4), (2, 3, 33), ()])
+def test_shapes_that_do_not_fit(target_shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"cross_entropy: logits \(2, 3, 33\) and target .*; expected"):
+        cross_entropy(torch.ones(2, 3, 33), torch.zeros(target_shape, dtype=torch.int64))

@@ -1,0 +1,134 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligerzoo.kernels import dispatch, swiglu
+from ligerzoo.kernels.dispatch import as_rows, autocast, next_power_of_2, once_differentiable, uses_triton, wide
+from tests.kernels.helpers import DTYPES, ON_GPU, kernel_file, needs_triton, numbers
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64], ids=str)
+def test_who_serves_which_tensor(dtype: torch.dtype, device: str) -> None:
+    fused = (ON_GPU or dispatch.INTERPRETING) and dtype in DTYPES
+    x = torch.ones(3, device=device).to(dtype)
+    assert uses_triton(x) == fused
+    assert uses_triton(torch.ones(3, device=device), x) == fused
+    if ON_GPU:
+        assert not uses_triton(x, torch.ones(3))
+
+
+def test_importing_the_kernels_leaves_triton_alone() -> None:
+    program = "import sys, ligerzoo.kernels; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+FIRST_FILE = """
+from ligerzoo.kernels.jit import jit, tl
+
+@jit
+def twice(x):
+    return x + x
+
+@jit
+def four_times(x):
+    return twice(twice(x))
+
+@jit
+def kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, twice(tl.load(x_ptr + i)))
+"""
+
+SECOND_FILE = """
+from first_file import four_times
+from ligerzoo.kernels.jit import jit, tl
+
+@jit
+def kernel(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, four_times(tl.load(x_ptr + i)))
+"""
+
+
+@needs_triton
+def test_a_kernel_may_call_those_of_another_file(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "first_file.py").write_text("from __future__ import annotations\n" + FIRST_FILE)
+    (tmp_path / "second_file.py").write_text("from __future__ import annotations\n" + SECOND_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import first_file  # type: ignore[import-not-found]
+    import second_file  # type: ignore[import-not-found]
+
+    x, y = torch.arange(4.0, device=device), torch.zeros(4, device=device)
+    second_file.kernel[(1,)](x, y, 4)
+    assert torch.equal(y, 4 * x)
+    first_file.kernel[(1,)](x, y, 4)
+    assert torch.equal(y, 2 * x)
+
+
+@needs_triton
+def test_after_its_first_launch_a_kernel_is_tritons_own(device: str) -> None:
+    swiglu(numbers(3, 5, device=device), numbers(3, 5, device=device))
+    for name, kernel in vars(kernel_file("swiglu")).items():
+        if name.endswith("_kernel"):
+            assert type(kernel).__module__.startswith("triton.")
+
+
+def test_rows_are_a_view_where_the_strides_allow_it() -> None:
+    x = torch.arange(120.0).view(4, 5, 6)
+    for view in (x, x[1:], x[..., 2:5], x[0], x[:1, :1].expand(1, 5, 6), x[:, 2], x[0, 0]):
+        rows = as_rows(view)
+        assert rows.data_ptr() == view.data_ptr()
+        assert torch.equal(rows, view.reshape(-1, view.shape[-1]))
+    for view in (x.mT, x[..., ::2], x.transpose(0, 1), x[..., :1].expand(4, 5, 6), x[0, 0, ::2]):
+        rows = as_rows(view)
+        assert rows.stride(-1) == 1
+        assert torch.equal(rows, view.reshape(-1, view.shape[-1]))
+
+
+def test_rows_of_one_column_and_no_rows() -> None:
+    assert as_rows(torch.ones(5, 7)[:, :1]).shape == (5, 1)
+    assert as_rows(torch.ones(0, 3, 7)).shape == (0, 7)
+
+
+def test_powers_of_2() -> None:
+    assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 127, 128, 129)] == [1, 1, 2, 4, 4, 8, 128, 128, 256]
+
+
+def test_wide_dtypes() -> None:
+    assert [wide(dtype) for dtype in DTYPES] == [torch.float32] * 3
+    assert wide(torch.float64) == torch.float64
+
+
+def test_autocast_treats_tensors_as_a_matrix_product_would(device: str) -> None:
+    x = torch.ones(3, device=device)
+    assert autocast(x)[0] is x
+    with torch.autocast(device, torch.bfloat16):
+        wanted = [torch.nn.functional.linear(t, t).dtype for t in (x, x.half(), x.double())]
+        cast = autocast(x, x.half(), x.double(), None)
+        assert [t.dtype for t in cast[:3]] == wanted
+        assert cast[3] is None
+    meta = x.to("meta")
+    assert autocast(meta)[0] is meta
+
+
+def test_a_second_derivative_is_refused_however_the_first_one_comes() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * x * dy
+
+    x = torch.tensor([3.0], requires_grad=True)
+    assert torch.autograd.grad(Square.apply(x), x)[0].item() == 6.0
+    for loss in (Square.apply(x), Square.apply(x) ** 2):  # the upstream gradient is a constant, or depends on x
+        with pytest.raises(RuntimeError, match="differentiated only once"):
+            torch.autograd.grad(loss, x, create_graph=True)

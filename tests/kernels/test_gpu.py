@@ -1,0 +1,175 @@
+"""What only a GPU can show: sizes beyond 32-bit offsets, no waiting, other devices, the same bits in every run."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import cross_entropy, linear_cross_entropy, rms_norm, rope, swiglu
+from tests.kernels.helpers import (
+    Operation,
+    angles,
+    as_tuple,
+    assert_equal,
+    differentiate,
+    every_operation,
+    kernel_file,
+    targets,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def upstream_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.randn_like(output) for output in outputs]
+
+
+@every_operation
+def test_the_host_never_waits(operation: Operation) -> None:
+    inputs = operation.inputs(5, torch.bfloat16, "cuda")
+    upstream = upstream_of(as_tuple(operation.function(*inputs)))
+    differentiable = [t for t in inputs if t.requires_grad]
+    torch.autograd.grad(as_tuple(operation.function(*inputs)), differentiable, upstream)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(as_tuple(operation.function(*inputs)), differentiable, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_operation
+def test_every_run_gives_the_same_bits(operation: Operation) -> None:
+    inputs = operation.inputs(3000, torch.bfloat16, "cuda")
+    upstream = upstream_of(as_tuple(operation.function(*inputs)))
+
+    def results() -> list[Tensor | None]:
+        outputs, gradients = differentiate(operation.function, inputs, upstream)
+        return [*(t.detach() for t in outputs), *gradients]
+
+    first = results()
+    for _ in range(3):
+        assert_equal(results(), first)
+
+
+@every_operation
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_current_one(operation: Operation) -> None:
+    inputs = operation.inputs(5, torch.float32, "cuda:0")
+    upstream = upstream_of(as_tuple(operation.function(*inputs)))
+    outputs, gradients = differentiate(operation.function, inputs, upstream)
+
+    def elsewhere(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in tensors]
+
+    assert torch.cuda.current_device() == 0
+    results = differentiate(operation.function, elsewhere(inputs), elsewhere(upstream))
+    assert torch.cuda.current_device() == 0
+    for actual, expected in zip((*results[0], *results[1]), (*outputs, *gradients), strict=True):
+        assert (actual is None) == (expected is None)
+        if actual is not None:
+            assert actual.device.index == 1
+            assert torch.equal(actual.cpu(), expected.cpu())
+
+
+# More than 2^31 elements
+
+
+def big(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def assert_rows_do_not_know_how_many_they_are(
+    function: Callable[..., Any], rowwise: Sequence[Tensor], shared: Sequence[Tensor], slices: int = 8
+) -> None:
+    """Outputs and gradients of all rows at once are those of a slice of them at a time, to the bit."""
+    assert max(t.numel() for t in rowwise) > 2**31
+    outputs = as_tuple(function(*rowwise, *shared))
+    upstream = upstream_of(outputs)
+    gradients = torch.autograd.grad(outputs, [t for t in rowwise if t.requires_grad], upstream)
+    n_rows = rowwise[0].shape[0]
+    for piece in torch.arange(n_rows).chunk(slices):
+        rows = slice(int(piece[0]), int(piece[-1]) + 1)
+        some = [t.detach()[rows].requires_grad_(t.requires_grad) for t in rowwise]
+        some_outputs = as_tuple(function(*some, *shared))
+        some_gradients = torch.autograd.grad(
+            some_outputs, [t for t in some if t.requires_grad], [dy[rows] for dy in upstream]
+        )
+        for whole, part in zip((*outputs, *gradients), (*some_outputs, *some_gradients), strict=True):
+            assert torch.equal(whole.detach()[rows], part.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_rms_norm() -> None:
+    assert_rows_do_not_know_how_many_they_are(rms_norm, [big(2**19 + 5, 4096)], [torch.ones(4096, device="cuda")])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_rms_norm_gradient_of_the_weight() -> None:
+    x, weight = big(2**19 + 5, 4096), torch.ones(4096, device="cuda").requires_grad_()
+    upstream = torch.randn_like(x).float()
+    (dweight,) = torch.autograd.grad(rms_norm(x, weight), weight, upstream)
+    parts = [
+        torch.autograd.grad(rms_norm(some, weight), weight, dy)[0].double()
+        for some, dy in zip(x.detach().chunk(8), upstream.chunk(8), strict=True)
+    ]
+    torch.testing.assert_close(dweight.double(), sum(parts), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_swiglu() -> None:
+    assert_rows_do_not_know_how_many_they_are(swiglu, [big(2**19 + 5, 4096), big(2**19 + 5, 4096)], [])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_cross_entropy() -> None:
+    logits, target = big(2**14 + 5, 2**17 + 3), targets(2**14 + 5, classes=2**17 + 3, device="cuda")
+    assert_rows_do_not_know_how_many_they_are(partial(cross_entropy, reduction="none"), [logits, target], [])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_rope() -> None:
+    rows = 2**19 + 5
+    assert_rows_do_not_know_how_many_they_are(
+        rope, [big(rows, 1, 32, 128), big(rows, 1, 8, 128)], angles(1, 1, 64, device="cuda")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 3, 2), (3, 0, 2, 1)], ids=str)
+def test_rope_of_heads_or_features_far_apart(order: tuple[int, ...]) -> None:
+    """Dimensions in memory in this order, the outermost beyond 2^31 elements from end to end."""
+    shape = (1, 2**17, 130, 128)
+    laid_out = big(*(shape[i] for i in order)).detach()
+    q = laid_out.permute([order.index(i) for i in range(4)])
+    assert q.shape == shape
+    tokens = slice(2**17 - 100, 2**17)
+    k, (cos, sin) = q[:, tokens, :2], angles(1, 100, 64, device="cuda")
+    assert_equal(rope(q[:, tokens], k, cos, sin), rope(q[:, tokens].contiguous(), k.contiguous(), cos, sin))
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_large_chunks_of_linear_cross_entropy(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, features, classes = 2**14 + 5, 64, 2**17 + 3
+    hidden, target = big(rows, features), targets(rows, classes=classes, device="cuda")
+    weight = (torch.randn(classes, features, device="cuda") / 8).bfloat16().requires_grad_()
+
+    def results(rows_at_a_time: int) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(kernel_file("linear_cross_entropy"), "_rows_per_chunk", lambda *_: rows_at_a_time)
+        loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
+        upstream = torch.linspace(0.5, 1.5, loss.numel(), device="cuda").view_as(loss)
+        return loss.detach(), *torch.autograd.grad(loss, [hidden, weight], upstream)
+
+    for whole, parts in zip(results(rows), results(2048), strict=True):
+        error = (whole.double() - parts.double()).norm() / parts.double().norm()
+        assert error <= 2**-8

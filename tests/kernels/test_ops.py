@@ -1,0 +1,172 @@
+"""The registered ops as torch sees them, and the public functions under torch.compile."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo import kernels
+from tests.kernels.helpers import (
+    Operation,
+    angles,
+    as_tuple,
+    assert_as_exact_as,
+    assert_equal,
+    every_operation,
+    in_fp64,
+    needs_triton,
+    numbers,
+    targets,
+    transposed,
+)
+
+
+def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """For each op some arguments that differ in layout, in dtype and in what is needed."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return numbers(*shape, dtype=dtype, device=device).detach()
+
+    half = torch.float16
+    q, k, one_angle, each_angle = (
+        new(2, 3, 4, 8),
+        new(2, 3, 2, 8),
+        angles(1, 3, 3, device=device),
+        angles(2, 3, 3, device=device),
+    )
+    logits, target = new(5, 33), targets(5, classes=33, device=device)
+    other_target = targets(5, classes=33, device=device, ignore_index=5)
+    hidden, weight, upstream = new(5, 7), new(33, 7), new(5)
+    summed, no_upstream = upstream[:1].expand(5), upstream[:0]
+    return {
+        "rms_norm_forward": [
+            (new(5, 33), new(33), 1e-6),
+            (transposed(new(2, 3, 33)), new(33, dtype=half), 1e-6),
+            (new(0, 33), new(33), 1e-6),
+        ],
+        "rms_norm_backward": [
+            (new(5, 33), new(5, 33), new(33), new(5).abs(), True),
+            (transposed(new(2, 3, 33)), new(2, 3, 33, dtype=half), new(33), new(2, 3).abs(), False),
+            (new(0, 33), new(0, 33), new(33), new(0), True),
+        ],
+        "rope": [
+            (q, k, *one_angle, False),
+            (q.half(), transposed(k), *each_angle, True),
+            (q[:, :0], k[:, :0], *(a[:, :0] for a in one_angle), True),
+        ],
+        "swiglu_forward": [
+            (new(5, 33), new(5, 33)),
+            (transposed(new(2, 3, 33)), new(2, 3, 33)),
+            (new(0, 33), new(0, 33)),
+        ],
+        "swiglu_backward": [
+            (new(5, 33), new(5, 33), new(5, 33), True),
+            (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(2, 3, 33), False),
+            (new(0, 33), new(0, 33), new(0, 33), True),
+        ],
+        "cross_entropy_forward": [
+            (logits, target, -100),
+            (transposed(new(2, 3, 33, dtype=half)), targets(2, 3, classes=33, device=device, ignore_index=5), 5),
+            (logits[:0], target[:0], -100),
+        ],
+        "cross_entropy_backward": [
+            (logits, target, new(5), new(5), upstream, -100),
+            (transposed(logits).half(), other_target, new(5), new(5), summed, 5),
+            (logits[:0], target[:0], new(0), new(0), no_upstream, -100),
+        ],
+        "linear_cross_entropy_sweep": [
+            (hidden, weight, target, upstream, -100, 0, True, True),
+            (transposed(hidden).half(), weight.half(), other_target, summed, 5, 512, True, False),
+            (hidden, transposed(weight), target, upstream, -100, 512, False, True),
+            (hidden, weight, target, summed, -100, 0, False, False),
+            (hidden[:0], weight, target[:0], no_upstream, -100, 512, True, True),
+        ],
+        "scaled": [
+            (weight, new(), torch.bfloat16),
+            (transposed(weight).half(), new(), half),
+            (weight[:0], new(), torch.float32),
+        ],
+    }  # fmt: skip
+
+
+OPS = sorted(sample_arguments("cpu"))
+ON_ANY_MACHINE = {"linear_cross_entropy_sweep", "scaled"}
+
+
+def test_every_op_is_checked() -> None:
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligerzoo::")]
+    assert sorted(registered) == [f"ligerzoo::{name}" for name in OPS]
+
+
+@pytest.mark.no_poison  # opcheck compares what two runs write
+@pytest.mark.parametrize("name", [n if n in ON_ANY_MACHINE else pytest.param(n, marks=needs_triton) for n in OPS])
+def test_opcheck(name: str, device: str) -> None:
+    for arguments in sample_arguments(device)[name]:
+        torch.library.opcheck(getattr(torch.ops.ligerzoo, name).default, arguments)
+
+
+def gradients_of(
+    function: Callable[..., Any], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The outputs and the gradients; compiled code may use up what it saved, so one backward pass only."""
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    outputs = as_tuple(function(*leaves))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, wanted, upstream)
+
+
+@pytest.fixture
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@every_operation
+def test_compiled_equals_eager_at_any_batch_without_compiling_a_third_time(operation: Operation, device: str) -> None:
+    compiled = torch.compile(operation.function, fullgraph=True, backend="aot_eager")
+    for batch, stance in ((2, "default"), (3, "default"), (5, "fail_on_recompile"), (4, "fail_on_recompile")):
+        inputs = operation.inputs(batch, torch.float32, device)
+        upstream = [torch.randn_like(t) for t in as_tuple(operation.function(*inputs))]
+        with torch.compiler.set_stance(stance):
+            actual = gradients_of(compiled, inputs, upstream)
+        assert_equal(actual, gradients_of(operation.function, inputs, upstream))
+
+
+def all_of_them(
+    x: Tensor, norm: Tensor, gate: Tensor, down: Tensor, head: Tensor, cos: Tensor, sin: Tensor, target: Tensor
+) -> Tensor:
+    """Something of a Transformer's shape that calls every function."""
+    h = kernels.rms_norm(x, norm)
+    q, k = kernels.rope(h.unflatten(-1, (4, 4)), h.unflatten(-1, (4, 4)), cos, sin)
+    h = h + (q * k).flatten(-2)
+    h = h + kernels.swiglu_linear(h @ gate.T, kernels.swiglu(h, x) @ gate.T, down)
+    loss = kernels.linear_cross_entropy(h, head, target)
+    return loss + kernels.cross_entropy(h @ head.T, target, reduction="none").mean()
+
+
+def judge_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+    upstream = [torch.tensor(0.5, device=inputs[0].device)]
+    actual = gradients_of(torch.compile(function, fullgraph=True), inputs, upstream)
+    reference = gradients_of(function, inputs, upstream)
+    truth = gradients_of(function, in_fp64(inputs), in_fp64(upstream))
+    for case in zip(actual, reference, truth, strict=True):
+        assert_as_exact_as(*case)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_inductor_with_the_loss_head(device: str) -> None:
+    inputs = [
+        numbers(2, 3, 16, device=device),
+        numbers(33, 16, device=device),
+        targets(2, 3, classes=33, device=device),
+    ]
+    judge_compiled(kernels.linear_cross_entropy, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_inductor_with_everything(device: str) -> None:
+    inputs = [numbers(*shape, device=device) for shape in ((2, 3, 16), (16,), (24, 16), (16, 24), (33, 16))]
+    judge_compiled(all_of_them, [*inputs, *angles(1, 3, 2, device=device), targets(2, 3, classes=33, device=device)])

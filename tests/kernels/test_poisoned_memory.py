@@ -1,0 +1,27 @@
+"""The net under all kernel tests: memory that a kernel was to fill, and did not, is NaN."""
+
+import pytest
+import torch
+
+
+def fresh() -> list[torch.Tensor]:
+    like = torch.ones(3)
+    return [torch.empty(3, dtype=torch.bfloat16, requires_grad=True), torch.empty_like(like), like.new_empty((2, 3))]
+
+
+def test_fresh_memory_is_nan() -> None:
+    assert all(tensor.isnan().all() for tensor in fresh())
+
+
+@pytest.mark.no_poison
+def test_a_test_can_opt_out() -> None:
+    assert torch.empty is torch._C._VariableFunctions.empty
+    assert torch.Tensor.new_empty is torch._C.TensorBase.new_empty
+
+
+def test_compiled_code_allocates_as_ever() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x).copy_(x) + torch.empty(x.shape).copy_(x)
+
+    x = torch.randn(3)
+    assert torch.equal(torch.compile(double, fullgraph=True)(x), 2 * x)

@@ -1,0 +1,171 @@
+"""What holds for every operation: exact in every dtype and memory layout, nothing written to, no gradient too many."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ligerzoo.kernels.dispatch import INTERPRETING
+from tests.kernels.helpers import (
+    DTYPES,
+    LAYOUTS,
+    ON_GPU,
+    Operation,
+    as_tuple,
+    assert_as_exact_as,
+    assert_equal,
+    differentiate,
+    every_operation,
+    in_fp64,
+    judge,
+    laid_out,
+)
+
+
+def upstream_of(operation: Operation, inputs: list[Tensor]) -> list[Tensor]:
+    return [torch.randn_like(output) for output in as_tuple(operation.reference(*inputs))]
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_outputs_and_gradients(operation: Operation, batch: int, dtype: torch.dtype, device: str) -> None:
+    judge(operation.function, operation.reference, operation.inputs(batch, dtype, device))
+
+
+@every_operation
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_inputs_and_upstream_gradients_of_any_layout(
+    operation: Operation, layout: Callable[[Tensor], Tensor], device: str
+) -> None:
+    inputs = laid_out(operation.inputs(5, torch.float32, device), layout)
+    judge(operation.function, operation.reference, inputs, layout)
+
+
+@every_operation
+def test_zero_rows(operation: Operation, device: str) -> None:
+    inputs = operation.inputs(0, torch.float32, device)
+    upstream = upstream_of(operation, inputs)
+    outputs, gradients = differentiate(operation.function, inputs, upstream)
+    for output, like in zip(outputs, upstream, strict=True):
+        assert output.shape == like.shape
+        assert torch.equal(output, torch.zeros_like(output))
+    for gradient, t in zip(gradients, inputs, strict=True):
+        assert (gradient is not None) == t.requires_grad
+        assert gradient is None or torch.equal(gradient, torch.zeros_like(t))
+
+
+@every_operation
+def test_gradients_exactly_where_they_are_needed(operation: Operation, device: str) -> None:
+    inputs = operation.inputs(2, torch.float32, device)
+    upstream = upstream_of(operation, inputs)
+    outputs, gradients = differentiate(operation.function, inputs, upstream)
+    trainable = [t.requires_grad for t in inputs]
+    for needed in product(*([False, True] if t else [False] for t in trainable)):
+        if any(needed):
+            frozen = [t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True)]
+            some_outputs, some_gradients = differentiate(operation.function, frozen, upstream)
+            assert_equal(some_outputs, outputs)
+            assert_equal(some_gradients, [g if n else None for g, n in zip(gradients, needed, strict=True)])
+
+
+@every_operation
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+def test_outputs_without_gradients(operation: Operation, mode: Any, device: str) -> None:
+    inputs = operation.inputs(2, torch.float32, device)
+    outputs = as_tuple(operation.function(*inputs))
+    with mode():
+        same_outputs = as_tuple(operation.function(*inputs))
+    assert not any(t.requires_grad for t in same_outputs)
+    assert_equal(same_outputs, [t.detach() for t in outputs])
+
+
+@every_operation
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(operation: Operation, use_reentrant: bool, device: str) -> None:
+    inputs = operation.inputs(2, torch.float32, device)
+    upstream = upstream_of(operation, inputs)
+
+    def gradients(function: Callable[..., Any]) -> list[Tensor | None]:
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        torch.autograd.backward(as_tuple(function(*leaves)), upstream)
+        return [leaf.grad for leaf in leaves]
+
+    def checkpointed(*leaves: Tensor) -> Any:
+        return checkpoint(operation.function, *leaves, use_reentrant=use_reentrant)
+
+    assert_equal(gradients(checkpointed), gradients(operation.function))
+
+
+@every_operation
+def test_saved_tensors_are_never_written_to(operation: Operation, device: str) -> None:
+    inputs = operation.inputs(2, torch.float32, device)
+    saved: list[tuple[Tensor, Tensor]] = []
+
+    def keep(t: Tensor) -> Tensor:
+        saved.append((t, t.detach().clone()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        outputs = as_tuple(operation.function(*inputs))
+    torch.autograd.backward(outputs, upstream_of(operation, inputs))
+    assert saved
+    assert_equal([t.detach() for t, _ in saved], [before for _, before in saved])
+
+
+@every_operation
+def test_a_second_derivative_is_right_or_refused(operation: Operation, device: str) -> None:
+    inputs = operation.inputs(2, torch.float32, device)
+    upstream = upstream_of(
+        operation, inputs
+    )  # constants, as most are: autograd alone would take the gradients for such
+
+    def second_derivative(function: Callable[..., Any], inputs: list[Tensor], upstream: list[Tensor]) -> Tensor:
+        (gradient,) = torch.autograd.grad(as_tuple(function(*inputs)), inputs[0], upstream, create_graph=True)
+        penalty = gradient.square().sum() + inputs[0].sum()  # differentiable whether or not `gradient` is
+        return torch.autograd.grad(penalty, inputs[0])[0]
+
+    if operation.always_fused or ON_GPU or INTERPRETING:
+        with pytest.raises(RuntimeError, match="differentiated only once"):
+            second_derivative(operation.function, inputs, upstream)
+    else:
+        truth = second_derivative(operation.reference, in_fp64(inputs), in_fp64(upstream))
+        reference = second_derivative(operation.reference, inputs, upstream)
+        assert_as_exact_as(second_derivative(operation.function, inputs, upstream), reference, truth)
+
+
+@every_operation
+def test_autocast(operation: Operation, device: str) -> None:
+    dtype = (
+        torch.float16 if INTERPRETING else torch.bfloat16
+    )  # the interpreter cuts bits off where a GPU rounds to bf16
+
+    def with_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: Tensor) -> Any:
+            with torch.autocast(device, dtype):
+                return function(*inputs)
+
+        return run
+
+    # fp32 weights, whose gradients come back in fp32, and activations as the layers before would hand them on
+    inputs = [
+        t.detach().to(dtype).requires_grad_() if t.requires_grad and t.dim() > 2 else t
+        for t in operation.inputs(5, torch.float32, device)
+    ]
+    judge(with_autocast(operation.function), with_autocast(operation.reference), inputs)
+
+
+@every_operation
+def test_fp64(operation: Operation, device: str) -> None:
+    inputs = operation.inputs(2, torch.float64, device)
+    upstream = upstream_of(operation, inputs)
+    outputs, gradients = differentiate(operation.function, inputs, upstream)
+    assert {t.dtype for t in outputs} == {torch.float64}
+    expected_outputs, expected_gradients = differentiate(operation.reference, inputs, upstream)
+    for actual, expected in zip((*outputs, *gradients), (*expected_outputs, *expected_gradients), strict=True):
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
