@@ -1,0 +1,25 @@
+"""The parts to compose a transformer from: plain numbers in, `nn.Module`s out."""
+
+from ligerzoo.layers.attention import Attention, attend
+from ligerzoo.layers.block import PreNormBlock
+from ligerzoo.layers.cache import KVCache, LayerCache
+from ligerzoo.layers.decoder import Decoder
+from ligerzoo.layers.head import LMHead
+from ligerzoo.layers.masks import causal_mask
+from ligerzoo.layers.mlp import GatedMLP
+from ligerzoo.layers.norm import RMSNorm
+from ligerzoo.layers.rotary import RotaryEmbedding
+
+__all__ = [
+    "Attention",
+    "Decoder",
+    "GatedMLP",
+    "KVCache",
+    "LMHead",
+    "LayerCache",
+    "PreNormBlock",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "attend",
+    "causal_mask",
+]

@@ -1,0 +1,55 @@
+"""The language-model head: hidden states to logits, or straight to the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels import linear_cross_entropy
+from ligerzoo.kernels.linear_cross_entropy import DEFAULT_LOGITS_BUDGET
+
+
+class LMHead(nn.Module):
+    """A linear layer over the vocabulary that, given targets, returns the loss without making all logits.
+
+    Tie it to an embedding with `head.weight = embedding.weight`.
+
+    Args:
+        hidden_size: H.
+        vocab_size: V.
+        logits_budget: MiB of logits that the loss may hold at a time.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        logits_budget: int = DEFAULT_LOGITS_BUDGET,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.logits_budget = logits_budget
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weight from N(0, 0.02^2)."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, num_items: int | Tensor | None = None) -> Tensor:
+        """Logits (..., V) in the dtype of `hidden`; or, given `targets`, the loss, 0-d fp32.
+
+        Args:
+            hidden: (..., H).
+            targets: (...) token ids, -100 for a token that does not count: what each hidden state should predict
+                (already shifted).
+            num_items: divides the summed loss in place of the number of tokens that count.
+        """
+        if targets is None:
+            return nn.functional.linear(hidden, self.weight)
+        return linear_cross_entropy(hidden, self.weight, targets, num_items=num_items, logits_budget=self.logits_budget)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.weight.shape[1]}, vocab_size={self.weight.shape[0]}"

@@ -1,0 +1,54 @@
+"""Feed-forward layers."""
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels import swiglu, swiglu_linear
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, the SwiGLU feed-forward (Shazeer 2020).
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        bias: biases on all three projections.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initializes the three projections anew."""
+        for projection in (self.gate_proj, self.up_proj, self.down_proj):
+            projection.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., H) -> (..., H)."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if _is_plain(self.down_proj):
+            return swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
+        return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether calling the module is no more than its matrix product: no adapter in its place, no parallelism or probe
+    hooked on."""
+    return type(linear) is nn.Linear and not (
+        linear._forward_pre_hooks
+        or linear._forward_hooks
+        or linear._backward_pre_hooks
+        or linear._backward_hooks
+        or "forward" in vars(linear)
+    )

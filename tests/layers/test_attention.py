@@ -1,0 +1,105 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+from ligerzoo.layers import Attention, LayerCache, RotaryEmbedding, attend, causal_mask
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """One number at a time, in fp64."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    group = q.shape[2] // k.shape[2]
+    for b, t, n in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
+        scores = (k[b, :, n // group].double() @ q[b, t, n].double()) * scale
+        weights = scores.masked_fill(~visible[b, t], -math.inf).softmax(-1)
+        out[b, t, n] = weights @ v[b, :, n // group].double()
+    return out
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("head_dim", [6, 16])
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_attend(
+    kv_heads: int, head_dim: int, scale: float | None, dtype: torch.dtype, tolerance: float, device: str
+) -> None:
+    q = torch.randn(2, 7, 6, head_dim, dtype=dtype, device=device)
+    k, v = (torch.randn(2, 7, kv_heads, head_dim, dtype=dtype, device=device) for _ in "kv")
+    visible = torch.ones(2, 7, 7, dtype=torch.bool).tril()
+    expected = brute_force(q.cpu(), k.cpu(), v.cpu(), visible, scale or head_dim**-0.5)
+    out = attend(q, k, v, scale=scale)
+    assert (out.dtype, out.shape) == (dtype, q.shape)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=tolerance)
+
+    visible[1, :, :2] = False
+    visible[1, :2, :2] = torch.eye(2, dtype=torch.bool)  # a row that sees nothing is another test
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None].to(device)
+    expected = brute_force(q.cpu(), k.cpu(), v.cpu(), visible, scale or head_dim**-0.5)
+    torch.testing.assert_close(attend(q, k, v, mask, scale).cpu().double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_new_token_sees_all(dtype: torch.dtype, device: str) -> None:
+    q, k, v = (torch.randn(2, 9, 4, 8, dtype=dtype, device=device) for _ in "qkv")
+    torch.testing.assert_close(attend(q[:, -1:], k, v), attend(q, k, v)[:, -1:], rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_that_sees_nothing_stays_finite(dtype: torch.dtype, device: str) -> None:
+    q, k, v = (torch.randn(2, 5, 4, 8, dtype=dtype, device=device, requires_grad=True) for _ in "qkv")
+    attention_mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]], device=device)
+    out = attend(q, k, v, causal_mask(attention_mask, 5, 5, dtype=dtype, device=q.device))
+    out.sum().backward()
+    assert all(tensor.isfinite().all() for tensor in (out, q.grad, k.grad, v.grad))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_it_is_llama_s(kv_heads: int, bias: bool, device: str) -> None:
+    config = LlamaConfig(
+        hidden_size=24, num_attention_heads=3, num_key_value_heads=kv_heads, head_dim=10, attention_bias=bias
+    )
+    config._attn_implementation = "eager"
+    theirs = LlamaAttention(config, layer_idx=0).to(device)
+    ours = Attention(24, 3, kv_heads, 10, qkv_bias=bias, output_bias=bias, device=device)
+    ours.load_state_dict(theirs.state_dict())
+    x, positions = torch.randn(2, 11, 24, device=device), torch.arange(11, device=device)[None]
+    mask = torch.full((11, 11), torch.finfo(torch.float32).min, device=device).triu(1)[None, None]
+    expected, _ = theirs(x, LlamaRotaryEmbedding(config).to(device)(x, positions), mask)
+    rotation = RotaryEmbedding(10)(positions, torch.float32)
+    torch.testing.assert_close(ours(x, rotation), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours(x, rotation, mask), expected, rtol=0, atol=1e-5)
+
+
+def test_sizes_left_out() -> None:
+    attention = Attention(24, 4)
+    assert attention.head_dim == 6
+    assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (24, 24)
+    assert attention.q_proj.bias is None
+    assert attention.o_proj.bias is None
+
+
+def test_heads_that_cannot_share() -> None:
+    with pytest.raises(ValueError, match="6 query heads cannot share 4 key-value heads"):
+        Attention(24, 6, 4)
+
+
+def test_a_cache_takes_up_what_is_new() -> None:
+    attention, x, cache = Attention(24, 4, 2), torch.randn(2, 9, 24), LayerCache()
+    cos, sin = RotaryEmbedding(6)(torch.arange(9)[None], torch.float32)
+    whole = attention(x, (cos, sin))
+    parts = [
+        attention(
+            x[:, start:end],
+            (cos[:, start:end], sin[:, start:end]),
+            causal_mask(None, end - start, end, dtype=x.dtype, device=x.device),
+            cache,
+        )
+        for start, end in [(0, 4), (4, 5), (5, 9)]
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-6)
+    assert cache.length == 9

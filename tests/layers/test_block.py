@@ -1,0 +1,19 @@
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from ligerzoo.layers import Attention, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
+
+
+def test_it_is_llama_s(device: str) -> None:
+    config = LlamaConfig(hidden_size=24, intermediate_size=50, num_attention_heads=4, num_key_value_heads=2)
+    config._attn_implementation = "sdpa"
+    theirs = LlamaDecoderLayer(config, layer_idx=0).to(device)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    ours = PreNormBlock(RMSNorm(24), Attention(24, 4, 2), RMSNorm(24), GatedMLP(24, 50)).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x, positions = torch.randn(2, 40, 24, device=device), torch.arange(40, device=device)[None]
+    expected = theirs(x, position_embeddings=LlamaRotaryEmbedding(config).to(device)(x, positions))
+    rotation = RotaryEmbedding(6)(positions, torch.float32)
+    torch.testing.assert_close(ours(x, rotation), expected, rtol=0, atol=1e-5)

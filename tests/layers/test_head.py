@@ -1,0 +1,47 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ligerzoo.layers import LMHead
+
+
+@pytest.mark.parametrize("budget", [1, 512])
+def test_logits_or_their_loss(budget: int, device: str) -> None:
+    vocab = 3000 if budget == 1 else 50  # a budget of one MiB holds 87 rows of 3000
+    head = LMHead(16, vocab, logits_budget=budget, device=device)
+    hidden = torch.randn(2, 60, 16, device=device, requires_grad=True)
+    targets = torch.randint(vocab, (2, 60), device=device).masked_fill(torch.rand(2, 60, device=device) < 0.3, -100)
+    logits = head(hidden)
+    assert logits.shape == (2, 60, vocab)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    wanted = torch.autograd.grad(expected, (hidden, head.weight))
+
+    loss = head(hidden, targets)
+    assert (loss.shape, loss.dtype) == ((), torch.float32)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for got, gradient in zip(torch.autograd.grad(loss, (hidden, head.weight)), wanted, strict=True):
+        torch.testing.assert_close(got, gradient, rtol=0, atol=1e-6 * gradient.abs().max().item() * 10)
+    torch.testing.assert_close(head(hidden, targets, num_items=10), expected * (targets != -100).sum() / 10)
+
+
+def test_a_frozen_head_passes_gradients_on() -> None:
+    head, hidden = LMHead(16, 50).requires_grad_(False), torch.randn(7, 16, requires_grad=True)
+    head(hidden, torch.arange(7)).backward()
+    assert head.weight.grad is None
+    assert hidden.grad is not None
+    assert hidden.grad.abs().max() > 0
+
+
+def test_tied_to_an_embedding() -> None:
+    embedding, head = nn.Embedding(50, 16), LMHead(16, 50)
+    head.weight = embedding.weight
+    tokens = torch.randint(50, (9,))
+    head(embedding(tokens), tokens.roll(-1)).backward()
+    logits = F.linear(embedding(tokens), embedding.weight)
+    (expected,) = torch.autograd.grad(F.cross_entropy(logits, tokens.roll(-1)), embedding.weight)
+    torch.testing.assert_close(embedding.weight.grad, expected, rtol=0, atol=1e-6)
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(LMHead(12, 30)) == "LMHead(hidden_size=12, vocab_size=30)"

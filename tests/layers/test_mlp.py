@@ -1,0 +1,85 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from ligerzoo.layers import GatedMLP
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_it_is_llama_s(bias: bool, dtype: torch.dtype, tolerance: float, device: str) -> None:
+    theirs = LlamaMLP(LlamaConfig(hidden_size=24, num_attention_heads=4, intermediate_size=50, mlp_bias=bias)).to(
+        device, dtype
+    )
+    ours = GatedMLP(24, 50, bias=bias, device=device, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 7, 24, device=device, dtype=dtype)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=tolerance)
+
+
+class LowRank(nn.Module):
+    """An adapter in the manner of PEFT: a module in the place of the linear layer that it wraps."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_an_adapter_in_a_projection_s_place_is_called(name: str) -> None:
+    mlp, x = GatedMLP(24, 50, bias=True), torch.randn(3, 24)
+    before = mlp(x)
+    adapter = LowRank(getattr(mlp, name))
+    setattr(mlp, name, adapter)
+    after = mlp(x)
+    assert not torch.allclose(before, after)
+    after.sum().backward()
+    assert adapter.a.weight.grad is not None
+    nn.init.zeros_(adapter.b.weight)
+    torch.testing.assert_close(mlp(x), before)
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_on_a_projection_fire(name: str, register: str) -> None:
+    mlp, fired = GatedMLP(24, 50), []
+    handle = getattr(getattr(mlp, name), register)(lambda *_: fired.append(name))
+    x = torch.randn(3, 24, requires_grad=True)
+    mlp(x).sum().backward()
+    assert fired == [name]
+    handle.remove()
+    mlp(x).sum().backward()
+    assert fired == [name]
+
+
+def test_a_forward_put_in_by_hand_is_called() -> None:
+    """As accelerate does when it moves weights in and out."""
+    mlp = GatedMLP(24, 50)
+    mlp.down_proj.forward = lambda x: torch.full((3, 24), 7.0)  # type: ignore[method-assign]
+    assert mlp(torch.randn(3, 24)).eq(7).all()
+
+
+def test_a_parametrization_counts() -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    mlp, x = GatedMLP(24, 50), torch.randn(3, 24)
+    before = mlp(x)
+    parametrize.register_parametrization(mlp.down_proj, "weight", Halved())
+    torch.testing.assert_close(mlp(x), before / 2)

@@ -1,0 +1,139 @@
+"""What all parts promise: where and of what they are made, a fresh start, autocast, and derivatives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.layers import Attention, Decoder, GatedMLP, KVCache, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+
+H = 8
+ROTATION = RotaryEmbedding(4)(torch.arange(5)[None], torch.float64)
+
+
+def block(**make: Any) -> PreNormBlock:
+    return PreNormBlock(
+        RMSNorm(H, **make), Attention(H, 2, 1, **make), RMSNorm(H, **make), GatedMLP(H, 12, **make)
+    )  # fmt: skip
+
+
+class Part(nn.Module):
+    """A part as a function of one tensor."""
+
+    def __init__(self, part: nn.Module, *inputs: Any) -> None:
+        super().__init__()
+        self.part, self.inputs = part, inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotation = [tuple(t.to(x.device, x.dtype) for t in r) for r in self.inputs]
+        return self.part(x, *rotation)  # type: ignore[no-any-return]
+
+
+PARTS: dict[str, Callable[..., Part]] = {
+    "RMSNorm": lambda **make: Part(RMSNorm(H, **make)),
+    "GatedMLP": lambda **make: Part(GatedMLP(H, 12, bias=True, **make)),
+    "Attention": lambda **make: Part(Attention(H, 2, 1, qkv_bias=True, output_bias=True, **make), ROTATION),
+    "LMHead": lambda **make: Part(LMHead(H, 30, **make)),
+    "PreNormBlock": lambda **make: Part(block(**make), ROTATION),
+}
+EVERY_PART = pytest.mark.parametrize("make", PARTS.values(), ids=PARTS.keys())
+
+
+@EVERY_PART
+def test_device_and_dtype(make: Callable[..., Part]) -> None:
+    part = make(device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in part.parameters()} == {("meta", torch.bfloat16)}
+    with torch.device("meta"):
+        assert all(p.is_meta for p in make().parameters())
+    out = part(torch.empty(2, 5, H, device="meta", dtype=torch.bfloat16))
+    assert (out.device.type, out.dtype) == ("meta", torch.bfloat16)
+
+
+@EVERY_PART
+def test_reset_parameters(make: Callable[..., Part]) -> None:
+    part = make()
+    means = [parameter.mean().item() for parameter in part.parameters()]
+    for parameter in part.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    for module in part.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for parameter, mean in zip(part.parameters(), means, strict=True):
+        assert parameter.isfinite().all()
+        assert (parameter == 1).all() or abs(parameter.mean().item() - mean) < 1
+
+
+@EVERY_PART
+def test_derivatives(make: Callable[..., Part], device: str) -> None:
+    """First and second, against differences; torch's fused attention has no second."""
+    part = make(device=device, dtype=torch.float64)
+    x = torch.randn(1, 5, H, device=device, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *part.parameters())
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        return part(x)
+
+    assert torch.autograd.gradcheck(function, inputs)
+    if not any(isinstance(module, Attention) for module in part.modules()):
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@EVERY_PART
+def test_autocast(make: Callable[..., Part], device: str) -> None:
+    part, x = make(device=device), torch.randn(2, 5, H, device=device, requires_grad=True)
+    expected = part(x)
+    with torch.autocast(device, torch.bfloat16):
+        out = part(x)
+    assert out.dtype == (torch.float32 if isinstance(part.part, RMSNorm | PreNormBlock) else torch.bfloat16)
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    out.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in (x, *part.parameters()))
+
+
+def decoder() -> Decoder:
+    return Decoder(nn.Embedding(30, H), [block() for _ in range(3)], RMSNorm(H), RotaryEmbedding(4))
+
+
+def test_a_decoder_takes_tokens_or_embeddings() -> None:
+    model, tokens = decoder(), torch.randint(30, (2, 9))
+    assert torch.equal(model(tokens), model(inputs_embeds=model.embed_tokens(tokens)))
+    for wrong in ({}, {"input_ids": tokens, "inputs_embeds": model.embed_tokens(tokens)}):
+        with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+            model(**wrong)
+
+
+def test_a_decoder_counts_positions_from_the_cache() -> None:
+    model, tokens, cache = decoder(), torch.randint(30, (2, 9)), KVCache(3)
+    model(tokens[:, :4], cache=cache)
+    rest = model(tokens[:, 4:], cache=cache)
+    torch.testing.assert_close(rest, model(tokens)[:, 4:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(tokens, position_ids=torch.arange(9)[None]), model(tokens))
+    assert not torch.allclose(model(tokens, position_ids=torch.arange(9)[None] * 3), model(tokens), atol=1e-4)
+
+
+def test_a_decoder_of_one_s_own_learns() -> None:
+    """Composed from the layers alone: a block that is in no architecture, and nothing of ligerzoo.models."""
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attention, self.mlp = RMSNorm(32), Attention(32, 4, 1), GatedMLP(32, 64)
+
+        def forward(self, x: Tensor, *rest: Any) -> Tensor:
+            normed = self.norm(x)
+            return x + self.attention(normed, *rest) + self.mlp(normed)  # type: ignore[no-any-return]
+
+    model = Decoder(nn.Embedding(20, 32), [Parallel(), Parallel()], RMSNorm(32), RotaryEmbedding(8))
+    head = LMHead(32, 20)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-2)
+    tokens = torch.arange(64).remainder(20).view(4, 16)
+    losses = []
+    for _ in range(20):
+        loss = head(model(tokens[:, :-1]), tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 < 2 < losses[0]

@@ -1,0 +1,158 @@
+"""Frequencies against transformers', for every rope type; and angles that stay fp32 wherever the module goes."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import RotaryEmbedding
+
+DIM = 32
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 10 for i in range(DIM // 2)],
+    "long_factor": [1 + i * i for i in range(DIM // 2)],
+    "original_max_position_embeddings": 100,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "dynamic, shrinking": {"rope_type": "dynamic", "factor": 0.5},
+    "llama3": {**LLAMA3, "original_max_position_embeddings": 512},
+    "llama3, context not given": LLAMA3,
+    "yarn": YARN,
+    "yarn, context not given": {"rope_type": "yarn", "factor": 4.0},
+    "yarn, shrinking": {**YARN, "factor": 0.5},
+    "yarn, betas": {**YARN, "beta_fast": 8, "beta_slow": 3},
+    "yarn, empty ramp": {**YARN, "beta_fast": 1e9, "beta_slow": 1e9},
+    "yarn, not truncated": {**YARN, "truncate": False},
+    "yarn, attention factor": {**YARN, "attention_factor": 0.7},
+    "yarn, mscale": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.4},
+    "yarn, one mscale": {**YARN, "mscale": 1.3},
+    "longrope": LONGROPE,
+    "longrope, factor": {**LONGROPE, "factor": 7.0},
+    "longrope, attention factor": {**LONGROPE, "attention_factor": 1.7},
+    "longrope, short of its context": {**LONGROPE, "original_max_position_embeddings": 4000},
+}
+MAX_POSITION = 1000
+
+
+def theirs(scaling: dict[str, Any], positions: Tensor, dtype: torch.dtype, theta: float = 1e4) -> tuple[Tensor, Tensor]:
+    config = LlamaConfig(
+        head_dim=DIM, max_position_embeddings=MAX_POSITION, rope_parameters={**scaling, "rope_theta": theta}
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=dtype), positions)
+    return cos[..., : DIM // 2], sin[..., : DIM // 2]
+
+
+@pytest.mark.parametrize("length", [100, 101, 1000, 1001, 5000])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+def test_rotations_are_transformers(scaling: dict[str, Any], length: int) -> None:
+    positions = torch.arange(length)[None]
+    ours = RotaryEmbedding(DIM, 1e4, scaling, MAX_POSITION)
+    for got, expected in zip(ours(positions, torch.float32), theirs(scaling, positions, torch.float32), strict=True):
+        assert (got.dtype, got.shape) == (torch.float32, (1, length, DIM // 2))
+        # An ulp of the frequency is 1e-7 of the angle, which is at most the position.
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-7 * length)
+
+
+@pytest.mark.parametrize("name", sorted(SCALINGS.keys() - {"default"}))
+def test_every_scaling_matters(name: str) -> None:
+    """So that the comparison above cannot pass by ignoring what is asked for."""
+    positions = torch.arange(1001)[None]
+    plain, scaled = (RotaryEmbedding(DIM, 1e4, scaling, MAX_POSITION) for scaling in (None, SCALINGS[name]))
+    assert (plain(positions, torch.float32)[0] - scaled(positions, torch.float32)[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("theta", [100, 1000042, 5e5])
+def test_theta(theta: float) -> None:
+    positions = torch.tensor([[0, 3, 17], [99, 2, 1]])
+    ours = RotaryEmbedding(DIM, theta)(positions, torch.float32)
+    torch.testing.assert_close(ours, theirs({}, positions, torch.float32, theta), rtol=0, atol=1e-6)
+
+
+def test_angles_are_fp32_and_rounded_last(device: str) -> None:
+    rotary = RotaryEmbedding(DIM).to(torch.bfloat16).to(device)
+    positions = torch.tensor([[100_003, 65_537]], device=device)
+    exact = positions[..., None].double() * rotary.frequencies(positions).double()
+    with torch.autocast(device, torch.bfloat16):
+        cos, sin = rotary(positions, torch.bfloat16)
+    assert cos.dtype == sin.dtype == torch.bfloat16
+    torch.testing.assert_close(cos.double(), exact.cos(), rtol=2**-8, atol=0.01)
+    torch.testing.assert_close(sin.double(), exact.sin(), rtol=2**-8, atol=0.01)
+
+
+def test_nothing_is_lost_on_the_way(device: str) -> None:
+    """Built on meta, moved, copied or pickled, it gives the same rotations; and it has nothing to save."""
+    positions = torch.arange(50, device=device)[None]
+    expected = RotaryEmbedding(DIM, scaling=YARN)(positions, torch.float32)
+    with torch.device("meta"):
+        rotary = RotaryEmbedding(DIM, scaling=YARN)
+    for module in (rotary.to_empty(device=device), copy.deepcopy(rotary), pickle.loads(pickle.dumps(rotary))):  # noqa: S301
+        assert all(map(torch.equal, module(positions, torch.float32), expected))
+        assert module.state_dict() == {}
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_call_leaves_no_trace(rope_type: str) -> None:
+    """A long call, then a short one: what a fresh module gives (transformers' dynamic type stays long)."""
+    rotary, short = (
+        RotaryEmbedding(DIM, scaling=SCALINGS[rope_type], max_position_embeddings=100),
+        torch.arange(90)[None],
+    )
+    before = rotary(short, torch.float32)
+    rotary(torch.arange(5000)[None], torch.float32)
+    assert all(map(torch.equal, rotary(short, torch.float32), before))
+
+
+def test_it_runs_on_meta() -> None:
+    cos, _ = RotaryEmbedding(DIM)(torch.arange(5, device="meta")[None], torch.float32)
+    assert (cos.device.type, cos.shape) == ("meta", (1, 5, DIM // 2))
+
+
+@pytest.mark.parametrize(
+    "scaling, named",
+    [
+        ({"rope_type": "su"}, "su"),
+        ({"rope_type": ["yarn"]}, "yarn"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": "2"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "linear", "factor": True}, "factor"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor"),
+        ({"rope_type": "linear", "factor": 10**400}, "factor"),
+        ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({**LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor"),
+        ({**YARN, "original_max_position_embeddings": -1}, "original_max_position_embeddings"),
+        ({**YARN, "beta_fast": "fast"}, "beta_fast"),
+        ({**YARN, "attention_factor": [1]}, "attention_factor"),
+        ({**LONGROPE, "factor": "7"}, "factor"),
+        ({**LONGROPE, "long_factor": [1.0] * (DIM // 2 - 1)}, "long_factor"),
+        ({**LONGROPE, "short_factor": ["1"] * (DIM // 2)}, "short_factor"),
+        ({**LONGROPE, "short_factor": 1.0}, "short_factor"),
+    ],
+)
+def test_impossible_scalings(scaling: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rope_scaling.*{named}"):
+        RotaryEmbedding(DIM, scaling=scaling)
+
+
+@pytest.mark.parametrize("dim", [0, 7, -2, 2**31 - 2])
+def test_impossible_sizes(dim: int) -> None:
+    with pytest.raises(ConfigError, match="head_dim"):
+        RotaryEmbedding(dim)
+
+
+@pytest.mark.parametrize("theta", [0, 1, -5.0, float("inf"), float("nan"), 10**400])
+def test_impossible_bases(theta: float) -> None:
+    with pytest.raises(ConfigError, match="rope_theta"):
+        RotaryEmbedding(DIM, theta)
