@@ -1,0 +1,21 @@
+"""ligerzoo: transformer architectures composed from fused Triton layers, loading Hugging Face checkpoints."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ligerzoo.hub import AutoModel as AutoModel
+    from ligerzoo.tokenizer import Tokenizer as Tokenizer
+
+__version__ = "0.1.0"
+
+# Imported when first used, so that `import ligerzoo` costs next to nothing.
+_HOMES = {"AutoModel": "ligerzoo.hub", "Tokenizer": "ligerzoo.tokenizer"}
+
+__all__ = ["AutoModel", "Tokenizer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'ligerzoo' has no attribute {name!r}")

@@ -1,0 +1,209 @@
+"""What every causal language model shares: a decoder, a head, and Hugging Face's calling convention around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ligerzoo.layers import Decoder, KVCache, LMHead, RMSNorm
+
+if TYPE_CHECKING:
+    from ligerzoo.hub import Origin
+
+IGNORED_LABEL = -100
+
+
+@dataclass
+class CausalLMOutput:
+    """What a causal language model returns; read a field as `out.loss`, `out["loss"]`, or by its place among those that
+    are not None.
+
+    Attributes:
+        loss: 0-d fp32, when labels were given.
+        logits: (B, T, V) in the model's dtype; None when labels were given, for they are never all made.
+        past_key_values: the cache, when one was passed or asked for.
+        aux_loss: 0-d, of architectures with a router.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: KVCache | None = None
+    aux_loss: Tensor | None = None
+
+    def __getitem__(self, key: str | int) -> Any:
+        if isinstance(key, str):
+            return getattr(self, key)
+        return [value for field in fields(self) if (value := getattr(self, field.name)) is not None][key]
+
+
+# FSDP2 and DDP find the tensors to hook through pytree.
+_pytree.register_dataclass(CausalLMOutput)
+
+
+class CausalLMConfig(Protocol):
+    """What the shared code reads of an architecture's config."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def initializer_range(self) -> float: ...
+
+
+class CausalLM(nn.Module):
+    """A decoder and a head. An architecture's class builds both and hands them to `__init__`.
+
+    Args:
+        config: the architecture's config.
+        model: token ids to final hidden states.
+        lm_head: final hidden states to logits or loss; its weight becomes the embedding's if the config ties them.
+
+    Attributes:
+        generation_config: the entries of generation_config.json: default token ids for `generate`.
+        origin: where the weights came from, for saving them back under the same names; None for a new model.
+    """
+
+    def __init__(self, config: CausalLMConfig, model: Decoder, lm_head: LMHead) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model
+        self.lm_head = lm_head
+        self.generation_config: dict[str, Any] = {}
+        self.origin: Origin | None = None
+        self.tie_weights()
+        self.reset_parameters()
+
+    def tie_weights(self) -> None:
+        """Makes the head's weight the embedding's, if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Random initialization: matrices from N(0, initializer_range^2), biases zero, norms one."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | LMHead):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Logits, or with labels the loss.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, S), 1 for a token and 0 for padding, the cached tokens included; or (B, 1, T, S).
+            position_ids: (B or 1, T); by default 0 to T - 1, after the cached tokens.
+            inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
+            labels: (B, T) token ids, -100 for those that do not count, in the same places as `input_ids` (they are
+                shifted here).
+            shift_labels: (B, T), already shifted, instead of `labels`.
+            past_key_values: the cache of the tokens before these; it is extended in place.
+            use_cache: True starts a cache when none was passed.
+            logits_to_keep: logits of the last so many tokens only (0: all), or of the places in a 1-d tensor.
+            num_items_in_batch: divides the summed loss, in place of the number of labels that count.
+
+        Raises:
+            ValueError: the inputs do not fit together.
+        """
+        if labels is not None and shift_labels is not None:
+            raise ValueError("give either labels or shift_labels, and not both")
+        if use_cache and past_key_values is None:
+            past_key_values = KVCache(self.config.num_hidden_layers)
+        hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds, past_key_values)
+
+        if labels is not None:
+            shift_labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+        if shift_labels is not None:
+            loss = self.lm_head(hidden, shift_labels, num_items_in_batch)
+            return CausalLMOutput(loss=loss, past_key_values=past_key_values)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=self.lm_head(hidden[:, kept]), past_key_values=past_key_values)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return next(self.parameters()).dtype
+
+    def gradient_checkpointing_enable(self) -> None:
+        """From now on each block is computed again in the backward pass, from its input, which is all that is kept of
+        it."""
+        self.model.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps what the backward pass needs again."""
+        self.model.gradient_checkpointing = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> Self:
+        """Loads a checkpoint in Hugging Face format, see `ligerzoo.hub.load`."""
+        from ligerzoo import hub
+
+        return hub.load(
+            name_or_path, cls, dtype=dtype, device=device, revision=revision, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )  # fmt: skip
+
+    def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Writes the model to `directory` in Hugging Face format, see `ligerzoo.hub.save`."""
+        from ligerzoo import hub
+
+        hub.save(self, directory, max_shard_size=max_shard_size)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload model",
+    ) -> str:
+        """Uploads the model to the Hugging Face hub and returns the commit's address, see `ligerzoo.hub.push`."""
+        from ligerzoo import hub
+
+        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message)
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Continues the prompts; returns prompts and continuations, (B, T + new). The options are those of
+        `ligerzoo.generate.generate`."""
+        from ligerzoo.generate import generate
+
+        return generate(self, input_ids, attention_mask, **options)

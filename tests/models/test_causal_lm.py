@@ -1,0 +1,365 @@
+"""The calling convention: labels, logits, caches, embeddings, checkpointing, compilation, copies."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ligerzoo.layers import KVCache
+from ligerzoo.models import CausalLMOutput, Llama, LlamaConfig
+
+VOCAB = 70
+
+
+@pytest.fixture
+def model(device: str) -> Llama:
+    return llama().to(device)
+
+
+def llama(**changes: Any) -> Llama:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+    }
+    return Llama(LlamaConfig(**sizes | changes))
+
+
+def tokens_and_labels(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (batch, length), device=device)
+    return tokens, tokens.masked_fill(torch.rand(tokens.shape, device=device) < 0.3, -100)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    assert expected
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        assert (got[name] - gradient).abs().max().item() <= tolerance * scale, name
+
+
+# Labels
+
+
+def test_labels_are_shifted_here_and_ignored_where_negative(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    logits = model(tokens).logits
+    assert (logits.shape, logits.dtype) == ((2, 40, VOCAB), torch.float32)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    out = model(tokens, labels=labels)
+    assert (out.loss.shape, out.loss.dtype) == ((), torch.float32)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=0)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    assert torch.equal(model(tokens, shift_labels=shifted).loss, out.loss)
+    with pytest.raises(ValueError, match="not both"):
+        model(tokens, labels=labels, shift_labels=shifted)
+
+
+def test_with_labels_there_are_no_logits(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    out = model(tokens, labels=labels)
+    assert out.logits is None
+    assert out["logits"] is None
+    assert out["loss"] is out[0] is out.loss
+    assert out[0:] == [out.loss]
+    plain = model(tokens)
+    assert plain.loss is None
+    assert plain[0] is plain.logits
+
+
+def test_the_largest_tensor_of_a_training_step_is_not_the_logits(device: str) -> None:
+    model = llama(vocab_size=5000).to(device)
+    model.lm_head.logits_budget = 1
+    tokens, labels = tokens_and_labels(2, 200, device)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
+            return out
+
+    with Watch():
+        model(tokens, labels=labels).loss.backward()
+    assert max(sizes) < tokens.numel() * 5000 / 2
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_accumulated_micro_batches_are_one_batch(model: Llama, device: str, as_tensor: bool) -> None:
+    tokens, labels = tokens_and_labels(4, 40, device)
+    model(tokens, labels=labels).loss.backward()
+    expected = gradients(model)
+
+    model.zero_grad()
+    items: int | Tensor = (labels[:, 1:] != -100).sum()
+    items = items if as_tensor else int(items)
+    losses = [model(tokens[rows], labels=labels[rows], num_items_in_batch=items).loss for rows in ([0], [1, 2], [3])]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(sum(losses), model(tokens, labels=labels).loss)
+    assert_same_gradients(gradients(model), expected)
+
+
+def test_no_valid_label_gives_zero(model: Llama, device: str) -> None:
+    tokens, _ = tokens_and_labels(2, 40, device)
+    loss = model(tokens, labels=torch.full_like(tokens, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def test_a_label_outside_the_vocabulary(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    labels[1, 5] = VOCAB
+    if device == "cpu":
+        with pytest.raises(ValueError, match=f"is {VOCAB}; expected 0 to {VOCAB - 1}"):
+            model(tokens, labels=labels)
+    else:
+        assert model(tokens, labels=labels).loss.isnan()
+
+
+# Logits
+
+
+def test_logits_to_keep(model: Llama, device: str) -> None:
+    tokens, _ = tokens_and_labels(2, 40, device)
+    logits = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=1).logits, logits[:, -1:])
+    torch.testing.assert_close(model(tokens, logits_to_keep=7).logits, logits[:, -7:])
+    places = torch.tensor([3, 0, 39], device=device)
+    torch.testing.assert_close(model(tokens, logits_to_keep=places).logits, logits[:, places])
+
+
+def test_embeddings_in_place_of_tokens(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    embeddings = model.model.embed_tokens(tokens).detach().requires_grad_()
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(tokens).logits)
+    model(inputs_embeds=embeddings, labels=labels).loss.backward()
+    assert embeddings.grad is not None
+    assert embeddings.grad.abs().sum(-1).gt(0).any()
+    for wrong in ({}, {"input_ids": tokens, "inputs_embeds": embeddings}):
+        with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+            model(**wrong)
+
+
+def test_masks_of_either_shape(model: Llama, device: str) -> None:
+    tokens, _ = tokens_and_labels(2, 10, device)
+    mask = torch.ones_like(tokens)
+    mask[0, :3], mask[1, -2:] = 0, 0
+    visible = torch.ones(10, 10, dtype=torch.bool, device=device).tril() & mask.bool()[:, None, None, :]
+    expected = model(tokens, attention_mask=mask).logits
+    assert torch.equal(model(tokens, attention_mask=visible).logits, expected)
+    alone = model(tokens[:1, 3:]).logits
+    torch.testing.assert_close(expected[:1, 3:], alone, rtol=0, atol=2e-5)
+
+
+def test_positions_are_relative(model: Llama, device: str) -> None:
+    tokens, _ = tokens_and_labels(2, 40, device)
+    positions, expected = torch.arange(40, device=device)[None], model(tokens).logits
+    assert torch.equal(model(tokens, position_ids=positions).logits, expected)
+    torch.testing.assert_close(model(tokens, position_ids=positions + 100).logits, expected, rtol=0, atol=1e-4)
+    assert not torch.allclose(model(tokens, position_ids=positions * 2).logits, expected, atol=1e-2)
+
+
+# Caches
+
+
+@pytest.mark.parametrize("chunks", [[40], [39, 1], [1] * 40, [7, 1, 1, 13, 18], [3] * 13 + [1]])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_cache_changes_nothing(model: Llama, device: str, chunks: list[int], padded: bool) -> None:
+    tokens, _ = tokens_and_labels(3, 40, device)
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[1, :5], mask[2, :1] = 0, 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask, position_ids=positions).logits
+        cache, parts, start = None, [], 0
+        for end in torch.tensor(chunks).cumsum(0).tolist():
+            out = model(
+                tokens[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache, start = out.past_key_values, end
+            assert cache.get_seq_length() == end
+            parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1)[mask == 1], expected[mask == 1], rtol=0, atol=2e-5)
+
+
+def test_a_cache_is_made_or_extended(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 8, device)
+    assert model(tokens).past_key_values is None
+    cache = KVCache(2)
+    assert model(tokens, past_key_values=cache).past_key_values is cache
+    out = model(tokens, past_key_values=cache, labels=labels)
+    assert cache.length == 16
+    assert out[1] is cache
+    with pytest.raises(ValueError, match=r"\(2, 8\); expected \(batch, 24\)"):
+        model(tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens))
+
+
+# Training
+
+
+def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    calls: list[int] = []
+    model.model.layers[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    model(tokens, labels=labels).loss.backward()
+    expected = gradients(model)
+    assert len(calls) == 1
+
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(tokens, labels=labels).loss.backward()
+    assert len(calls) == 3
+    assert_same_gradients(gradients(model), expected, 1e-6)
+    with torch.no_grad():
+        model(tokens)
+    model.gradient_checkpointing_disable()
+    model(tokens, labels=labels).loss.backward()
+    assert len(calls) == 5
+
+
+def test_a_step_under_autocast(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    labels[0, :6] = -100
+    expected = model(tokens, attention_mask=mask, labels=labels).loss
+    with torch.autocast(device, torch.bfloat16):
+        assert model(tokens).logits.dtype == torch.bfloat16
+        loss = model(tokens, attention_mask=mask, labels=labels).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients(model).values())
+
+
+def test_a_loss_is_differentiated_once(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 8, device)
+    loss = model(tokens, labels=labels).loss
+    with pytest.raises(RuntimeError, match="only once"):
+        torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+
+
+def test_frozen_weights_get_no_gradient(model: Llama, device: str) -> None:
+    tokens, labels = tokens_and_labels(2, 40, device)
+    model(tokens, labels=labels).loss.backward()
+    expected = {name: gradient for name, gradient in gradients(model).items() if "layers.0.mlp" in name}
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0.mlp" in name)
+    model(tokens, labels=labels).loss.backward()
+    assert_same_gradients(gradients(model), expected, 1e-6)
+
+
+# Compilation
+
+
+def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, int]], padded: bool) -> None:
+    """Loss and gradients of the full graph, for batches of these sizes."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for batch, length in sizes:
+        tokens, labels = tokens_and_labels(batch, length, str(model.device))
+        mask = torch.ones_like(tokens).index_fill(1, torch.arange(5, device=model.device), 0) if padded else None
+        expected = model(tokens, attention_mask=mask, labels=labels).loss
+        expected.backward()
+        wanted = gradients(model)
+        model.zero_grad()
+        loss = compiled(tokens, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        assert_same_gradients(gradients(model), wanted)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_is_eager_and_compiles_twice_at_most(device: str, padded: bool) -> None:
+    model = llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=30).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    assert_compiled_is_eager(model, counter, [(2, 24), (3, 17), (4, 40), (2, 33)], padded)
+    assert counter.frame_count <= 2  # for the first sizes, and then for any
+
+
+def test_compiled_by_inductor(device: str) -> None:
+    assert_compiled_is_eager(llama(num_hidden_layers=1).to(device), "inductor", [(2, 24)], padded=True)
+
+
+# A model as an object
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_and_pickles(device: str, tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied).to(device)
+    tokens, _ = tokens_and_labels(2, 10, device)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert torch.equal(twin(tokens).logits, model(tokens).logits)
+        assert (twin.lm_head.weight is twin.model.embed_tokens.weight) == tied
+        nn.init.zeros_(twin.model.norm.weight)
+    assert model(tokens).logits.abs().max() > 0
+
+
+def test_built_on_meta_and_filled(device: str) -> None:
+    with torch.device("meta"):
+        model = llama(tie_word_embeddings=True)
+    assert model.device.type == "meta"
+    out = model(torch.empty(2, 10, dtype=torch.int64, device="meta"))
+    assert out.logits.shape == (2, 10, VOCAB)
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.reset_parameters()
+    reference = llama(tie_word_embeddings=True).to(device)
+    reference.load_state_dict(model.state_dict())
+    tokens, _ = tokens_and_labels(2, 10, device)
+    assert torch.equal(model(tokens).logits, reference(tokens).logits)
+
+
+def test_new_weights_are_drawn_as_the_config_says() -> None:
+    model = llama(hidden_size=64, vocab_size=500, attention_bias=True, mlp_bias=True, initializer_range=0.1)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == ("norm" in name)).all(), name
+        else:
+            assert abs(parameter.std().item() - 0.1) < 0.01, name
+            assert abs(parameter.mean().item()) < 0.01, name
+
+
+def test_where_and_of_what_it_is_made() -> None:
+    config = llama().config
+    model = Llama(config, device="meta", dtype=torch.bfloat16)
+    assert (model.device, model.dtype) == (torch.device("meta"), torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+    assert dict(model.named_buffers()) == {}
+
+
+def test_casting_the_model_leaves_angles_alone(device: str) -> None:
+    model = llama().to(device)
+    positions = torch.arange(5000, 5040, device=device)[None]
+    before = model.model.rotary_emb(positions, torch.float32)
+    after = model.to(torch.bfloat16).model.rotary_emb(positions, torch.float32)
+    assert all(map(torch.equal, before, after))
+    assert model(torch.arange(40, device=device)[None]).logits.dtype == torch.bfloat16
+
+
+def test_an_output_is_a_pytree() -> None:
+    doubled = torch.utils._pytree.tree_map_only(Tensor, lambda t: 2 * t, CausalLMOutput(loss=torch.ones(())))
+    assert doubled.loss == 2
+    assert doubled.logits is None
