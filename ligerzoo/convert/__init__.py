@@ -1,0 +1,46 @@
+"""The only place that knows other people's names: config.json to our configs, their tensors to ours, and back."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.errors import ConfigError
+
+MODEL_TYPES = ("llama",)
+"""Every `model_type` that has a file here, by the same name."""
+
+
+def architecture_of(model_type: object) -> Architecture:
+    """The architecture of a config.json's `model_type`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if model_type not in MODEL_TYPES:
+        raise ConfigError(
+            "no such architecture",
+            where="model_type",
+            got=repr(model_type),
+            expected=" or ".join(MODEL_TYPES),
+        )
+    architecture: Architecture = import_module(f"ligerzoo.convert.{model_type}").ARCHITECTURE
+    return architecture
+
+
+def architecture_for(model_class: type) -> Architecture:
+    """The architecture of one of our model classes (or a subclass of one).
+
+    Raises:
+        ConfigError: it is none of the zoo's, so its checkpoints have no known layout.
+    """
+    for model_type in MODEL_TYPES:
+        architecture = architecture_of(model_type)
+        if issubclass(model_class, architecture.model_class):
+            return architecture
+    raise ConfigError(
+        "no checkpoint layout is known for this class",
+        where=model_class.__name__,
+        expected="a class of ligerzoo.models",
+        remedy="Save the state_dict of a model of your own with safetensors.torch.save_model.",
+    )

@@ -1,0 +1,59 @@
+"""What the loader must know of an architecture: its classes, and how its config and tensors are spelled on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ligerzoo.models import CausalLM
+
+BASE_PREFIX = "model."
+"""The decoder's tensors begin with it, except in a checkpoint of the bare decoder (`LlamaModel`), which leaves it
+out."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture as Hugging Face's checkpoints spell it.
+
+    Attributes:
+        model_type: the entry of config.json.
+        hf_class: its class in transformers, for the `architectures` entry of config.json.
+        model_class: ours.
+        config_from_hf: config.json to our config.
+        config_to_hf: our config to config.json, without `architectures`, `model_type` and the dtype.
+    """
+
+    model_type: str
+    hf_class: str
+    model_class: type[CausalLM]
+    config_from_hf: Callable[[Mapping[str, Any]], Any]
+    config_to_hf: Callable[[Any], dict[str, Any]]
+
+    def build(self, config: Any) -> Any:
+        """A new model of that config."""
+        make: Callable[[Any], CausalLM] = self.model_class
+        return make(config)
+
+    def disk_names(self, names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+        """Our names of tensors -> the names under which a checkpoint that holds `stored` should have them."""
+        bare = not any(name.startswith(BASE_PREFIX) for name in stored)
+        return {name: name.removeprefix(BASE_PREFIX) if bare else name for name in names}
+
+
+_ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\..+")
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """Whether the tensor is a rotary embedding's frequencies: old Llama 2 files have them, and their values must not be
+    used."""
+    return _ROTARY_BUFFER.fullmatch(name) is not None
+
+
+def is_beyond_last_layer(name: str, num_hidden_layers: int) -> bool:
+    """Whether the tensor belongs to a layer that the config leaves out."""
+    match = _LAYER.fullmatch(name)
+    return match is not None and int(match[1]) >= num_hidden_layers

@@ -1,0 +1,78 @@
+"""Reading the entries of config.json: the spellings of transformers 4 and 5, one rule each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from ligerzoo.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """The entries of config.json that stand under the name of a field of our config.
+
+    A null counts as absent where the field cannot be None. Entries we don't know are left out: most are inert
+    leftovers.
+    """
+    hints = get_type_hints(config_class)
+    return {
+        field.name: raw[field.name]
+        for field in fields(config_class)
+        if field.name in raw and (raw[field.name] is not None or NoneType in get_args(hints[field.name]))
+    }
+
+
+def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of our config, from either spelling.
+
+    Transformers 4 has `rope_theta` and `rope_scaling` (whose type may be called `type`), transformers 5 one dict
+    `rope_parameters` that holds theta too. A `rope_scaling` that is not empty wins; a theta inside the dict wins over
+    the one beside it.
+    """
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "not an object", where="rope_scaling", got=repr(given), expected='{"rope_type": ..., its parameters}'
+        )
+    scaling = dict(given)
+    rope_type = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+    scaling.pop("type", None)
+    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta") or default_theta
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {"rope_type": rope_type, **scaling} if rope_type != "default" else None,
+    }
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that config.json names, under the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return None if name is None else parse_dtype(name, where="config.json, dtype")
+
+
+def parse_dtype(name: object, *, where: str) -> torch.dtype:
+    """A dtype that weights can have: itself, or from its name, with or without "torch." before it."""
+    dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
+        raise ConfigError("no dtype of weights", where=where, got=repr(name), expected=" or ".join(_DTYPES))
+    return dtype
+
+
+def refuse(raw: Mapping[str, Any], name: str, *, unless: tuple[object, ...], remedy: str | None = None) -> None:
+    """Raises ConfigError if an entry of config.json asks for something we would compute differently."""
+    value = raw.get(name)
+    if value not in unless:
+        shown = repr(value) if not isinstance(value, Mapping) else f"an object with {', '.join(map(repr, value))}"
+        raise ConfigError(
+            "not supported", where=name, got=shown,
+            expected=" or ".join("no entry" if v is None else repr(v) for v in unless), remedy=remedy,
+        )  # fmt: skip

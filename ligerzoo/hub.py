@@ -1,0 +1,391 @@
+"""Models from and to checkpoints in Hugging Face format: a directory, or a repository on the hub.
+
+Loading: find the files; read config.json; compare every tensor that the config implies with the headers of the
+safetensors files; only then build the model without memory ("meta") and give it the tensors one by one. Saving is the
+way back, under the same names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
+from ligerzoo.convert import architecture_for, architecture_of
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
+from ligerzoo.convert.fields import parse_dtype, refuse, stored_dtype
+from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.models import CausalLM
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Model = TypeVar("Model", bound=CausalLM)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a loaded model remembers of its checkpoint, so that saving gives the same names back.
+
+    Attributes:
+        raw_config: config.json as it was read.
+        config: our config as read from it.
+        names: the tensor on disk -> our tensor. A tied weight may stand on disk under both its names.
+        passengers: tensors that the model does not use but hands on (old files' rotary frequencies).
+    """
+
+    raw_config: Mapping[str, Any]
+    config: Any
+    names: Mapping[str, str]
+    passengers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class AutoModel:
+    """Loads the class that a checkpoint's `model_type` names."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> CausalLM:
+        """Loads a checkpoint in Hugging Face format, see `load`."""
+        return load(
+            name_or_path, CausalLM, dtype=dtype, device=device, revision=revision, token=token, cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )  # fmt: skip
+
+
+def load(
+    name_or_path: str | Path,
+    model_class: type[Model],
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Model:
+    """A model with the weights of a checkpoint, in evaluation mode.
+
+    On a CPU, in the stored dtype, the weights are private views of the memory-mapped files: loading copies nothing. For
+    a GPU each tensor goes there straight from the file.
+
+    Args:
+        name_or_path: a directory, or the id of a repository on the hub ("org/name"). Of the latter only config.json,
+            generation_config.json and the safetensors files of the model are downloaded.
+        model_class: the class that is expected; `CausalLM` takes any.
+        dtype: of the weights; "auto" is the one config.json names, else that of the stored embedding.
+        device: of the weights; torch's default device when None.
+        revision: branch, tag or commit on the hub.
+        token: for private and gated repositories; by default the one that `hf auth login` stored.
+        cache_dir: where the hub's files are kept.
+        local_files_only: no network, only what is cached already.
+
+    Raises:
+        ConfigError: config.json asks for something else than `model_class`, or for what is not supported.
+        CheckpointError: files are missing or damaged; or a tensor is missing, unexpected or of another shape than
+            config.json implies.
+    """
+    directory = find_checkpoint(
+        name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    raw, architecture, config = _read_config(directory / CONFIG_FILE)
+    generation_config = read_json(directory / GENERATION_FILE) if (directory / GENERATION_FILE).exists() else {}
+    if not issubclass(architecture.model_class, model_class):
+        raise ConfigError(
+            "the checkpoint is of another architecture",
+            where=directory / CONFIG_FILE,
+            got=f"model_type {architecture.model_type!r}",
+            expected=model_class.__name__,
+            remedy=f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained.",
+        )
+
+    with Checkpoint(directory) as checkpoint:
+        stored = checkpoint.tensors
+        if config.num_hidden_layers > len(stored):  # before a model of so many layers is built
+            raise CheckpointError(
+                "fewer tensors than layers",
+                where=directory,
+                got=len(stored),
+                expected=f"{config.num_hidden_layers} layers",
+            )
+        try:
+            with torch.device("meta"):
+                model: Model = architecture.build(config)
+        except RuntimeError as error:  # more elements than torch can count, before it looks for memory
+            raise ConfigError("sizes of an impossible model", where=directory / CONFIG_FILE, got=error) from error
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        names = architecture.disk_names(shapes, stored)
+        own_names = {theirs: ours for ours, theirs in names.items() if theirs in stored}
+        if config.tie_word_embeddings:  # the one weight may stand under either name, or under both
+            names |= {a: names[b] for a, b in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)) if names[a] not in stored}
+        _refuse_misfits(checkpoint, names, shapes, config.num_hidden_layers)
+        if dtype == "auto":
+            dtype = stored_dtype(raw) or checkpoint.tensors[names[EMBEDDING]].dtype
+        weights = _read(checkpoint, names, parse_dtype(dtype, where="dtype"), device)
+        passengers = {name: checkpoint.read(name) for name in stored if is_rotary_buffer(name)}
+
+    model.load_state_dict(weights, assign=True)
+    if config.tie_word_embeddings:
+        if weights[HEAD] is weights[EMBEDDING] or torch.equal(weights[HEAD], weights[EMBEDDING]):
+            model.tie_weights()
+        else:  # the config says tied, the files hold two weights: the files are right
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+            raw, model.config = {**raw, "tie_word_embeddings": False}, config
+    model.origin = Origin(raw, config, own_names, passengers)
+    model.generation_config = generation_config
+    return model.eval()
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
+    """config.json as it stands, the architecture it names, and our config of it."""
+    raw = read_json(path)
+    try:
+        refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
+        architecture = architecture_of(raw.get("model_type"))
+        return raw, architecture, architecture.config_from_hf(raw)
+    except ConfigError as error:  # which knows the field alone
+        where = f"{path}, {error.where}"
+        raise ConfigError(
+            error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
+        ) from error
+
+
+def _refuse_misfits(
+    checkpoint: Checkpoint, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], num_hidden_layers: int
+) -> None:
+    """Raises CheckpointError unless the files hold just the tensors that config.json implies, but for known
+    leftovers."""
+    wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
+    missing = [name for name in wanted if name not in checkpoint.tensors]
+    if missing:
+        raise CheckpointError(
+            "tensors are missing", where=checkpoint.directory, got=f"no {_some(missing)}",
+            remedy="Compare config.json with the files: they may be of different models, or the upload incomplete.",
+        )  # fmt: skip
+    for name, info in checkpoint.tensors.items():
+        where = f"{checkpoint.directory / info.file}, tensor {name!r}"
+        if name not in wanted:
+            if is_rotary_buffer(name) or is_beyond_last_layer(name, num_hidden_layers):
+                continue
+            raise CheckpointError("unexpected tensor", where=where, remedy="config.json describes a model without it.")
+        if info.shape != wanted[name]:
+            raise CheckpointError("tensor of another shape", where=where, got=info.shape, expected=wanted[name])
+        if info.dtype not in WEIGHT_DTYPES:
+            expected = " or ".join(str(dtype) for dtype in WEIGHT_DTYPES)
+            raise CheckpointError(
+                "tensor of a dtype that is no weight's", where=where, got=info.dtype, expected=expected
+            )
+
+
+def _read(
+    checkpoint: Checkpoint, names: Mapping[str, str], dtype: torch.dtype, device: str | torch.device | None
+) -> dict[str, Tensor]:
+    """The tensors under our names, one at a time; a tensor with two names is read once."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    total = sum(checkpoint.tensors[name].nbytes for name in set(names.values()))
+    tensors: dict[str, Tensor] = {}
+    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
+        for name in names.values():
+            if name not in tensors:
+                tensors[name] = checkpoint.read(name, device).to(dtype)
+                progress.update(checkpoint.tensors[name].nbytes)
+    return {ours: tensors[theirs] for ours, theirs in names.items()}
+
+
+def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = "5GB", native: bool = False) -> None:
+    """Writes config.json, generation_config.json and the weights in Hugging Face format; other files there stay.
+
+    Every tensor goes under the name under which it was loaded, and config.json says what it said but for what has
+    changed. The directory is replaced in one step: whenever the process dies, it holds the old checkpoint or the new.
+
+    Args:
+        model: one of the zoo's.
+        directory: made when it does not exist.
+        max_shard_size: bytes of tensors in one file, as a number or like "5GB".
+        native: under our own names, whatever the names were in the checkpoint that the model came from.
+
+    Raises:
+        ConfigError: the model is none of the zoo's.
+        CheckpointError: the directory cannot be written, or a tensor cannot be stored.
+    """
+    origin = None if native else model.origin
+    files = {CONFIG_FILE: _config_json(model, origin)}
+    if model.generation_config:
+        files[GENERATION_FILE] = _json(model.generation_config)
+    write_checkpoint(directory, _named_tensors(model, origin), files, max_shard_size=max_shard_size)
+
+
+def _named_tensors(model: CausalLM, origin: Origin | None) -> dict[str, Tensor]:
+    """The tensors to save by their names on disk: those of the origin, then any that it did not have. A tied weight
+    goes once."""
+    state = model.state_dict()
+    names = {theirs: ours for theirs, ours in origin.names.items() if ours in state} if origin else {}
+    tensors = {theirs: state[ours] for theirs, ours in names.items()}
+    written = {(tensor.device, tensor.data_ptr()) for tensor in tensors.values()}
+    for name, tensor in state.items():
+        if (tensor.device, tensor.data_ptr()) not in written:
+            tensors[name] = tensor
+            written.add((tensor.device, tensor.data_ptr()))
+    return tensors | dict(origin.passengers if origin else {})
+
+
+def _config_json(model: CausalLM, origin: Origin | None) -> str:
+    architecture = architecture_for(type(model))
+    if origin is not None and model.config == origin.config:
+        content = dict(origin.raw_config)
+    else:
+        ours = architecture.config_to_hf(model.config)
+        inherited = {
+            key: value for key, value in (origin.raw_config if origin else {}).items() if key != "rope_parameters"
+        }
+        classes = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
+        content = {**classes, **inherited, **ours}
+    dtype = stored_dtype(content)
+    if dtype != model.dtype and not (dtype is None and origin is not None):
+        content.pop("dtype", None)
+        content["torch_dtype"] = str(model.dtype).removeprefix("torch.")  # the spelling that every version reads
+    return _json(content)
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def push(
+    model: CausalLM,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    commit_message: str = "Upload model",
+) -> str:
+    """Uploads the model, and a small model card where the repository has none, and returns the commit's address.
+
+    Args:
+        model: one of the zoo's.
+        repo_id: "org/name"; made when it does not exist.
+        private: whether a new repository is private.
+        token: by default the one that `hf auth login` stored.
+        commit_message: of the one commit this makes.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        save(model, folder)
+        if not api.file_exists(repo_id, "README.md"):
+            (folder / "README.md").write_text(_model_card(model, repo_id), encoding="utf-8")
+        stale = [SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors"]  # of an earlier model, unless uploaded anew
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=commit_message, delete_patterns=stale
+        )
+        return str(commit.commit_url)
+
+
+def _model_card(model: CausalLM, repo_id: str) -> str:
+    name = type(model).__name__
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"""---
+library_name: ligerzoo
+pipeline_tag: text-generation
+---
+# {repo_id.split("/")[-1]}
+
+A {name} with {parameters:,} parameters in {str(model.dtype).removeprefix("torch.")}, saved by ligerzoo in Hugging Face
+format.
+
+```python
+from ligerzoo.models import {name}
+
+model = {name}.from_pretrained("{repo_id}")
+```
+"""
+
+
+def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
+    """The directory with a checkpoint's configs and weights: the given one, or a snapshot of the hub's.
+
+    Of a repository only the small configs and the model's own safetensors files are downloaded, all of the same commit.
+    """
+    directory = locate_files(name_or_path, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE], **hub_options)
+    if os.path.isdir(name_or_path):
+        return directory
+    index = directory / INDEX_FILE
+    files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
+    return locate_files(name_or_path, sorted(files), **{**hub_options, "revision": directory.name})
+
+
+def locate_files(
+    name_or_path: str | Path,
+    patterns: Sequence[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The directory that holds the named files: the given one, or the hub's snapshot once those of them that exist are
+    downloaded.
+
+    Args:
+        name_or_path: a directory, or the id of a repository on the hub.
+        patterns: names of the files, or patterns like "*.jinja"; *.json, *.safetensors and *.jinja only.
+        revision: branch, tag or commit.
+        token: for private and gated repositories.
+        cache_dir: where the hub's files are kept.
+        local_files_only: no network, only what is cached already.
+
+    Raises:
+        CheckpointError: there is no such directory or repository, or it cannot be reached.
+    """
+    assert all(pattern.endswith((".json", ".safetensors", ".jinja")) for pattern in patterns)
+    if os.path.isdir(name_or_path):  # which is False for a name too long to be one, where Path's raises
+        return Path(name_or_path)
+    if not _REPO_ID.fullmatch(str(name_or_path)) or ".." in str(name_or_path):
+        raise CheckpointError(
+            "no such directory, and no repository id", where=name_or_path, expected='a directory or "org/name"'
+        )
+
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                str(name_or_path), revision=revision, token=token, cache_dir=cache_dir,
+                local_files_only=local_files_only, allow_patterns=list(patterns),
+            )
+        )  # fmt: skip
+    except Exception as error:  # its own, the system's, or its HTTP client's, of which it has changed the package
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            "cannot be had from the hub", where=name_or_path, got=f"{type(error).__name__}: {reason}",
+            remedy="Check the name, the network, and for a gated or private repository the token.",
+        ) from error  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,67 @@
+import pytest
+
+from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
+from ligerzoo.convert.architecture import is_beyond_last_layer, is_rotary_buffer
+from ligerzoo.errors import ConfigError
+from ligerzoo.models import CausalLM, Llama
+
+
+def test_each_model_type_has_its_file() -> None:
+    for model_type in MODEL_TYPES:
+        architecture = architecture_of(model_type)
+        assert architecture.model_type == model_type
+        assert architecture_for(architecture.model_class) is architecture
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "", None, 5, ["llama"], "../llama", "fields"])
+def test_unknown_model_types(model_type: object) -> None:
+    with pytest.raises(ConfigError, match="model_type: no such architecture.*llama"):
+        architecture_of(model_type)
+
+
+def test_classes_of_one_s_own() -> None:
+    class Tuned(Llama):
+        pass
+
+    assert architecture_for(Tuned).model_class is Llama
+    with pytest.raises(ConfigError, match="CausalLM: no checkpoint layout is known"):
+        architecture_for(CausalLM)
+
+
+def test_names_with_and_without_the_prefix() -> None:
+    llama, ours = architecture_of("llama"), ["model.norm.weight", "lm_head.weight"]
+    assert llama.disk_names(ours, ["model.x", "lm_head.weight"]) == dict(zip(ours, ours, strict=True))
+    assert llama.disk_names(ours, ["norm.weight"]) == {
+        "model.norm.weight": "norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("rotary_emb.inv_freq", True),
+        ("model.layers.0.self_attn.inv_freq", False),
+        ("model.rotary_emb.inv_freq.weight", False),
+        ("model.xrotary_emb.inv_freq", False),
+    ],
+)
+def test_rotary_buffers(name: str, known: bool) -> None:
+    assert is_rotary_buffer(name) == known
+
+
+@pytest.mark.parametrize(
+    "name, beyond",
+    [
+        ("model.layers.2.mlp.up_proj.weight", True),
+        ("layers.10.mlp.up_proj.weight", True),
+        ("model.layers.1.mlp.up_proj.weight", False),
+        ("model.layers.2", False),
+        ("vision.layers.5.weight", False),
+        ("model.layers.-1.weight", False),
+        ("model.layers." + "9" * 5000 + ".weight", False),  # Python would not even parse it
+    ],
+)
+def test_layers_beyond_the_last(name: str, beyond: bool) -> None:
+    assert is_beyond_last_layer(name, 2) == beyond

@@ -1,0 +1,84 @@
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from ligerzoo.convert.fields import parse_dtype, refuse, rope_fields, shared_fields, stored_dtype
+from ligerzoo.errors import ConfigError
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "raw, theta, scaling",
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 500000}, 500000, None),
+        ({"rope_scaling": None, "rope_theta": None}, 10000.0, None),
+        ({"rope_scaling": {}, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, 7.0, None),
+        ({"rope_scaling": LINEAR}, 10000.0, LINEAR),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, LINEAR),
+        ({"rope_scaling": {**LINEAR, "type": "dynamic"}}, 10000.0, LINEAR),
+        ({"rope_parameters": {**LINEAR, "rope_theta": 7.0}, "rope_theta": 8.0}, 7.0, LINEAR),
+        ({"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": LINEAR}, 10000.0, LINEAR),
+        (
+            {"rope_scaling": {**LINEAR, "original_max_position_embeddings": 5}, "original_max_position_embeddings": 9},
+            10000.0,
+            {**LINEAR, "original_max_position_embeddings": 9},
+        ),
+        ({"rope_scaling": {"rope_type": "unheard of"}}, 10000.0, {"rope_type": "unheard of"}),
+    ],
+)
+def test_rope_fields(raw: dict[str, Any], theta: float, scaling: object) -> None:
+    before = repr(raw)
+    assert rope_fields(raw) == {"rope_theta": theta, "rope_scaling": scaling}
+    assert repr(raw) == before
+
+
+@pytest.mark.parametrize("wrong", ["linear", 3, ["linear"]])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_entries_that_are_no_objects(key: str, wrong: object) -> None:
+    with pytest.raises(ConfigError, match="rope_scaling: not an object"):
+        rope_fields({key: wrong})
+
+
+@pytest.mark.parametrize(
+    "raw, dtype",
+    [
+        ({}, None),
+        ({"dtype": None, "torch_dtype": None}, None),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float32"}, torch.float32),
+        ({"torch_dtype": "torch.float64"}, torch.float64),
+    ],
+)
+def test_stored_dtype(raw: dict[str, Any], dtype: torch.dtype | None) -> None:
+    assert stored_dtype(raw) == dtype
+
+
+@pytest.mark.parametrize("wrong", ["int8", "float8_e4m3fn", "", "nonsense", 16, ["float16"], None, torch.int64])
+def test_dtypes_that_weights_cannot_have(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="here: no dtype of weights.*float32 or float16 or bfloat16 or float64"):
+        parse_dtype(wrong, where="here")
+
+
+def test_shared_fields() -> None:
+    @dataclass
+    class Config:
+        size: int = 1
+        heads: int | None = 2
+
+    assert shared_fields({"size": 5, "heads": None, "unknown": 7}, Config) == {"size": 5, "heads": None}
+    assert shared_fields({"size": None}, Config) == {}
+
+
+def test_refuse() -> None:
+    refuse({"act": "silu"}, "act", unless=(None, "silu"))
+    refuse({}, "act", unless=(None, "silu"))
+    with pytest.raises(ConfigError, match=r"act: not supported; got 'gelu'; expected no entry or 'silu'. Do this."):
+        refuse({"act": "gelu"}, "act", unless=(None, "silu"), remedy="Do this.")
+    with pytest.raises(ConfigError, match="got an object with 'bits', 'method'"):
+        refuse({"act": {"bits": 4, "method": "x" * 10**6}}, "act", unless=(None,))
