@@ -1,0 +1,599 @@
+"""Generation against transformers and itself, functions on logits against loops, ends of rows against scripts."""
+
+import io
+import math
+import warnings
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers.decoders
+import torch
+import transformers
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate import (
+    StopStrings,
+    TextStreamer,
+    align_prompts,
+    filter_logits,
+    generate,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize_repetition,
+)
+from ligerzoo.models import Llama, LlamaConfig
+
+VOCAB = 97
+NO_END: list[int] = []
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama2": {},
+    "llama3.2": {"num_key_value_heads": 2, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    "odd": {"num_key_value_heads": 1, "head_dim": 10, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 3},
+}
+
+
+def tiny_llama(device: str, variant: str = "llama2", std: float = 0.15) -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(**TINY | VARIANTS[variant], initializer_range=std), device=device)
+
+
+def oracle(model: Llama, variant: str) -> Any:
+    """transformers' model with the same weights."""
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = transformers.LlamaConfig(**TINY | VARIANTS[variant] | ids)
+    theirs = transformers.LlamaForCausalLM(config).to(model.device).eval()
+    theirs.load_state_dict(model.state_dict())
+    return theirs
+
+
+def prompts(device: str, rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def mask_of(rows: list[str], device: str) -> Tensor:
+    """A mask drawn with # for a token and . for padding."""
+    return torch.tensor([[character == "#" for character in row] for row in rows], dtype=torch.long, device=device)
+
+
+LEFT = ["....#############", "#################", ".......##########"]
+RIGHT = [row[::-1] for row in LEFT]
+
+
+class Recorder:
+    """A model that remembers what it read and what it answered."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model, self.config, self.generation_config = model, model.config, model.generation_config
+        self.read: list[Tensor] = []
+        self.positions: list[Tensor | None] = []
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None, **options: Any) -> Any:
+        output = self.model(input_ids, mask, position_ids, **options)
+        self.read.append(input_ids)
+        self.positions.append(position_ids)
+        self.logits.append(output.logits)
+        return output
+
+
+class Scripted:
+    """A model whose likeliest tokens are a script: row r continues with script[r]."""
+
+    def __init__(self, script: list[list[int]], **config: Any) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCAB, **config)
+        self.generation_config: dict[str, Any] = {}
+        self.script = torch.tensor(script)
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, *args: Any, **options: Any) -> Any:
+        logits = torch.nn.functional.one_hot(self.script[:, self.calls], VOCAB)[:, None].float()
+        self.calls += 1
+        return SimpleNamespace(logits=logits, past_key_values=None)
+
+
+class Letters:
+    """A tokenizer whose token i is a piece of text."""
+
+    PIECES = ("a", "b", "c", "ab", "ST", "OP", "xSTO", "P!", "\n", "<end>")
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return "".join(self.PIECES[i] for i in ids)
+
+
+# Against transformers
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_is_transformers(variant: str, device: str) -> None:
+    model = tiny_llama(device, variant)
+    ids = prompts(device, 1, 12)
+    ours = model.generate(ids, max_new_tokens=30)
+    theirs = oracle(model, variant).generate(ids, max_new_tokens=30, do_sample=False)
+    assert ours.shape == (1, 42)
+    assert ours.tolist() == theirs.tolist()
+    assert len(set(ours[0, 12:].tolist())) > 8  # it says something, not one token over and over
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_left_padded_batch_with_several_ends_is_transformers(variant: str, device: str) -> None:
+    model, mask = tiny_llama(device, variant), mask_of(LEFT, device)
+    ids = prompts(device, 3, 17)
+    free = model.generate(ids, mask, max_new_tokens=30, eos_token_id=NO_END)[:, 17:]
+    eos = [int(free[0, 7]), int(free[2, 15])]
+    options = {"max_new_tokens": 30, "eos_token_id": eos, "pad_token_id": 5}
+    ours = model.generate(ids, mask, **options)
+    theirs = oracle(model, variant).generate(ids, attention_mask=mask, do_sample=False, **options)
+    assert ours.tolist() == theirs.tolist()
+    ends = [next((n for n, token in enumerate(row) if token in eos), 30) for row in free.tolist()]
+    assert len(set(ends)) > 1
+    for row, end in enumerate(ends):
+        assert ours[row, 17:].tolist() == free[row, : end + 1].tolist() + [5] * (ours.shape[1] - 17 - end - 1)
+
+
+def test_seeded_sampling_is_transformers(device: str) -> None:
+    model = tiny_llama(device, std=0.1)
+    theirs_model = oracle(model, "llama2")
+    ids, mask = prompts(device, 3, 17), mask_of(LEFT, device)
+    options = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "max_new_tokens": 30}
+    torch.manual_seed(7)
+    ours = model.generate(ids, mask, **options)
+    torch.manual_seed(7)
+    theirs = theirs_model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+    assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.8])
+def test_a_repetition_penalty_is_transformers(penalty: float, device: str) -> None:
+    model = tiny_llama(device)
+    ids = prompts(device, 2, 12)
+    ours = model.generate(ids, max_new_tokens=30, repetition_penalty=penalty)
+    theirs = oracle(model, "llama2").generate(ids, max_new_tokens=30, repetition_penalty=penalty, do_sample=False)
+    assert ours.tolist() == theirs.tolist()
+    assert ours.tolist() != model.generate(ids, max_new_tokens=30).tolist()
+
+
+# Against itself
+
+
+@pytest.mark.parametrize("rows", [RIGHT, ["..######.#####...", "##.#.#.#.#####.##", "................#"]])
+def test_padding_anywhere_gives_what_single_rows_give(rows: list[str], device: str) -> None:
+    model, mask = tiny_llama(device, "llama3.2"), mask_of(rows, device)
+    ids = prompts(device, 3, 17).where(mask.bool(), VOCAB + 3)  # a padding token that has no embedding
+    together = model.generate(ids, mask, max_new_tokens=30, repetition_penalty=1.2)
+    assert together[:, :17].tolist() == ids.tolist()
+    for row in range(3):
+        prompt = ids[row, mask[row].bool()][None]
+        alone = model.generate(prompt, max_new_tokens=30, repetition_penalty=1.2)
+        assert together[row, 17:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("rows", [None, LEFT, RIGHT])
+def test_each_step_with_the_cache_has_the_logits_of_computing_all_again(rows: list[str] | None, device: str) -> None:
+    cached, ids = Recorder(tiny_llama(device, "llama3.2")), prompts(device, 3, 17)
+    mask = None if rows is None else mask_of(rows, device)
+    out = generate(cached, ids, mask, max_new_tokens=30, eos_token_id=NO_END)
+    assert [tokens.shape[1] for tokens in cached.read] == [17] + [1] * 29
+    assert [logits.shape for logits in cached.logits] == [(3, 1, VOCAB)] * 30
+    for row in range(3):
+        prompt = ids[row] if mask is None else ids[row, mask[row].bool()]
+        whole = torch.cat([prompt, out[row, 17:-1]])
+        again = cached.model(whole[None]).logits[0, -30:]
+        steps = torch.cat(cached.logits, 1)[row]
+        torch.testing.assert_close(steps, again, rtol=1e-4, atol=2e-5)
+    assert generate(cached, ids, mask, max_new_tokens=30, use_cache=False).tolist() == out.tolist()
+    assert cached.read[-1].shape == (3, 17 + 29)
+
+
+def test_positions_count_the_tokens_of_a_row_and_no_padding() -> None:
+    model = Recorder(tiny_llama("cpu"))
+    generate(model, prompts("cpu", 2, 5), mask_of(["..###", "####."], "cpu"), max_new_tokens=3)
+    steps = [positions.tolist() for positions in model.positions if positions is not None]
+    assert steps == [[[0, 0, 1, 2], [0, 1, 2, 3]], [[3], [4]], [[4], [5]]]
+
+
+def test_prompts_of_one_length_take_no_mask() -> None:
+    ids = torch.tensor([[9, 1, 2, 9], [3, 4, 9, 9]])
+    tokens, mask = align_prompts(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]]))
+    assert (tokens.tolist(), mask) == ([[1, 2], [3, 4]], None)
+    tokens, mask = align_prompts(ids, torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]]))
+    assert mask is not None
+    assert (tokens.tolist(), mask.tolist()) == ([[1, 1], [3, 4]], [[False, True], [True, True]])
+
+
+def test_a_seed_repeats_and_seeds_differ(device: str) -> None:
+    model, ids = tiny_llama(device), prompts(device, 2, 12)
+
+    def draw(seed: int) -> list[list[int]]:
+        generator = torch.Generator(device).manual_seed(seed)
+        return model.generate(ids, max_new_tokens=20, do_sample=True, generator=generator).tolist()  # type: ignore[no-any-return]
+
+    first = draw(1)
+    torch.manual_seed(123)
+    assert draw(1) == first
+    assert draw(2) != first
+
+
+def test_draws_follow_the_filtered_distribution(device: str) -> None:
+    model, ids = tiny_llama(device, std=0.1), prompts(device, 1, 3)
+    filters: dict[str, Any] = {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.1}
+    draws = 5000
+    out = model.generate(ids.expand(draws, -1), max_new_tokens=1, do_sample=True, **filters)
+    counts = out[:, -1].bincount(minlength=VOCAB).double()
+    expected = draws * filter_logits(model(ids).logits[0, -1].double(), **filters).softmax(-1)
+    kept = expected > 0
+    freedom = int(kept.sum()) - 1
+    assert freedom >= 8
+    assert counts[~kept].sum() == 0
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_the_model_is_left_as_it_was(device: str) -> None:
+    model, ids = tiny_llama(device, "llama3.2"), prompts(device, 2, 12)
+    model.train()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    out = model.generate(ids, max_new_tokens=4)
+    assert model.training
+    assert torch.is_grad_enabled()
+    loss = model(out, labels=out).loss
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is not None
+
+
+# The functions on logits, against loops over one row
+
+ROWS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12)
+
+
+def softmax(row: list[float]) -> list[float]:
+    weights = [math.exp(x - max(row)) for x in row]
+    return [weight / sum(weights) for weight in weights]
+
+
+def kept_by(filtered: Tensor, row: list[float]) -> set[int]:
+    """The tokens that are left, once it is sure that their logits are untouched and the others are -inf."""
+    kept = {i for i, x in enumerate(filtered.tolist()) if x != -math.inf}
+    assert all(filtered[i] == row[i] for i in kept)
+    return kept
+
+
+@given(ROWS, st.integers(1, 15))
+def test_top_k_by_loop(row: list[float], top_k: int) -> None:
+    better = [sum(other > x for other in row) for x in row]
+    assert kept_by(keep_top_k(torch.tensor(row), top_k), row) == {i for i, n in enumerate(better) if n < top_k}
+
+
+@given(ROWS, st.floats(0.01, 1))
+@example([-1e-10, 0.0], 0.25)  # so close that their probabilities round to the same
+def test_top_p_by_loop(row: list[float], top_p: float) -> None:
+    probabilities, expected, mass = softmax(row), set(), 0.0
+    for i in sorted(range(len(row)), key=lambda i: (-row[i], i)):
+        assume(top_p == 1 or abs(mass - top_p) > 1e-5)  # nearer than that, rounding decides
+        if mass >= top_p and top_p < 1:
+            break
+        expected.add(i)
+        mass += probabilities[i]
+    assert kept_by(keep_top_p(torch.tensor(row), top_p), row) == expected
+
+
+def test_top_p_of_one_keeps_all() -> None:
+    logits = torch.randn(20, 5000)
+    assert torch.equal(keep_top_p(logits, 1.0), logits)
+
+
+@given(ROWS, st.floats(0, 1))
+def test_min_p_by_loop(row: list[float], min_p: float) -> None:
+    probabilities = softmax(row)
+    floor = min_p * max(probabilities)
+    assume(all(p == max(probabilities) or abs(p - floor) > 1e-5 * floor for p in probabilities))
+    assert kept_by(keep_min_p(torch.tensor(row), min_p), row) == {i for i, p in enumerate(probabilities) if p >= floor}
+
+
+@given(ROWS, st.sets(st.integers(0, 11)), st.floats(0.1, 5))
+def test_repetition_penalty_by_loop(row: list[float], seen: set[int], penalty: float) -> None:
+    expected = [(x / penalty if x > 0 else x * penalty) if i in seen else x for i, x in enumerate(row)]
+    mask = torch.tensor([[i in seen for i in range(len(row))]])
+    torch.testing.assert_close(penalize_repetition(torch.tensor([row]), mask, penalty), torch.tensor([expected]))
+
+
+@given(ROWS, st.floats(0.05, 5), st.integers(1, 15), st.floats(0.001, 1), st.floats(0, 1))
+def test_something_is_always_left(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    filtered = filter_logits(torch.tensor(row), temperature, top_k, top_p, min_p)
+    assert max(filtered.tolist()) == pytest.approx(max(row) / temperature, rel=1e-6)
+
+
+@given(st.integers(0, 2**32), st.floats(0.1, 3), st.integers(1, 60), st.floats(0.05, 0.99), st.floats(0, 0.5))
+@settings(max_examples=50)
+def test_the_chain_is_transformers(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = 3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(seed))
+    processors = transformers.LogitsProcessorList(
+        [
+            transformers.TemperatureLogitsWarper(temperature),
+            transformers.TopKLogitsWarper(top_k),
+            transformers.TopPLogitsWarper(top_p),
+            transformers.MinPLogitsWarper(min_p),
+        ]
+    )
+    assert torch.equal(filter_logits(logits, temperature, top_k, top_p, min_p), processors(None, logits))
+
+
+def test_the_penalty_is_transformers() -> None:
+    logits, ids = torch.randn(3, 50), torch.randint(50, (3, 20))
+    seen = torch.zeros(3, 50, dtype=torch.bool).scatter_(1, ids, True)
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.3)(ids, logits)
+    assert torch.equal(penalize_repetition(logits, seen, 1.3), theirs)
+
+
+# Where rows end
+
+PROMPT = torch.tensor([[1, 2], [3, 4]])
+
+
+def test_rows_end_at_their_own_times_and_the_last_ends_the_loop() -> None:
+    model = Scripted([[7, 8, 50, 9, 9, 9], [8, 51, 8, 50, 9, 9]])
+    out = generate(model, PROMPT, max_new_tokens=6, eos_token_id=[50, 60], pad_token_id=0)
+    assert out.tolist() == [[1, 2, 7, 8, 50, 0], [3, 4, 8, 51, 8, 50]]
+    assert model.calls == 4
+
+
+def test_a_row_reads_no_padding_once_it_has_ended(device: str) -> None:
+    model = tiny_llama(device)
+    ids = prompts(device, 2, 12)
+    free = model.generate(ids, max_new_tokens=8)
+    eos = int(free[0, 13])
+    assert eos not in free[1, 12:]
+    out = model.generate(ids, max_new_tokens=8, eos_token_id=eos, pad_token_id=VOCAB + 1)  # which has no embedding
+    assert out[0, 12:].tolist() == free[0, 12:14].tolist() + [VOCAB + 1] * 6
+    assert out[1].tolist() == free[1].tolist()
+
+
+@pytest.mark.parametrize(
+    "config, generation_config, options, end, padding",
+    [
+        ({"eos_token_id": 50}, {}, {}, 2, 50),
+        ({"eos_token_id": [9, 50], "pad_token_id": -1}, {}, {}, 2, 9),
+        ({"eos_token_id": 50, "pad_token_id": 3}, {"eos_token_id": [51]}, {}, 3, 3),
+        ({"eos_token_id": 50}, {"eos_token_id": 51, "pad_token_id": 4}, {}, 3, 4),
+        ({"eos_token_id": 50}, {"eos_token_id": 51, "pad_token_id": 4}, {"eos_token_id": 8, "pad_token_id": 5}, 1, 5),
+        ({"eos_token_id": 50}, {"eos_token_id": 51}, {"eos_token_id": []}, 4, None),
+        ({}, {}, {}, 4, None),
+    ],
+)
+def test_where_token_ids_come_from(
+    config: dict[str, Any], generation_config: dict[str, Any], options: dict[str, Any], end: int, padding: int | None
+) -> None:
+    model = Scripted([[7, 8, 50, 51, 7], [7, 7, 7, 7, 7]], **config)
+    model.generation_config = generation_config
+    row = generate(model, PROMPT, max_new_tokens=5, **options)[0, 2:].tolist()
+    assert row == [7, 8, 50, 51, 7][: end + 1] + [padding] * (4 - end)
+
+
+def test_no_new_tokens_gives_the_prompts_back() -> None:
+    model = Scripted([[1], [1]])
+    assert generate(model, PROMPT, max_new_tokens=0).tolist() == PROMPT.tolist()
+    assert model.calls == 0
+
+
+def test_stop_strings_end_a_row_within_and_across_tokens() -> None:
+    # The text is "abaSTOP!c..." and "xSTOb\nSTaOP..."; the prompt's own text does not count.
+    model = Scripted([[3, 0, 4, 5, 2, 2, 2, 2], [6, 1, 8, 4, 0, 5, 6, 7]])
+    prompt = torch.tensor([[4, 5], [5, 4]])
+    options: dict[str, Any] = {"tokenizer": Letters(), "max_new_tokens": 8, "pad_token_id": 9}
+    out = generate(model, prompt, stop_strings="STOP", **options)
+    assert out[:, 2:].tolist() == [[3, 0, 4, 5, 9, 9, 9, 9], [6, 1, 8, 4, 0, 5, 6, 7]]
+
+    model.calls = 0
+    out = generate(model, prompt, stop_strings=["b\nS", "TOPc"], **options)
+    assert out[:, 2:].tolist() == [[3, 0, 4, 5, 2], [6, 1, 8, 4, 9]]
+    assert model.calls == 5
+
+
+SENTENCEPIECE = tokenizers.decoders.Sequence(
+    [
+        tokenizers.decoders.Replace("▁", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0),
+    ]
+)
+
+
+class SentencePieces:
+    """Bytes 0 to 255 as byte tokens and some pieces after them, decoded as Llama 2's tokens are."""
+
+    PIECES = (*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁to", "to", "p")
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        return str(SENTENCEPIECE.decode([self.PIECES[i] for i in ids]))
+
+
+class Utf8:
+    """Bytes as tokens, with what is no character replaced, as byte-level tokenizers do."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+CHARACTERS = [list(character.encode()) for character in "\nto é你😀"]
+
+
+@pytest.mark.parametrize(
+    "tokenizer, pieces", [(Utf8(), CHARACTERS), (SentencePieces(), [*CHARACTERS, [256], [257], [258], [259]])]
+)
+@given(data=st.data())
+def test_the_last_tokens_are_enough_to_find_stop_strings(tokenizer: Any, pieces: list[list[int]], data: Any) -> None:
+    ids = list(chain.from_iterable(data.draw(st.lists(st.sampled_from(pieces), max_size=24))))
+    strings = data.draw(st.sampled_from(["\n", " to", "top", "é\n", "你", ["to to", "😀😀"], "\n\n "]))
+    stops = StopStrings(strings, tokenizer)
+    prefixes = [ids[: n + 1] for n in range(len(ids))]
+    texts = [tokenizer.decode(prefix, skip_special_tokens=False) for prefix in prefixes]
+    expected = next((n for n, text in enumerate(texts) if any(stop in text for stop in stops.strings)), None)
+    found = next((n for n, prefix in enumerate(prefixes) if stops.found_in(prefix[-stops.reach :])), None)
+    assert found == expected
+
+
+# Streamers
+
+
+def test_a_streamer_gets_everything() -> None:
+    class Collector:
+        def __init__(self) -> None:
+            self.got: list[Any] = []
+
+        def put(self, token_ids: Tensor) -> None:
+            self.got.append(token_ids.tolist())
+
+        def end(self) -> None:
+            self.got.append("end")
+
+    collector = Collector()
+    model = Scripted([[7, 50, 9], [8, 9, 50]])
+    generate(model, PROMPT, max_new_tokens=5, eos_token_id=50, pad_token_id=0, streamer=collector)
+    assert collector.got == [[[1, 2], [3, 4]], [7, 8], [50, 9], [0, 50], "end"]
+
+
+class LetterStream:
+    """Holds one piece back."""
+
+    def __init__(self, hides: bool) -> None:
+        self.hides, self.held = hides, ""
+
+    def push(self, token_id: int) -> str:
+        text, self.held = self.held, "" if self.hides and token_id == 9 else Letters.PIECES[token_id]
+        return text
+
+    def flush(self) -> str:
+        text, self.held = self.held, ""
+        return text
+
+
+class StreamingLetters:
+    def stream(self, *, skip_special_tokens: bool) -> LetterStream:
+        return LetterStream(skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "options, printed",
+    [
+        ({}, "STOPc\n"),
+        ({"skip_prompt": False}, "abaSTOPc\n"),
+        ({"skip_special_tokens": False}, "STOPc<end>\n"),
+    ],
+)
+def test_text_is_printed_as_it_comes(options: dict[str, Any], printed: str) -> None:
+    file = io.StringIO()
+    streamer = TextStreamer(StreamingLetters(), file=file, **options)
+    prompt = torch.tensor([[3, 0]])
+    for repeat in (1, 2):
+        generate(Scripted([[4, 5, 2, 9]]), prompt, max_new_tokens=9, eos_token_id=9, streamer=streamer)
+        assert file.getvalue() == printed * repeat
+
+
+def test_text_is_printed_to_standard_output_before_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    streamer = TextStreamer(StreamingLetters())
+    streamer.put(torch.tensor([4]))
+    streamer.put(torch.tensor([5]))
+    assert capsys.readouterr().out == "ST"
+
+
+def test_a_text_streamer_is_for_one_prompt() -> None:
+    with pytest.raises(LigerzooError, match=r"TextStreamer: .*got 2 prompts"):
+        generate(Scripted([[1], [1]]), PROMPT, max_new_tokens=1, streamer=TextStreamer(StreamingLetters()))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens: .*got -1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: .*got 2.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: .*got 0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty: .*got nan"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature: .*got 0.0; expected a positive number"),
+        ({"do_sample": True, "temperature": math.inf}, "temperature: .*got inf"),
+        ({"do_sample": True, "top_k": 0}, "top_k: .*got 0"),
+        ({"do_sample": True, "top_p": 0.0}, "top_p: .*got 0.0"),
+        ({"do_sample": True, "top_p": 1.1}, "top_p: .*got 1.1"),
+        ({"do_sample": True, "min_p": -0.1}, "min_p: .*got -0.1"),
+        ({"do_sample": True, "min_p": 1.1}, "min_p: .*got 1.1"),
+        ({"do_sample": True, "generator": torch.Generator("cpu")}, "generator: .*got one on cpu; expected one on meta"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: .*got </s>"),
+        ({"pad_token_id": 1.0}, "pad_token_id: .*got 1.0"),
+        ({"stop_strings": ["a", ""], "tokenizer": Letters()}, "stop_strings: .*not empty"),
+        ({"stop_strings": [], "tokenizer": Letters()}, "stop_strings: .*not empty"),
+        ({"stop_strings": "a"}, "tokenizer: stop_strings need a tokenizer"),
+        ({"stop_strings": "a", "tokenizer": Letters()}, "pad_token_id: "),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask: .*got \(2, 3\); expected \(2, 2\)"),
+    ],
+)
+def test_impossible_values_are_refused_before_anything_is_computed(options: dict[str, Any], message: str) -> None:
+    model = Scripted([[1], [1]])
+    prompt = PROMPT.to("meta") if "generator" in options else PROMPT
+    with pytest.raises(LigerzooError, match=message):
+        generate(model, prompt, **{"max_new_tokens": 1} | options)
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize(
+    "ids, mask, message",
+    [
+        (torch.zeros(1, 0, dtype=torch.long), None, r"input_ids: .*got \(1, 0\); .*a token to begin with"),
+        (torch.tensor([1, 2]), None, r"input_ids: .*got \(2,\); expected \(B, T\)"),
+        (PROMPT, torch.tensor([[1, 1], [0, 0]]), "attention_mask: .*got a row of padding only"),
+    ],
+)
+def test_empty_prompts_are_refused(ids: Tensor, mask: Tensor | None, message: str) -> None:
+    with pytest.raises(LigerzooError, match=message):
+        generate(Scripted([[1], [1]]), ids, mask, max_new_tokens=1)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [None, LEFT])
+@pytest.mark.parametrize("eos, waits", [(NO_END, 0), ([VOCAB - 1, VOCAB + 1], 1)])
+def test_the_host_waits_once_a_token_at_most(rows: list[str] | None, eos: list[int], waits: int) -> None:
+    model, ids = tiny_llama("cuda"), prompts("cuda", 3, 17)
+    mask = None if rows is None else mask_of(rows, "cuda")
+    counts = []
+    for new in (8, 8, 24):  # the first time kernels are compiled
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.generate(
+                    ids, mask, max_new_tokens=new, eos_token_id=eos, do_sample=True, top_k=20, top_p=0.9,
+                    repetition_penalty=1.1,
+                )  # fmt: skip
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
+    assert counts[2] - counts[1] == waits * 16
