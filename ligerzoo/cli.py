@@ -1,0 +1,333 @@
+"""The command `ligerzoo`: arguments in, text out. What it does is done by the functions that Python programs call.
+
+torch takes seconds to import, so everything heavy is imported by the command that needs it: help and mistakes in the
+arguments come at once.
+
+Exit codes: 0 done, 1 failed, 2 the arguments are wrong, 130 interrupted, 141 nobody reads the output any more.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ligerzoo import __version__
+from ligerzoo.errors import LigerzooError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ligerzoo.models import CausalLM
+    from ligerzoo.tokenizer import Tokenizer
+
+Command = Callable[[argparse.Namespace], int]
+
+MODEL_HELP = 'a directory with a checkpoint in Hugging Face format, or the id of one on the hub, such as "org/name"'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: what follows the program's name; those of this process when None.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: with code 2 when the arguments are wrong, with 0 after help.
+    """
+    options = parse(arguments)
+    if hasattr(sys.stdout, "reconfigure"):  # a model may write what a narrow terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush would complain
+        return 141
+    except Exception as error:
+        if options.debug:
+            raise
+        is_expected = isinstance(error, LigerzooError | OSError)
+        problem = str(error) if is_expected else f"{type(error).__name__}: {error} (--debug shows where)"
+        print("ligerzoo: error:", " ".join(problem.split()), file=sys.stderr)
+        return 1
+
+
+def info(options: argparse.Namespace) -> int:
+    from ligerzoo.info import describe
+
+    print(describe(options.model, revision=options.revision))
+    return 0
+
+
+def generate(options: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    model, tokenizer = load(options)
+    print(prompt, end="", flush=True)
+    reply(model, tokenizer, tokenizer.encode(prompt), options, random_numbers(model, options))
+    return 0
+
+
+def chat(options: argparse.Namespace) -> int:
+    model, tokenizer = load(options)
+    if not tokenizer.chat_templates:
+        raise LigerzooError(
+            "the tokenizer has no chat template, so the model was not trained to chat",
+            where=options.model,
+            remedy="Continue a text with `ligerzoo generate`, or take the model's instruction-tuned variant.",
+        )
+    generator = random_numbers(model, options)
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  # gives input() editing and a history
+
+        print(f"{options.model}. Ctrl-D or an empty line ends the conversation.", file=sys.stderr)
+    while text := question("you> " if is_terminal else ""):
+        messages.append({"role": "user", "content": text})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        answer = reply(model, tokenizer, prompt, options, generator)
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    from ligerzoo import hub
+    from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
+
+    target: Path = options.target
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        remedy = "Convert into a new directory and then replace the old one."
+        raise LigerzooError("is there already", where=target, expected="a new or an empty directory", remedy=remedy)
+    model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
+    hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
+    if (hub.locate_files(options.model, FILE_PATTERNS, revision=options.revision) / "tokenizer.json").exists():
+        Tokenizer.from_pretrained(options.model, revision=options.revision).save_pretrained(target)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(f"{target}: {len(list(target.iterdir()))} files, {size:,} bytes")
+    return 0
+
+
+def demo(options: argparse.Namespace) -> int:
+    from ligerzoo.demo import run
+
+    return run(options.text)
+
+
+def load(options: argparse.Namespace) -> "tuple[CausalLM, Tokenizer]":
+    from ligerzoo.hub import AutoModel
+    from ligerzoo.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
+    model = AutoModel.from_pretrained(
+        options.model, revision=options.revision, dtype=options.dtype, device=device(options.device)
+    )
+    return model, tokenizer
+
+
+def device(name: str | None) -> "torch.device":
+    """The device of this name; the first GPU, if there is one, when None."""
+    import torch
+
+    try:
+        chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise LigerzooError("no such device", where="--device", got=name, expected="cpu, cuda or cuda:1") from error
+    if chosen.type == "cuda" and not (chosen.index or 0) < torch.cuda.device_count():
+        raise LigerzooError("no such GPU", where="--device", got=name, expected=f"{torch.cuda.device_count()} GPUs")
+    return chosen
+
+
+def random_numbers(model: "CausalLM", options: argparse.Namespace) -> "torch.Generator | None":
+    import torch
+
+    return None if options.seed is None else torch.Generator(model.device).manual_seed(options.seed)
+
+
+def reply(
+    model: "CausalLM",
+    tokenizer: "Tokenizer",
+    prompt: list[int],
+    options: argparse.Namespace,
+    generator: "torch.Generator | None",
+) -> str:
+    """Prints the model's continuation of a prompt as it comes, and returns it."""
+    import torch
+
+    from ligerzoo.generate import TextStreamer
+
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    continued = model.generate(
+        torch.tensor([prompt], device=model.device),
+        max_new_tokens=options.max_new_tokens,
+        do_sample=bool(given),
+        **given,
+        repetition_penalty=options.repetition_penalty,
+        stop_strings=options.stop,
+        tokenizer=tokenizer,
+        generator=generator,
+        streamer=TextStreamer(tokenizer),
+    )
+    return tokenizer.decode(continued[0, len(prompt) :], skip_special_tokens=True)
+
+
+def question(invitation: str) -> str:
+    """A line from standard input, "" at its end."""
+    try:
+        return input(invitation)
+    except EOFError:
+        return ""
+
+
+# The arguments
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of one command; `run` is the function that carries it out."""
+    everywhere = argparse.ArgumentParser(add_help=False)
+    everywhere.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    a_model = argparse.ArgumentParser(add_help=False)
+    a_model.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    a_model.add_argument("--revision", help="branch, tag or commit on the hub")
+
+    parser = argparse.ArgumentParser(
+        prog="ligerzoo",
+        description="Transformers composed from fused layers, from and to checkpoints in Hugging Face format.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""\
+Begin with
+  ligerzoo demo                                    what it can do, in a minute, with a model that comes along
+  ligerzoo info HuggingFaceTB/SmolLM2-135M         what a checkpoint is and needs, before its weights are downloaded
+  ligerzoo generate --help                         every command explains itself
+
+Exit codes: 0 done, 1 failed (one line on standard error says why), 2 wrong arguments, 130 interrupted.
+Downloads are kept where HF_HOME says; `hf auth login` opens gated repositories; HF_HUB_OFFLINE=1 forbids the network.""",
+    )
+    parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(run: Command, summary: str, *parents: argparse.ArgumentParser, epilog: str) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(
+            run.__name__,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            parents=[*parents, everywhere],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=epilog,
+        )
+        subparser.set_defaults(run=run)
+        return subparser
+
+    command(
+        info,
+        "tell what a checkpoint is: architecture, parameters, memory, files, tokenizer",
+        a_model,
+        epilog="""\
+examples
+  ligerzoo info HuggingFaceTB/SmolLM2-135M
+  ligerzoo info path/to/checkpoint
+
+Only configs, the tokenizer and the headers of the weight files are read.""",
+    )
+
+    text = command(
+        generate,
+        "continue a text, printed with it as it comes",
+        a_model,
+        epilog="""\
+examples
+  ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "The capital of France is" --max-new-tokens 20
+  ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
+  ligerzoo generate path/to/checkpoint --prompt - < prompt.txt
+
+Without a sampling option the likeliest token is taken each time, and the same text comes out every time.""",
+    )
+    text.add_argument("--prompt", required=True, metavar="TEXT", help='the text to continue; "-" reads standard input')
+    add_generation_options(text, max_new_tokens=128)
+
+    conversation = command(
+        chat,
+        "talk with a model, line by line",
+        a_model,
+        epilog="""\
+examples
+  ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
+  ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct --system "Answer in one sentence." --temperature 0.7
+  printf 'What is a liger?\\nHow big is one?\\n' | ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
+
+The model's tokenizer must have a chat template. An empty line or the end of the input ends the conversation.""",
+    )
+    conversation.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
+    add_generation_options(conversation, max_new_tokens=1024)
+
+    conversion = command(
+        convert,
+        "write a checkpoint anew: in other files, another dtype, or with our names of tensors",
+        a_model,
+        epilog="""\
+examples
+  ligerzoo convert HuggingFaceTB/SmolLM2-135M smollm2                        a copy with the same bytes
+  ligerzoo convert HuggingFaceTB/SmolLM2-135M smollm2-fp32 --dtype float32
+  ligerzoo convert path/to/checkpoint small-files --max-shard-size 500MB
+  ligerzoo convert path/to/checkpoint our-names --to native
+
+The tokenizer comes along. What is written appears at once, when it is complete.""",
+    )
+    conversion.add_argument("target", metavar="TARGET", type=Path, help="a new or empty directory")
+    conversion.add_argument(
+        "--to", choices=("hf", "native"), default="hf", help="tensors under Hugging Face's names (default) or our own"
+    )
+    conversion.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file, default %(default)s")
+    add_dtype_option(conversion)
+
+    demonstration = command(
+        demo,
+        "load, complete, train, save and check a small model, without network or GPU",
+        epilog="""\
+examples
+  ligerzoo demo
+  ligerzoo demo --text my_module.py
+
+The model comes with the package: a Llama that was trained on Python's standard library. Every claim that the demo
+makes is checked as it runs, and the exit code is 1 if one is false.""",
+    )
+    demonstration.add_argument(
+        "--text", type=Path, metavar="FILE", help="train on your own text, of some 10,000 characters or more"
+    )
+    return parser.parse_args(arguments)
+
+
+def add_dtype_option(parser: argparse.ArgumentParser) -> None:
+    names = ("auto", "float32", "bfloat16", "float16", "float64")
+    parser.add_argument("--dtype", choices=names, default="auto", help="of the weights; auto, the default, as stored")
+
+
+def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="the most to add, default %(default)s"
+    )
+    add_dtype_option(parser)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU if there is one")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end where this appears; may be repeated")
+    sampling = parser.add_argument_group(
+        "sampling", "any of the first four draws tokens instead of taking the likeliest"
+    )
+    sampling.add_argument("--temperature", type=float, metavar="T", help="below 1 more predictable, above more varied")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that have P together")
+    sampling.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens less than P times as likely as the best"
+    )
+    sampling.add_argument("--seed", type=int, help="makes what is drawn repeatable")
+    sampling.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 discourages tokens seen before"
+    )

@@ -1,0 +1,164 @@
+"""What a checkpoint is and needs, told without reading its weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
+from ligerzoo.convert import architecture_of
+from ligerzoo.convert.architecture import is_rotary_buffer
+from ligerzoo.errors import CheckpointError
+from ligerzoo.hub import CONFIG_FILE, GENERATION_FILE, locate_files
+from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
+
+# Told by a piece of the tensor's name, the first that fits.
+PARTS = {
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "norm": "norms",
+    "self_attn": "attention",
+    "mlp": "feed-forward",
+}
+
+ADAMW_BYTES = 16
+"""Bytes for each parameter in fp32 training: the weight, its gradient, and AdamW's two moments."""
+
+COUNTS = ("", " k", " M", " B", " T")
+BYTES = (" B", " kB", " MB", " GB", " TB")
+
+
+def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
+    """A page of text on a checkpoint: architecture, parameters, memory, files and tokenizer.
+
+    Args:
+        name_or_path: a directory, or the id of a repository on the hub, of which only the configs, the tokenizer and the
+            headers of the weight files are downloaded.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ConfigError: config.json is of an architecture that is not supported, or malformed.
+        CheckpointError: files are missing or damaged.
+        TokenizerError: the tokenizer's files are damaged.
+    """
+    wanted = [CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS]
+    directory = locate_files(name_or_path, wanted, revision=revision)
+    raw = read_json(directory / CONFIG_FILE)
+    architecture = architecture_of(raw.get("model_type"))
+    config = architecture.config_from_hf(raw)
+    tensors = list(read_headers(name_or_path, directory))
+    lines = [
+        ("architecture", f"{architecture.model_class.__name__} ({architecture.hf_class})"),
+        ("shape", _shape(config)),
+        ("context", f"{config.max_position_embeddings:,} tokens, {_rotary(config)}"),
+        *_parameters(tensors, config),
+        *_memory(tensors, config),
+        *_files(tensors),
+        ("tokenizer", _tokenizer(directory)),
+    ]
+    return "\n".join([str(name_or_path), *(f"  {label:<14}{text}" for label, text in lines)])
+
+
+def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorInfo]:
+    """The checkpoint's tensors: from the directory where its weights are there, else from the hub, a few kilobytes a file.
+
+    Raises:
+        CheckpointError: a header is missing, damaged or out of reach.
+    """
+    index = directory / INDEX_FILE
+    files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
+    if Path(name_or_path).is_dir() or all((directory / file).exists() for file in files):
+        with Checkpoint(directory) as checkpoint:
+            return checkpoint.tensors.values()
+
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:  # of the commit that the configs are of
+        metadata = HfApi().get_safetensors_metadata(str(name_or_path), revision=directory.name)
+    except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
+        raise CheckpointError("the weights' headers cannot be had", where=name_or_path, got=error) from error
+    return [
+        TensorInfo(name, file, tuple(tensor.shape), tensor.dtype)
+        for file, header in metadata.files_metadata.items()
+        for name, tensor in header.tensors.items()
+    ]
+
+
+def _shape(config: Any) -> str:
+    heads = f"{config.num_attention_heads} heads of {config.head_size}"
+    if config.kv_heads != config.num_attention_heads:
+        heads += f" that share {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
+    sizes = (
+        f"hidden {config.hidden_size:,}, feed-forward {config.intermediate_size:,}, vocabulary {config.vocab_size:,}"
+    )
+    return f"{config.num_hidden_layers} layers, {sizes}; {heads}"
+
+
+def _rotary(config: Any) -> str:
+    scaling: Mapping[str, Any] = config.rope_scaling or {}
+    kind = f", scaled by {scaling['rope_type']}" if scaling else ""
+    return f"rotary positions of base {config.rope_theta:,.0f}{kind}"
+
+
+def _parameters(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]:
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        if not is_rotary_buffer(tensor.name):
+            part = next((part for piece, part in PARTS.items() if piece in tensor.name), "other")
+            counts[part] += math.prod(tensor.shape)
+    lines = [("parameters", f"{counts.total():,} ({_short(counts.total(), COUNTS)})")]
+    lines += [("", f"{part:<13}{count:>18,} {count / counts.total():>6.1%}") for part, count in counts.most_common()]
+    if config.tie_word_embeddings and "head" not in counts:
+        lines.append(("", "head         the embedding's"))
+    return lines
+
+
+def _memory(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]:
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    stored = Counter(tensor.stored_dtype for tensor in tensors)
+    cached = 2 * config.num_hidden_layers * config.kv_heads * config.head_size * tensors[0].dtype.itemsize
+    weights = sum(tensor.nbytes for tensor in tensors)
+    return [
+        ("dtype", ", ".join(str(dtype) for dtype in stored)),
+        ("memory", f"to generate {_bytes(weights)} and {_bytes(cached)} for each token of context"),
+        ("", f"to train {_bytes(ADAMW_BYTES * parameters)} and the activations (fp32, AdamW)"),
+    ]
+
+
+def _files(tensors: list[TensorInfo]) -> list[tuple[str, str]]:
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.file] += tensor.nbytes
+    shown = sorted(sizes.items())
+    lines = [f"{file}  {_bytes(size)}" for file, size in shown[:4]]
+    if len(shown) > 4:
+        lines[3:] = [f"... {len(shown) - 4} more ...", f"{shown[-1][0]}  {_bytes(shown[-1][1])}"]
+    total = f"{len(tensors)} tensors in {len(sizes)} file{'s' if len(sizes) > 1 else ''}, {_bytes(sizes.total())}"
+    return [("files", total), *(("", line) for line in lines)]
+
+
+def _tokenizer(directory: Path) -> str:
+    if not (directory / "tokenizer.json").exists():
+        return "none"
+    tokenizer = Tokenizer.from_pretrained(directory)
+    named = ", ".join(f"{name.removesuffix('_token')} {token!r}" for name, token in tokenizer.special_tokens.items())
+    templates = (
+        f"chat template {', '.join(tokenizer.chat_templates)}" if tokenizer.chat_templates else "no chat template"
+    )
+    return f"{len(tokenizer):,} tokens; {named or 'no special tokens'}; {templates}"
+
+
+def _short(number: float, units: tuple[str, ...]) -> str:
+    """Three digits and a unit: 1_234_567 of COUNTS is "1.23 M"."""
+    power = 0
+    while number >= 999.5 and power < len(units) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{units[power]}"
+
+
+def _bytes(number: int) -> str:
+    return _short(number, BYTES)
