@@ -8,8 +8,7 @@ multiplies long texts, printing a list that holds another many times over, a for
 
 import json
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache, cached_property, wraps
@@ -59,15 +58,14 @@ class ChatTemplate:
             TokenizerError: the template is malformed, fails, refuses the messages or exceeds its budget. The error
                 names the template and the line.
         """
+        _work_left.set(_MAX_WORK)
         try:
-            with _budget():
-                return self._template.render(_plain(variables))
+            return self._template.render(_plain(variables))
         except TemplateSyntaxError as error:
             where = f"{self.where}, line {error.lineno}"
-            raise TokenizerError(f"the template is malformed: {error.message}", where=where) from error
+            raise TokenizerError(f"the template is malformed: {_quoted(error)}", where=where) from error
         except Exception as error:
-            what = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise TokenizerError(f"the template fails: {what}", where=self._locate(error)) from error
+            raise TokenizerError(f"the template fails: {_quoted(error)}", where=self._locate(error)) from error
 
     @cached_property
     def _template(self) -> Template:
@@ -81,6 +79,12 @@ class ChatTemplate:
     def _locate(self, error: BaseException) -> str:
         lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == self.where]
         return f"{self.where}, line {lines[-1]}" if lines else self.where
+
+
+def _quoted(error: Exception) -> str:
+    """What an error says, made short and harmless: a template may word its own errors."""
+    text = str(error.message) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return repr(text[:500])
 
 
 def _plain(value: Any) -> Any:
@@ -210,17 +214,7 @@ def _sandbox() -> _Sandbox:
     return _Sandbox()
 
 
-_work_left: ContextVar[int] = ContextVar("_work_left")
-
-
-@contextmanager
-def _budget() -> Iterator[None]:
-    """Give what is done inside the work of one rendering."""
-    token = _work_left.set(_MAX_WORK)
-    try:
-        yield
-    finally:
-        _work_left.reset(token)
+_work_left: ContextVar[int] = ContextVar("_work_left")  # of the rendering that is under way, one for each thread
 
 
 def _charged(value: T) -> T:

@@ -7,9 +7,10 @@ Exit codes: 0 done, 1 failed, 2 the arguments are wrong, 130 interrupted, 141 no
 """
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,13 +87,8 @@ def chat(options: argparse.Namespace) -> int:
         )
     generator = random_numbers(model, options)
     messages = [{"role": "system", "content": options.system}] if options.system else []
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        import readline  # noqa: F401  # gives input() editing and a history
-
-        print(f"{options.model}. Ctrl-D or an empty line ends the conversation.", file=sys.stderr)
-    while text := question("you> " if is_terminal else ""):
-        messages.append({"role": "user", "content": text})
+    for question in questions():
+        messages.append({"role": "user", "content": question})
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         answer = reply(model, tokenizer, prompt, options, generator)
         messages.append({"role": "assistant", "content": answer})
@@ -180,12 +176,18 @@ def reply(
     return tokenizer.decode(continued[0, len(prompt) :], skip_special_tokens=True)
 
 
-def question(invitation: str) -> str:
-    """A line from standard input, "" at its end."""
-    try:
-        return input(invitation)
-    except EOFError:
-        return ""
+def questions() -> Iterator[str]:
+    """The lines of standard input that are not blank; on a terminal they are asked for."""
+    invitation = ""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # gives input() editing and a history
+
+        invitation = "you> "
+        print("Ctrl-D ends the conversation.", file=sys.stderr)
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input(invitation).strip():
+                yield line
 
 
 # The arguments
@@ -210,7 +212,8 @@ Begin with
   ligerzoo generate --help                         every command explains itself
 
 Exit codes: 0 done, 1 failed (one line on standard error says why), 2 wrong arguments, 130 interrupted.
-Downloads are kept where HF_HOME says; `hf auth login` opens gated repositories; HF_HUB_OFFLINE=1 forbids the network.""",
+Downloads are kept where HF_HOME says; `hf auth login` opens gated repositories; HF_HUB_OFFLINE=1 forbids the
+network.""",
     )
     parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -264,7 +267,7 @@ examples
   ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct --system "Answer in one sentence." --temperature 0.7
   printf 'What is a liger?\\nHow big is one?\\n' | ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
 
-The model's tokenizer must have a chat template. An empty line or the end of the input ends the conversation.""",
+The model's tokenizer must have a chat template. The end of the input ends the conversation.""",
     )
     conversation.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
     add_generation_options(conversation, max_new_tokens=1024)

@@ -165,8 +165,7 @@ def generate(
         if seen is not None:
             logits = penalize_repetition(logits, seen, repetition_penalty)
         if do_sample:
-            probabilities = filter_logits(logits, temperature, top_k, top_p, min_p).softmax(-1)
-            token = torch.multinomial(probabilities, 1, generator=generator)
+            token = draw(filter_logits(logits, temperature, top_k, top_p, min_p), generator)
         else:
             token = logits.argmax(-1, keepdim=True)
         if seen is not None:
@@ -271,6 +270,16 @@ def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
     """-inf for tokens less than `min_p`, in [0, 1], times as likely as the likeliest (Nguyen et al. 2024)."""
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
+
+
+def draw(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """(B, V) -> (B, 1): a token of each row, with the probabilities of the softmax.
+
+    Each token arrives after an exponential time, at a rate that is its probability, and the first wins.
+    torch.multinomial does the same with the same random numbers, but makes the host wait for a GPU.
+    """
+    times = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / times).argmax(-1, keepdim=True)
 
 
 class StopStrings:

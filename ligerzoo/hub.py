@@ -8,6 +8,7 @@ way back, under the same names.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 import re
@@ -163,6 +164,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
     raw = read_json(path)
     try:
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
+        stored_dtype(raw)  # which refuses what is none
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(raw)
     except ConfigError as error:  # which knows the field alone
@@ -336,7 +338,7 @@ def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
         return directory
     index = directory / INDEX_FILE
     files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
-    return locate_files(name_or_path, sorted(files), **{**hub_options, "revision": directory.name})
+    return locate_files(name_or_path, sorted(map(glob.escape, files)), **{**hub_options, "revision": directory.name})
 
 
 def locate_files(

@@ -35,8 +35,8 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
     """A page of text on a checkpoint: architecture, parameters, memory, files and tokenizer.
 
     Args:
-        name_or_path: a directory, or the id of a repository on the hub, of which only the configs, the tokenizer and the
-            headers of the weight files are downloaded.
+        name_or_path: a directory, or the id of a repository on the hub, of which only the configs, the tokenizer and
+            the headers of the weight files are downloaded.
         revision: branch, tag or commit on the hub.
 
     Raises:
@@ -50,6 +50,8 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
     architecture = architecture_of(raw.get("model_type"))
     config = architecture.config_from_hf(raw)
     tensors = list(read_headers(name_or_path, directory))
+    if not tensors:
+        raise CheckpointError("no tensors", where=directory)
     lines = [
         ("architecture", f"{architecture.model_class.__name__} ({architecture.hf_class})"),
         ("shape", _shape(config)),
@@ -63,7 +65,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
 
 
 def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorInfo]:
-    """The checkpoint's tensors: from the directory where its weights are there, else from the hub, a few kilobytes a file.
+    """The checkpoint's tensors, from the weight files in the directory, else from the hub: a few kilobytes a file.
 
     Raises:
         CheckpointError: a header is missing, damaged or out of reach.
@@ -119,11 +121,11 @@ def _parameters(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]
 
 def _memory(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    stored = Counter(tensor.stored_dtype for tensor in tensors)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     cached = 2 * config.num_hidden_layers * config.kv_heads * config.head_size * tensors[0].dtype.itemsize
     weights = sum(tensor.nbytes for tensor in tensors)
     return [
-        ("dtype", ", ".join(str(dtype) for dtype in stored)),
+        ("dtype", " and ".join(sorted(dtypes))),
         ("memory", f"to generate {_bytes(weights)} and {_bytes(cached)} for each token of context"),
         ("", f"to train {_bytes(ADAMW_BYTES * parameters)} and the activations (fp32, AdamW)"),
     ]

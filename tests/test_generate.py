@@ -2,6 +2,7 @@
 
 import io
 import math
+import random
 import warnings
 from itertools import chain
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from ligerzoo.generate import (
     StopStrings,
     TextStreamer,
     align_prompts,
+    draw,
     filter_logits,
     generate,
     keep_min_p,
@@ -265,6 +267,13 @@ def test_the_model_is_left_as_it_was(device: str) -> None:
         assert parameter.grad is not None
 
 
+def test_a_draw_is_torch_s() -> None:
+    logits = keep_top_k(torch.randn(50, 200), 20)
+    ours = draw(logits, torch.Generator().manual_seed(3))
+    theirs = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(ours, theirs)
+
+
 # The functions on logits, against loops over one row
 
 ROWS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12)
@@ -302,7 +311,7 @@ def test_top_p_by_loop(row: list[float], top_p: float) -> None:
 
 
 def test_top_p_of_one_keeps_all() -> None:
-    logits = torch.randn(20, 5000)
+    logits = 5 * torch.randn(50, 1000)
     assert torch.equal(keep_top_p(logits, 1.0), logits)
 
 
@@ -400,12 +409,12 @@ def test_no_new_tokens_gives_the_prompts_back() -> None:
 
 
 def test_stop_strings_end_a_row_within_and_across_tokens() -> None:
-    # The text is "abaSTOP!c..." and "xSTOb\nSTaOP..."; the prompt's own text does not count.
-    model = Scripted([[3, 0, 4, 5, 2, 2, 2, 2], [6, 1, 8, 4, 0, 5, 6, 7]])
+    # The texts are "abaSTOPcccccc..." and "xSTOb\nSTaOPxSTOP!..."; that the prompt's own text goes on does not count.
+    model = Scripted([[3, 0, 4, 5, *[2] * 10], [6, 1, 8, 4, 0, 5, 0, 0, 0, 0, 0, 0, 6, 7]])
     prompt = torch.tensor([[4, 5], [5, 4]])
-    options: dict[str, Any] = {"tokenizer": Letters(), "max_new_tokens": 8, "pad_token_id": 9}
+    options: dict[str, Any] = {"tokenizer": Letters(), "max_new_tokens": 14, "pad_token_id": 9}
     out = generate(model, prompt, stop_strings="STOP", **options)
-    assert out[:, 2:].tolist() == [[3, 0, 4, 5, 9, 9, 9, 9], [6, 1, 8, 4, 0, 5, 6, 7]]
+    assert out[:, 2:].tolist() == [[3, 0, 4, 5, *[9] * 10], model.script[1].tolist()]
 
     model.calls = 0
     out = generate(model, prompt, stop_strings=["b\nS", "TOPc"], **options)
@@ -445,16 +454,18 @@ CHARACTERS = [list(character.encode()) for character in "\nto é你😀"]
 @pytest.mark.parametrize(
     "tokenizer, pieces", [(Utf8(), CHARACTERS), (SentencePieces(), [*CHARACTERS, [256], [257], [258], [259]])]
 )
-@given(data=st.data())
-def test_the_last_tokens_are_enough_to_find_stop_strings(tokenizer: Any, pieces: list[list[int]], data: Any) -> None:
-    ids = list(chain.from_iterable(data.draw(st.lists(st.sampled_from(pieces), max_size=24))))
-    strings = data.draw(st.sampled_from(["\n", " to", "top", "é\n", "你", ["to to", "😀😀"], "\n\n "]))
-    stops = StopStrings(strings, tokenizer)
-    prefixes = [ids[: n + 1] for n in range(len(ids))]
-    texts = [tokenizer.decode(prefix, skip_special_tokens=False) for prefix in prefixes]
-    expected = next((n for n, text in enumerate(texts) if any(stop in text for stop in stops.strings)), None)
-    found = next((n for n, prefix in enumerate(prefixes) if stops.found_in(prefix[-stops.reach :])), None)
-    assert found == expected
+@pytest.mark.parametrize("strings", [["\n"], [" to"], ["é\n"], ["你"], ["oé "], ["t t", "😀😀"], ["\n\n "]])
+def test_the_last_tokens_are_enough_to_find_stop_strings(
+    strings: list[str], tokenizer: Any, pieces: list[list[int]]
+) -> None:
+    stops, chance = StopStrings(strings, tokenizer), random.Random(0)
+    for _ in range(200):
+        stop = list(chance.choice(strings).encode())
+        ids = list(chain(*chance.choices(pieces, k=chance.randrange(1, 8)), stop, *chance.choices(pieces, k=2)))
+        texts = [tokenizer.decode(ids[: end + 1], skip_special_tokens=False) for end in range(len(ids))]
+        first = next(end for end, text in enumerate(texts) if any(string in text for string in strings))
+        found = [stops.found_in(ids[: end + 1][-stops.reach :]) for end in range(first + 1)]
+        assert found == [False] * first + [True]
 
 
 # Streamers
@@ -514,11 +525,23 @@ def test_text_is_printed_as_it_comes(options: dict[str, Any], printed: str) -> N
         assert file.getvalue() == printed * repeat
 
 
-def test_text_is_printed_to_standard_output_before_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    streamer = TextStreamer(StreamingLetters())
+def test_text_is_seen_before_it_is_complete() -> None:
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            self.seen = self.getvalue()
+
+    terminal = Terminal()
+    streamer = TextStreamer(StreamingLetters(), file=terminal)
     streamer.put(torch.tensor([4]))
     streamer.put(torch.tensor([5]))
-    assert capsys.readouterr().out == "ST"
+    assert terminal.seen == "ST"
+
+
+def test_text_is_printed_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    streamer = TextStreamer(StreamingLetters())
+    streamer.put(torch.tensor([4]))
+    streamer.end()
+    assert capsys.readouterr().out == "ST\n"
 
 
 def test_a_text_streamer_is_for_one_prompt() -> None:
@@ -585,15 +608,15 @@ def test_the_host_waits_once_a_token_at_most(rows: list[str] | None, eos: list[i
     mask = None if rows is None else mask_of(rows, "cuda")
     counts = []
     for new in (8, 8, 24):  # the first time kernels are compiled
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
                 model.generate(
                     ids, mask, max_new_tokens=new, eos_token_id=eos, do_sample=True, top_k=20, top_p=0.9,
                     repetition_penalty=1.1,
                 )  # fmt: skip
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing" in str(warning.message) for warning in caught))
     assert counts[2] - counts[1] == waits * 16

@@ -237,7 +237,7 @@ TOKEN_CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "the map against config": ({"bos_token": "<|im_start|>"}, {"bos_token": "<|im_end|>"}),
     "the map beside a list": ({"added_tokens_decoder": added(351, "<|im_start|>")}, {"eos_token": "<|im_end|>"}),
     "listed, with holes": (
-        {"added_tokens_decoder": {**added(900, "<x>"), **added(70, "<y>"), **added(800, "<new>")}},
+        {"added_tokens_decoder": {**added(1000, "<x>"), **added(70, "<y>"), **added(800, "<new>")}},
         None,
     ),
     "listed, other flags": ({"added_tokens_decoder": added(353, "<tool>", normalized=True)}, None),
@@ -632,6 +632,22 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, backends: dict[str, str]) -> N
     write(tmp_path, backends["qwen"], {})
     os.mkfifo(tmp_path / "chat_template.jinja")
     assert Tokenizer.from_pretrained(tmp_path).chat_templates == {}
+
+
+def test_the_hub_is_asked_for_no_more_than_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, directories: dict[str, Path]
+) -> None:
+    asked: list[Any] = []
+
+    def locate_files(name: str, patterns: Any, **options: Any) -> Path:
+        asked.append((name, [*patterns], options))
+        return directories["qwen"]
+
+    monkeypatch.setattr("ligerzoo.hub.locate_files", locate_files)
+    options = {"revision": "main", "token": "secret", "cache_dir": "here", "local_files_only": True}
+    assert Tokenizer.from_pretrained("org/name", **options).eos_token == "<|im_end|>"  # type: ignore[arg-type]
+    jsons = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+    assert asked == [("org/name", [*jsons, "chat_template.jinja", "additional_chat_templates/*.jinja"], options)]
 
 
 def test_a_directory_that_is_none_is_refused() -> None:

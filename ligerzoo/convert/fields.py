@@ -56,7 +56,7 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype that config.json names, under the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
     name = raw.get("dtype") or raw.get("torch_dtype")
-    return None if name is None else parse_dtype(name, where="config.json, dtype")
+    return None if name is None else parse_dtype(name, where="dtype")
 
 
 def parse_dtype(name: object, *, where: str) -> torch.dtype:

@@ -12,8 +12,8 @@ def causal_mask(
     """What to add to the scores of the last `queries` of `keys` tokens, so that each sees itself and the real tokens
     before it.
 
-    Hidden scores get the dtype's most negative finite number rather than -inf: a row of padding, which sees nothing,
-    then stays finite.
+    Padding sees itself too. A row that saw nothing would give NaN where hidden scores are -inf; where they are finite,
+    Hidden scores get the dtype's most negative finite number rather than -inf: a row of padding sees nothing, and stays
 
     Args:
         attention_mask: (B, keys), 1 for a token and 0 for padding; or a ready mask (B, 1, queries, keys), boolean
@@ -46,10 +46,11 @@ def causal_mask(
         attention_mask = None
     if attention_mask is None and (queries == keys or queries == 1):
         return None
-    position = torch.arange(keys, device=device)
-    visible = (position <= position[keys - queries :, None])[None, None]
+    key = torch.arange(keys, device=device)
+    query = key[keys - queries :, None]
+    visible = (key <= query)[None, None]
     if attention_mask is not None:
-        visible = visible & attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :]
+        visible = visible & attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :] | (key == query)
     return _added(visible, dtype)
 
 

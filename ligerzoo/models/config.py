@@ -23,7 +23,7 @@ def check_fields(config: Any) -> None:
         if value is None and NoneType in kinds:
             continue
         if name.endswith("_token_id"):
-            ids = value if isinstance(value, list) else [value]
+            ids = value if isinstance(value, list) and len(kinds) > 2 else [value]
             right, expected = (
                 all(type(i) is int and abs(i) <= _LARGEST_SIZE for i in ids),
                 "a token id" + (" or a list of them" if len(kinds) > 2 else ""),

@@ -15,7 +15,7 @@ def test_each_model_type_has_its_file() -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt2", "", None, 5, ["llama"], "../llama", "fields"])
 def test_unknown_model_types(model_type: object) -> None:
-    with pytest.raises(ConfigError, match="model_type: no such architecture.*llama"):
+    with pytest.raises(ConfigError, match=r"model_type: no such architecture.*llama"):
         architecture_of(model_type)
 
 

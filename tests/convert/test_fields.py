@@ -61,7 +61,7 @@ def test_stored_dtype(raw: dict[str, Any], dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("wrong", ["int8", "float8_e4m3fn", "", "nonsense", 16, ["float16"], None, torch.int64])
 def test_dtypes_that_weights_cannot_have(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="here: no dtype of weights.*float32 or float16 or bfloat16 or float64"):
+    with pytest.raises(ConfigError, match=r"here: no dtype of weights.*float32 or float16 or bfloat16 or float64"):
         parse_dtype(wrong, where="here")
 
 

@@ -139,6 +139,11 @@ def sliced(t: Tensor) -> Tensor:
     return view.copy_(t)
 
 
+def padded(t: Tensor) -> Tensor:
+    """The middle of longer rows."""
+    return F.pad(t, (2, 3))[..., 2:-3] if t.dim() else t
+
+
 def transposed(t: Tensor) -> Tensor:
     """The dimensions in memory are the reverse of those in the shape."""
     backwards = tuple(range(t.dim()))[::-1]
@@ -160,7 +165,7 @@ def constant(t: Tensor) -> Tensor:
     return t.flatten()[:1].view((1,) * t.dim()).expand_as(t)
 
 
-LAYOUTS = [offset, sliced, transposed, swapped, repeated_rows, constant]
+LAYOUTS = [offset, sliced, padded, transposed, swapped, repeated_rows, constant]
 
 
 def laid_out(inputs: Sequence[Tensor], layout: Callable[[Tensor], Tensor]) -> list[Tensor]:

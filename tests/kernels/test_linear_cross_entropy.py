@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import linear_cross_entropy
+from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.helpers import (
     DTYPES,
     ON_GPU,
@@ -154,9 +155,10 @@ def test_the_same_number_of_items_makes_accumulation_exact(pieces: int, as_tenso
         assert_as_exact_as(*case)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="the chunks are torch's work, as on any CPU, and the interpreter is slow")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
-    rows, features, classes = (8192, 512, 1000) if ON_GPU else (128, 16, 33)
+    rows, features, classes = (8192, 512, 1000) if ON_GPU else (256, 16, 33)
     inputs = make(rows, features, classes, dtype=dtype, device=device, ignored=0.0)
     truth = differentiate(
         partial(linear_cross_entropy_oracle, reduction="sum"), in_fp64(inputs), [torch.tensor(0.5, device=device)]
@@ -174,6 +176,16 @@ def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_pe
     unchunked = error(1)
     for chunks in (16, 128):
         assert error(chunks) <= 1.5 * unchunked
+
+
+def test_the_upstream_gradient_is_not_rounded(device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, dtype=torch.bfloat16, device=device)
+    loss = linear_cross_entropy(hidden, weight, target, reduction="sum")
+    one = torch.ones((), device=device)
+    factor = 1.003 * one  # bf16 has nothing between 1 and 1.0078
+    dhidden, scaled = (torch.autograd.grad(loss, hidden, g, retain_graph=True)[0] for g in (one, factor))
+    assert torch.equal(scaled, (dhidden.float() * factor).bfloat16())
+    assert not torch.equal(scaled, dhidden)
 
 
 def sizes_made(inputs: list[Tensor], **options: Any) -> Recorder:

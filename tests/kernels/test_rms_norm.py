@@ -27,6 +27,17 @@ def test_mixed_dtypes(x_dtype: torch.dtype, weight_dtype: torch.dtype, device: s
     judge(rms_norm, lambda x, weight: reference(x, weight, 1e-6), [x, weight])
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_normalized_numbers_are_rounded_before_the_product(dtype: torch.dtype, device: str) -> None:
+    """As Llama's checkpoints were trained, in both directions."""
+    x, weight = numbers(1, 33, dtype=dtype, device=device), torch.ones(33, device=device).requires_grad_()
+    y = rms_norm(x, weight)
+    (dweight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    assert y.dtype == dweight.dtype == torch.float32
+    assert torch.equal(y, y.to(dtype).float())
+    assert torch.equal(dweight, y[0])
+
+
 @pytest.mark.parametrize("shape", [(2100, 16), (11, 4000)], ids=str)
 def test_each_program_of_the_backward_kernel_walks_several_blocks(
     shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from ligerzoo.kernels.linear_cross_entropy import DEFAULT_LOGITS_BUDGET
 from ligerzoo.layers import LMHead
 
 
@@ -19,10 +20,23 @@ def test_logits_or_their_loss(budget: int, device: str) -> None:
 
     loss = head(hidden, targets)
     assert (loss.shape, loss.dtype) == ((), torch.float32)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for got, gradient in zip(torch.autograd.grad(loss, (hidden, head.weight)), wanted, strict=True):
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-6 * gradient.abs().max().item() * 10)
     torch.testing.assert_close(head(hidden, targets, num_items=10), expected * (targets != -100).sum() / 10)
+
+
+def test_the_loss_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def loss(*_: Tensor, logits_budget: int, **__: object) -> Tensor:
+        budgets.append(logits_budget)
+        return torch.zeros(())
+
+    monkeypatch.setattr("ligerzoo.layers.head.linear_cross_entropy", loss)
+    for head in (LMHead(4, 5), LMHead(4, 5, logits_budget=7)):
+        head(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    assert budgets == [DEFAULT_LOGITS_BUDGET, 7]
 
 
 def test_a_frozen_head_passes_gradients_on() -> None:

@@ -25,7 +25,8 @@ def test_a_token_sees_itself_and_the_real_tokens_before_it(
     for row in range(3):
         for query in range(queries):
             for key in range(keys):
-                visible = key <= keys - queries + query and attention_mask[row, key] == 1
+                itself = keys - queries + query
+                visible = key == itself or (key < itself and attention_mask[row, key] == 1)
                 assert mask[row, 0, query, key] == (0 if visible else torch.finfo(dtype).min)
 
 

@@ -12,7 +12,8 @@ def test_it_is_llama_s(dtype: torch.dtype, device: str) -> None:
     ours = RMSNorm(33, eps=1e-5, device=device, dtype=dtype)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 5, 33, device=device, dtype=dtype) * 3
-    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+    tolerance = 2e-6 if dtype == torch.float32 else 0 if device == "cpu" else 2**-7
+    torch.testing.assert_close(ours(x), theirs(x), rtol=tolerance, atol=0)
 
 
 def test_eps_keeps_zeros_finite(device: str) -> None:

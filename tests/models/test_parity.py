@@ -84,8 +84,13 @@ def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     tokens = random_tokens(tiny, device)
     got, expected = ours(tokens).logits, theirs(tokens).logits
     assert got.dtype == expected.dtype == torch.bfloat16
-    ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
-    assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
+    if device == "cpu":
+        ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
+        assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
+    # Fused kernels round less often than transformers' eager steps, so what they must not do is stray further from
+    # the same weights in fp32.
+    truth = theirs.float()(tokens).logits
+    assert (got - truth).norm() <= 1.05 * (expected - truth).norm()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -98,6 +103,14 @@ def test_padded_batch(tiny: Tiny, directory: Path, device: str, side: str) -> No
         got, expected = (model(tokens, attention_mask=mask).logits for model in (ours, theirs))
     assert got.isfinite().all()
     assert_close(got[mask == 1], expected[mask == 1], "logits")
+
+    # What padding itself predicts is anyone's choice.
+    labels = tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
+    for model in (ours, theirs):
+        model(tokens, attention_mask=mask, labels=labels).loss.backward()
+    got, wanted = gradients(ours), gradients(theirs)
+    for name, gradient in wanted.items():
+        assert_close(got[name], gradient, f"gradient of {name}")
 
 
 def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 A new architecture adds its rows; the tests of this folder go through all of them.
 """
 
+import copy
 import json
 import math
 import zlib
@@ -68,7 +69,8 @@ class Tiny:
 
 def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     """transformers' model with weights large enough to show every mistake: the default 0.02 would hide most."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    its_own = copy.deepcopy(dict(config))  # for transformers writes its own spelling into what it is given
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**its_own), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

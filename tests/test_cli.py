@@ -1,0 +1,393 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from ligerzoo import AutoModel, Tokenizer, cli, hub, info
+from ligerzoo.checkpoint import Checkpoint
+from ligerzoo.models import CausalLM, Llama, LlamaConfig
+
+COMMANDS = ("info", "generate", "chat", "convert", "demo")
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights in three shards, whose tokens are bytes, with a chat template."""
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("checkpoint")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    Llama(config).save_pretrained(directory, max_shard_size=20_000)
+    return directory
+
+
+@pytest.fixture
+def base_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
+    """The same without a chat template."""
+    directory = tmp_path / "base"
+    directory.mkdir()
+    for path in checkpoint.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return directory
+
+
+def continuation(checkpoint: Path, prompt: list[int], **options: Any) -> str:
+    """What the library itself makes of the prompt."""
+    model, tokenizer = AutoModel.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
+    ids = model.generate(torch.tensor([prompt]), **options)
+    return tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+# Help and mistakes
+
+
+def examples(help_text: str) -> list[str]:
+    """The command lines of a help text, without their pipes and the explanations beside them."""
+    lines = [line.strip() for line in help_text.splitlines() if line.startswith("  ligerzoo ") or "| ligerzoo" in line]
+    return [line[line.index("ligerzoo") :].split(" < ")[0].split("   ")[0] for line in lines]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_teaches_with_examples_that_can_be_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command.split(), "--help"])
+    shown = examples(capsys.readouterr().out)
+    assert len(shown) >= 2
+    for example in shown:
+        arguments = shlex.split(example)[1:]
+        if "--help" not in arguments:
+            assert cli.parse(arguments).run.__name__ == (command or arguments[0])
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    script = "import sys, ligerzoo.cli as cli\n"
+    script += "for arguments in (['--help'], ['generate', '--help'], ['info']):\n"
+    script += "    try: cli.main(arguments)\n    except SystemExit: pass\n"
+    script += "print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "sing", "info", "generate model", "convert model", "generate model --prompt x --top-k many"],
+)
+def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments.split())
+    assert capsys.readouterr().err.startswith("usage: ligerzoo")
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["info", "/no/such/place"], "/no/such/place: no such directory"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--device", "abacus"], "--device: no such device; got abacus"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:99"], "--device: no such GPU; got cuda:99"),
+        (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "big"], "max_shard_size: bad size"),
+        (["demo", "--text", "/no/such/file"], "No such file"),
+    ],
+)
+def test_a_failure_is_one_line_on_standard_error(
+    arguments: list[str], problem: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([argument.format(checkpoint=checkpoint, tmp_path=tmp_path) for argument in arguments]) == 1
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("ligerzoo: error: ")
+    assert problem in complaint
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OSError("two\nlines"), RuntimeError("two\nlines")])
+def test_even_a_bug_is_one_line_unless_debugging(
+    error: Exception, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(info, "describe", fail)
+    assert cli.main(["info", str(checkpoint)]) == 1
+    complaint = capsys.readouterr().err
+    assert "two lines" in complaint
+    assert complaint.count("\n") == 1
+    with pytest.raises(type(error), match="two\nlines"):
+        cli.main(["info", str(checkpoint), "--debug"])
+
+
+def test_an_interruption_exits_with_130(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "describe", interrupt)
+    assert cli.main(["info", str(checkpoint)]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
+def test_a_closed_pipe_is_quiet(checkpoint: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ligerzoo", "info", str(checkpoint)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=buffered, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+# info
+
+
+def test_info_tells_what_there_is(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModel.from_pretrained(checkpoint)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert cli.main(["info", str(checkpoint)]) == 0
+    told = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in told.splitlines()]
+    assert "architecture Llama (LlamaForCausalLM)" in lines
+    assert any(line.startswith(f"parameters {parameters:,} (") for line in lines)
+    attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)
+    assert any(line.startswith(f"attention {attention:,} {attention / parameters:.1%}") for line in lines)
+    assert "head the embedding's" in lines
+    assert "dtype float32" in lines
+    cached = 2 * 2 * (2 * 8) * 4  # key and value, two layers, two heads of eight, bytes
+    assert f"memory to generate {4 * parameters / 1000:.3g} kB and {cached} B for each token of context" in lines
+    assert f"to train {16 * parameters / 1000:.3g} kB and the activations (fp32, AdamW)" in lines
+    shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    assert len(shards) == 5
+    assert any(line.startswith(f"files {len(list(model.parameters()))} tensors in 5 files") for line in lines)
+    assert all(shard in told for shard in (*shards[:3], shards[-1]))
+    assert "... 1 more ..." in lines
+    assert "tokenizer 258 tokens; bos '<s>', eos '</s>'; chat template default" in lines
+
+
+def test_info_reads_no_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Checkpoint, "read")
+    assert cli.main(["info", str(checkpoint)]) == 0
+
+
+def test_info_of_the_hub_downloads_no_weights(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo
+
+    assert cli.main(["info", str(checkpoint)]) == 0
+    expected = capsys.readouterr().out.splitlines()[1:]
+
+    snapshot = tmp_path / "0123abc"
+    snapshot.mkdir()
+    for path in checkpoint.glob("*.json"):
+        (snapshot / path.name).write_bytes(path.read_bytes())
+    files: dict[str, dict[str, TensorInfo]] = {}
+    with Checkpoint(checkpoint) as opened:
+        for tensor in opened.tensors.values():
+            header = TensorInfo(dtype="F32", shape=list(tensor.shape), data_offsets=(0, tensor.nbytes))
+            files.setdefault(tensor.file, {})[tensor.name] = header
+    headers = {file: SafetensorsFileMetadata(metadata={}, tensors=tensors) for file, tensors in files.items()}
+
+    def get_safetensors_metadata(self: HfApi, repo_id: str, *, revision: str) -> SafetensorsRepoMetadata:
+        assert (repo_id, revision) == ("some/llama", "0123abc")
+        return SafetensorsRepoMetadata(metadata=None, sharded=True, weight_map={}, files_metadata=headers)
+
+    def locate_files(name: str, patterns: list[str], *, revision: str) -> Path:
+        assert (name, revision) == ("some/llama", "main")
+        assert not any("safetensors" in pattern for pattern in patterns if pattern != "model.safetensors.index.json")
+        return snapshot
+
+    monkeypatch.setattr(info, "locate_files", locate_files)
+    monkeypatch.setattr(HfApi, "get_safetensors_metadata", get_safetensors_metadata)
+    assert cli.main(["info", "some/llama", "--revision", "main"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["some/llama", *expected]
+
+
+# generate
+
+
+def test_generate_prints_the_prompt_and_what_the_model_makes_of_it(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = Tokenizer.from_pretrained(checkpoint).encode("Grüße")
+    assert cli.main(["generate", str(checkpoint), "--prompt", "Grüße", "--max-new-tokens", "12"]) == 0
+    expected = continuation(checkpoint, ids, max_new_tokens=12)
+    assert len(expected) > 3
+    assert capsys.readouterr().out == f"Grüße{expected}\n"
+
+
+def test_generate_reads_the_prompt_from_standard_input(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standard_input(monkeypatch, "one\ntwo")
+    assert cli.main(["generate", str(checkpoint), "--prompt", "-", "--max-new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("one\ntwo")
+
+
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        ("--temperature 2", {"temperature": 2.0}),
+        ("--top-k 3", {"top_k": 3}),
+        ("--top-p 0.5", {"top_p": 0.5}),
+        ("--min-p 0.1", {"min_p": 0.1}),
+        ("--top-k 9 --repetition-penalty 3", {"top_k": 9, "repetition_penalty": 3.0}),
+    ],
+)
+def test_a_sampling_option_draws_and_a_seed_repeats(
+    arguments: str, options: dict[str, Any], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(checkpoint), "--prompt", "x", "--max-new-tokens", "20", *arguments.split()]
+    told = []
+    for seed in (1, 1, 2):
+        assert cli.main([*command, "--seed", str(seed)]) == 0
+        told.append(capsys.readouterr().out)
+    ids = Tokenizer.from_pretrained(checkpoint).encode("x")
+    generator = torch.Generator().manual_seed(1)
+    expected = continuation(checkpoint, ids, max_new_tokens=20, do_sample=True, generator=generator, **options)
+    assert told[0] == told[1] == f"x{expected}\n"
+    assert told[2] != told[0]
+
+
+def test_generate_stops_at_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(checkpoint), "--prompt", "x", "--max-new-tokens", "12"]
+    assert cli.main(command) == 0
+    everything = capsys.readouterr().out
+    assert cli.main([*command, "--stop", everything[4]]) == 0
+    assert capsys.readouterr().out == everything[: everything.index(everything[4], 1) + 1] + "\n"
+
+
+def test_generate_runs_in_the_dtype_on_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    from_pretrained = AutoModel.from_pretrained
+
+    def spy(name: str, **options: Any) -> CausalLM:
+        asked.update(options)
+        return from_pretrained(name, **options)
+
+    monkeypatch.setattr(AutoModel, "from_pretrained", spy)
+    arguments = ["--prompt", "x", "--max-new-tokens", "1", "--dtype", "float64", "--device", "cpu"]
+    assert cli.main(["generate", str(checkpoint), *arguments]) == 0
+    assert asked == {"revision": None, "dtype": "float64", "device": torch.device("cpu")}
+
+
+# chat
+
+
+def test_chat_answers_line_by_line_and_remembers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standard_input(monkeypatch, "Hello\n\n  \nAgain\n")
+    assert cli.main(["chat", str(checkpoint), "--system", "Be kind.", "--max-new-tokens", "8"]) == 0
+
+    tokenizer = Tokenizer.from_pretrained(checkpoint)
+    messages, expected = [{"role": "system", "content": "Be kind."}], ""
+    for text in ("Hello", "Again"):
+        messages.append({"role": "user", "content": text})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        answer = continuation(checkpoint, prompt, max_new_tokens=8)
+        messages.append({"role": "assistant", "content": answer})
+        expected += f"{answer}\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_chat_refuses_a_model_that_was_not_trained_to(
+    base_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["chat", str(base_checkpoint)]) == 1
+    assert "no chat template" in capsys.readouterr().err
+
+
+# convert
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(directory) as opened:
+        return {name: opened.read(name).clone() for name in opened.tensors}
+
+
+def test_convert_copies_weights_config_and_tokenizer(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "copy"
+    target.mkdir()  # an empty directory is as good as none
+    assert cli.main(["convert", str(checkpoint), str(target)]) == 0
+    before, after = stored(checkpoint), stored(target)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert [path.name for path in target.glob("*.safetensors")] == ["model.safetensors"]
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (target / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert capsys.readouterr().out.startswith(f"{target}: 4 files, ")
+
+
+def test_convert_changes_dtype_and_shards(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    assert cli.main(["convert", str(checkpoint), str(target), "--dtype", "bfloat16", "--max-shard-size", "10KB"]) == 0
+    before, after = stored(checkpoint), stored(target)
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+    assert len(list(target.glob("*.safetensors"))) > 1
+    assert AutoModel.from_pretrained(target).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("format_, prefix", [("hf", ""), ("native", "model.")])
+def test_convert_names_tensors_as_asked(format_: str, prefix: str, checkpoint: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"  # a checkpoint of the decoder alone leaves a prefix out
+    model = AutoModel.from_pretrained(checkpoint)
+    model.save_pretrained(bare)
+    names = {name.removeprefix("model."): tensor for name, tensor in load_file(bare / "model.safetensors").items()}
+    save_file(names, bare / "model.safetensors")
+    target = tmp_path / "new"
+    assert cli.main(["convert", str(bare), str(target), "--to", format_]) == 0
+    assert stored(target).keys() == {prefix + name for name in names}
+
+
+def test_convert_keeps_its_hands_off_what_is_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(hub, "save")
+    (tmp_path / "letter.txt").write_text("dear")
+    for target in (tmp_path, tmp_path / "letter.txt"):
+        assert cli.main(["convert", str(checkpoint), str(target)]) == 1
+        assert "is there already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]

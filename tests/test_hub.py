@@ -1,0 +1,599 @@
+"""Loading and saving models: what is refused and when, where the files come from, and what goes back."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ligerzoo import AutoModel, hub
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
+from ligerzoo.models import CausalLM, Llama, LlamaConfig
+from tests.models.tiny import EMBEDDING, HEAD, LLAMA, Tensors, Tiny, random_model, write_shards
+
+ROOT = Path(__file__).parent.parent
+NORM = "model.norm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A tiny Llama as it comes from the hub, of three shards."""
+    path = tmp_path / "tiny"
+    Tiny("llama", LLAMA, shards=3).write(path)
+    return path
+
+
+def edit_config(directory: Path, **entries: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def edit_tensors(directory: Path, change: Callable[[Tensors], Any]) -> None:
+    """Puts one file in the place of the shards."""
+    tensors = dict(random_model(LLAMA).state_dict())
+    change(tensors)
+    for file in directory.glob("model*"):
+        file.unlink()
+    write_shards(directory, tensors)
+
+
+def stored(directory: Path) -> Tensors:
+    return {name: tensor for file in directory.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+# What is loaded
+
+
+def test_the_class_is_the_model_type_s(directory: Path) -> None:
+    for model in (AutoModel.from_pretrained(directory), Llama.from_pretrained(str(directory))):
+        assert type(model) is Llama
+        assert isinstance(model.config, LlamaConfig)
+        assert same(model.state_dict(), stored(directory))
+        assert not model.training
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_device_and_dtype_asked_for(directory: Path, device: str) -> None:
+    for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
+        model = Llama.from_pretrained(directory, dtype=dtype, device=device)
+        assert {(p.device.type, p.dtype) for p in model.parameters()} == {(device, torch.bfloat16)}
+    with torch.device(device):
+        assert Llama.from_pretrained(directory).device.type == device
+    assert Llama.from_pretrained(directory, device="meta").device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "entries, file_dtype, expected",
+    [
+        ({}, torch.float16, torch.float16),
+        ({"torch_dtype": "bfloat16"}, torch.float16, torch.bfloat16),
+        ({"torch_dtype": "bfloat16", "dtype": "float32"}, torch.float16, torch.float32),
+        ({"torch_dtype": "bfloat16", "dtype": None}, torch.float16, torch.bfloat16),
+        ({}, torch.float64, torch.float64),
+    ],
+)
+def test_the_dtype_of_config_wins_over_the_files(
+    directory: Path, entries: dict[str, str], file_dtype: torch.dtype, expected: torch.dtype
+) -> None:
+    edit_tensors(directory, lambda tensors: tensors.update({name: t.to(file_dtype) for name, t in tensors.items()}))
+    edit_config(directory, **{"torch_dtype": None, **entries})
+    assert Llama.from_pretrained(directory).dtype == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nonsense", None, 16, torch.int8, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_that_are_none(directory: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dtype: no dtype of weights; got .*; expected float32 or"):
+        Llama.from_pretrained(directory, dtype=dtype)
+
+
+def test_loading_leaves_randomness_alone(directory: Path) -> None:
+    before = torch.get_rng_state()
+    Llama.from_pretrained(directory)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generation_config_comes_along(directory: Path, tmp_path: Path) -> None:
+    content = {"eos_token_id": [2, 7], "do_sample": True, "_from_model_config": True}
+    (directory / "generation_config.json").write_text(json.dumps(content))
+    model = Llama.from_pretrained(directory)
+    assert model.generation_config == content
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text()) == content
+
+
+def test_no_progress_bar_without_a_terminal(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Llama.from_pretrained(directory).save_pretrained(directory)
+    assert capfd.readouterr() == ("", "")
+
+
+MEMORY = """
+import sys, torch
+from ligerzoo.models import Llama, LlamaConfig
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+warm_up, directory = sys.argv[1:]
+Llama.from_pretrained(warm_up)(torch.zeros(1, 8, dtype=torch.int64))
+before = anonymous()
+model = Llama.from_pretrained(directory)
+loaded = anonymous() - before
+size = sum(p.nbytes for p in model.parameters())
+total = sum(float(p.detach().sum()) for p in model.parameters())
+touched = anonymous() - before
+print(size, loaded, touched)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_on_a_cpu_copies_nothing(directory: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 20000, "hidden_size": 256, "intermediate_size": 4000, "num_attention_heads": 4}
+    Llama(LlamaConfig(**sizes, num_hidden_layers=4)).save_pretrained(tmp_path / "large", max_shard_size="30MB")
+    command = [sys.executable, "-c", MEMORY, str(directory), str(tmp_path / "large")]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    size, loaded, touched = map(int, run.stdout.split())
+    assert size > 90e6
+    assert loaded < 5e6
+    assert touched < 10e6
+
+
+# What is refused: with the file, the field or tensor, what it holds and what it should, and before a weight is read
+
+
+@pytest.fixture
+def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> Tensor:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(hub.Checkpoint, "read", read)
+
+
+def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] = Llama.from_pretrained) -> None:
+    with pytest.raises(LigerzooError, match=message) as caught:
+        load(directory)
+    assert str(directory) in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_weight_is_read")
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"config.json, quantization_config: .* 'quant_method'.*unquantized",
+        ),
+        ({"quantization_config": {}}, "config.json, quantization_config: not supported"),
+        ({"model_type": "mistral"}, "config.json, model_type: no such architecture; got 'mistral'; expected llama"),
+        ({"model_type": "evil/../llama"}, "config.json, model_type: no such architecture"),
+        ({"model_type": None}, "config.json, model_type: no such architecture"),
+        ({"hidden_act": "gelu"}, "config.json, hidden_act: not supported; got 'gelu'; expected .*'silu'"),
+        ({"rope_scaling": {"type": "unheard of"}}, "config.json, rope_scaling: unknown rope type; got 'unheard of'"),
+        ({"rope_scaling": {"type": "llama3"}}, "config.json, rope_scaling of type llama3, factor: .* got None"),
+        ({"rope_scaling": "linear"}, "config.json, rope_scaling: not an object; got 'linear'"),
+        ({"hidden_size": -32}, "config.json, hidden_size: not a possible value; got -32; expected a positive whole"),
+        ({"hidden_size": "32"}, "config.json, hidden_size: not a possible value; got '32'"),
+        ({"hidden_size": True}, "config.json, hidden_size: not a possible value; got True"),
+        ({"rms_norm_eps": float("nan")}, "config.json, rms_norm_eps: not a possible value; got nan"),
+        ({"rope_theta": float("inf")}, "config.json, rope_theta: not a possible value; got inf"),
+        ({"num_key_value_heads": 3}, "config.json, num_key_value_heads: .* got 3; expected a divisor of .* 4"),
+        ({"num_attention_heads": 10**30}, "config.json, num_attention_heads: not a possible value"),
+        ({"tie_word_embeddings": "yes"}, "config.json, tie_word_embeddings: .* got 'yes'; expected true or false"),
+        # What can be, but is not what the files hold
+        ({"vocab_size": 100}, r"tensor '.*': tensor of another shape; got \(101, 32\); expected \(100, 32\)"),
+        (
+            {"num_hidden_layers": 3},
+            "tensors are missing; got no 'model.layers.2.input_layernorm.weight', .* and 4 more",
+        ),
+        ({"attention_bias": True}, "tensors are missing; got no 'model.layers.0.self_attn.q_proj.bias'"),
+        ({"num_key_value_heads": 4}, r"k_proj.weight': tensor of another shape; got \(16, 32\); expected \(32, 32\)"),
+        ({"head_dim": 16}, r"k_proj.weight': tensor of another shape; got \(16, 32\); expected \(32, 32\)"),
+        ({"dtype": "int4"}, "config.json, dtype: no dtype of weights; got 'int4'; expected float32 or"),
+        ({"torch_dtype": 16}, "config.json, dtype: no dtype of weights; got 16"),
+    ],
+)
+def test_config_json_that_is_refused(directory: Path, entries: dict[str, Any], message: str) -> None:
+    edit_config(directory, **entries)
+    assert_refused(directory, message)
+
+
+@pytest.mark.usefixtures("no_weight_is_read")
+@pytest.mark.parametrize("content", ["", "garbage", "[]", "null", '{"model_type": "llama"', "\xff", '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_json_that_is_broken(directory: Path, file: str, content: str) -> None:
+    (directory / file).write_bytes(content.encode("latin-1"))
+    assert_refused(directory, f"{file}: (not a valid JSON file|is not a JSON object)")
+
+
+@pytest.mark.usefixtures("no_weight_is_read")
+def test_config_json_that_is_missing(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    assert_refused(directory, "config.json: no such file")
+
+
+@pytest.mark.usefixtures("no_weight_is_read")
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.pop(NORM), f"tensors are missing; got no '{NORM}'. Compare config.json with the files"),
+        (lambda t: t.pop(HEAD), f"tensors are missing; got no '{HEAD}'"),
+        (lambda t: t.update({"model.layers.1.x": torch.ones(2)}), "model.safetensors, tensor '.*1.x': unexpected"),
+        (lambda t: t.update({"visual.patch": torch.ones(2)}), "tensor 'visual.patch': unexpected tensor"),
+        (lambda t: t.update({"model.layers." + "9" * 5000 + ".x": torch.ones(2)}), "unexpected tensor"),
+        (lambda t: t.update({NORM: torch.ones(31)}), rf"{NORM}': .* another shape; got \(31,\); expected \(32,\)"),
+        (lambda t: t.update({NORM: torch.ones(1, 32)}), r"got \(1, 32\); expected \(32,\)"),
+        (lambda t: t.update({UP: t[UP].to(torch.int8)}), f"{UP}': .* got torch.int8; expected torch.bfloat16 or"),
+        (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP}': .* got torch.float8_e4m3fn; expected"),
+        (lambda t: t.update({UP: t[UP].to(torch.bool)}), f"{UP}': .* got torch.bool; expected"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit(directory: Path, change: Callable[[Tensors], None], message: str) -> None:
+    edit_tensors(directory, change)
+    assert_refused(directory, message)
+
+
+def test_another_architecture_than_asked_for(directory: Path) -> None:
+    class Mistral(CausalLM):
+        pass
+
+    message = r"another architecture; got model_type 'llama'; expected Mistral. Load it with Llama.from_pretrained"
+    assert_refused(directory, message, Mistral.from_pretrained)
+
+
+ENORMOUS = """
+import json, resource, sys, time
+from pathlib import Path
+from ligerzoo.errors import LigerzooError
+from ligerzoo.models import Llama
+
+path = Path(sys.argv[1]) / "config.json"
+config = json.loads(path.read_text())
+Llama.from_pretrained(path.parent)
+for name in ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"]:
+    for value in [10**5, 2**30, 2**31 - 2, 2**40]:
+        path.write_text(json.dumps(config | {"num_key_value_heads": None, name: value}))
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        try:
+            Llama.from_pretrained(path.parent)
+        except LigerzooError as error:
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            print(json.dumps([name, value, str(error), time.perf_counter() - start, grown]))
+"""
+
+
+def test_enormous_sizes_cost_nothing(directory: Path) -> None:
+    command = [sys.executable, "-c", ENORMOUS, str(directory)]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    refusals = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(refusals) == 24
+    for name, value, message, seconds, kilobytes in refusals:
+        assert seconds < 2, (name, value)
+        assert kilobytes < 20_000, (name, value)
+        assert len(message) < 500
+
+
+# Where the files come from
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./nowhere", "/nowhere/at/all", "a/b/c", "../up", "~", "with space", "", "a\nb", "\0", "org/.."],
+)
+def test_names_that_are_neither_directory_nor_repository(name: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=r'no such directory, and no repository id; expected a directory or "org/name"'
+    ):
+        Llama.from_pretrained(name)
+
+
+@pytest.mark.parametrize("options", [{}, {"local_files_only": True}])
+def test_a_repository_out_of_reach(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"no-one/nothing: cannot be had from the hub; got .*Check the name, the network"
+    ):
+        Llama.from_pretrained("no-one/nothing", cache_dir=tmp_path, **options)
+    with pytest.raises(CheckpointError, match="cannot be had from the hub"):  # too long for a name of either
+        Llama.from_pretrained("x" * 5000, cache_dir=tmp_path, **options)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def repository(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A hub that has the tiny Llama, and things that no one asked for. The calls to it are kept."""
+    calls: list[dict[str, Any]] = []
+    for name in (
+        "consolidated.safetensors",
+        "original/model.safetensors",
+        "pytorch_model.bin",
+        "model.safetensors.bak",
+    ):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(b"not to be touched")
+    (directory / "modeling.py").write_text("raise SystemExit")
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], **options: Any) -> str:
+        calls.append({"repo_id": repo_id, "allow_patterns": allow_patterns, **options})
+        snapshot = tmp_path / "snapshots" / COMMIT
+        files = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+        for file in huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns):
+            (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(directory / file, snapshot / file)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_a_repository_gives_its_model_and_no_more(
+    repository: list[dict[str, Any]], directory: Path, tmp_path: Path
+) -> None:
+    options = {"revision": "v2", "token": "hf_secret", "cache_dir": tmp_path / "cache", "local_files_only": False}
+    model = AutoModel.from_pretrained("org/tiny-1.0", **options)
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert same(model.state_dict(), {k: v for file in shards for k, v in load_file(directory / file).items()})
+    assert sorted(path.name for path in (tmp_path / "snapshots" / COMMIT).iterdir()) == [
+        "config.json",
+        *shards,
+        "model.safetensors.index.json",
+    ]
+    # First what tells which files there are, then these, of the same commit.
+    assert repository == [
+        {
+            "repo_id": "org/tiny-1.0",
+            "allow_patterns": ["config.json", "generation_config.json", "model.safetensors.index.json"],
+            **options,
+        },
+        {"repo_id": "org/tiny-1.0", "allow_patterns": shards, **options, "revision": COMMIT},
+    ]
+
+
+def test_a_repository_of_one_file(repository: list[dict[str, Any]], directory: Path) -> None:
+    edit_tensors(directory, lambda tensors: None)
+    Llama.from_pretrained("gpt-like")
+    assert repository[1]["allow_patterns"] == ["model.safetensors"]
+
+
+def test_an_index_cannot_ask_for_other_files(repository: list[dict[str, Any]], directory: Path) -> None:
+    index = {"weight_map": {"a": "*.safetensors", "b": "[a-z]?????dated.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="weight files missing"):
+        Llama.from_pretrained("org/name")
+    assert not list((Path(directory).parent / "snapshots" / COMMIT).glob("*.safetensors"))
+
+
+def test_what_the_hub_s_client_raises_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ProxyError(Exception):
+        """As of an HTTP library, which is no OSError."""
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise ProxyError("the proxy\nsays no")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(
+        CheckpointError, match=r"org/name: cannot be had from the hub; got ProxyError: the proxy. Check"
+    ):
+        Llama.from_pretrained("org/name")
+
+
+def test_the_cache_of_the_hub_serves_without_network(directory: Path, tmp_path: Path) -> None:
+    """With the true huggingface_hub."""
+    home = tmp_path / "cache" / "models--org--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(directory, home / "snapshots" / COMMIT)
+    model = Llama.from_pretrained("org/tiny", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert same(model.state_dict(), stored(directory))
+
+
+def test_a_directory_comes_before_a_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory.parent)
+    assert same(Llama.from_pretrained("tiny").state_dict(), stored(directory))
+
+
+# What is saved
+
+
+@pytest.fixture
+def new() -> Llama:
+    return Llama(
+        LlamaConfig(vocab_size=70, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_new_model_goes_there_and_back(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=70,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+        eos_token_id=[3, 4],
+    )
+    model = Llama(config, dtype=dtype)
+    model.save_pretrained(tmp_path / "saved")
+    assert (HEAD in stored(tmp_path / "saved")) != tied
+    again = AutoModel.from_pretrained(tmp_path / "saved")
+    assert (again.config, again.dtype) == (config, dtype)
+    assert same(again.state_dict(), model.state_dict())
+    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLM"]
+    assert raw["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_what_training_changed_is_saved_and_the_rest_stays(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{}")
+    edit_config(directory, unknown={"kept": [1, None]}, name="é\ud800")
+    raw, before = json.loads((directory / "config.json").read_text()), stored(directory)
+    model = Llama.from_pretrained(directory)
+    with torch.no_grad():
+        model.model.norm.weight += 1
+    model.save_pretrained(directory)  # over the files it is mapped to
+    after = stored(directory)
+    assert torch.equal(after.pop(NORM), before.pop(NORM) + 1)
+    assert same(after, before)
+    assert json.loads((directory / "config.json").read_text()) == raw
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_what_changed_of_the_config_is_written(directory: Path, tmp_path: Path) -> None:
+    edit_config(directory, unknown="kept", rope_parameters={"rope_type": "linear", "factor": 9.0})
+    model = Llama.from_pretrained(directory, dtype="bfloat16")
+    changes = {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "rope_theta": 77.0, "max_position_embeddings": 5}
+    model.config = LlamaConfig(**{**vars(model.config), **changes})
+    model.save_pretrained(tmp_path / "saved")
+    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (raw["unknown"], raw["torch_dtype"], "rope_parameters" in raw) == ("kept", "bfloat16", False)
+    again = AutoModel.from_pretrained(tmp_path / "saved")
+    assert (again.config, again.dtype) == (model.config, torch.bfloat16)
+
+
+def test_a_dtype_key_is_written_where_the_dtype_changed(directory: Path, tmp_path: Path) -> None:
+    edit_config(directory, dtype="float32")
+    Llama.from_pretrained(directory).to(torch.float16).save_pretrained(tmp_path / "saved")
+    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (raw["torch_dtype"], "dtype" in raw) == ("float16", False)
+    assert Llama.from_pretrained(tmp_path / "saved").dtype == torch.float16
+
+
+@pytest.mark.parametrize("on_disk", [{EMBEDDING}, {HEAD}, {EMBEDDING, HEAD}])
+def test_a_tied_weight_is_saved_under_the_names_it_had(directory: Path, tmp_path: Path, on_disk: set[str]) -> None:
+    def tie(tensors: Tensors) -> None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        for name in {EMBEDDING, HEAD} - on_disk:
+            del tensors[name]
+
+    edit_tensors(directory, tie)
+    edit_config(directory, tie_word_embeddings=True)
+    model = Llama.from_pretrained(directory)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "tied")
+    saved = stored(tmp_path / "tied")
+    assert saved.keys() & {EMBEDDING, HEAD} == on_disk
+    assert all(torch.equal(saved[name], model.lm_head.weight) for name in on_disk)
+
+    # And when they are no longer one, both are saved, each under its own name.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.save_pretrained(tmp_path / "untied")
+    again = Llama.from_pretrained(tmp_path / "untied")
+    assert same(again.state_dict(), model.state_dict())
+    assert not again.config.tie_word_embeddings
+
+
+def test_not_a_number_is_a_number_like_any_other(directory: Path) -> None:
+    """A model that diverged can be looked at: NaN is not equal to itself, but a weight is."""
+    edit_tensors(
+        directory, lambda tensors: tensors.update({EMBEDDING: torch.full((101, 32), torch.nan)}) or tensors.pop(HEAD)
+    )
+    edit_config(directory, tie_word_embeddings=True)
+    model = Llama.from_pretrained(directory)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_under_our_own_names(directory: Path, tmp_path: Path) -> None:
+    def bare(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_tensors(directory, bare)
+    model = Llama.from_pretrained(directory)
+    model.save_pretrained(tmp_path / "as it was")
+    assert same(stored(tmp_path / "as it was"), stored(directory))
+    hub.save(model, tmp_path / "native", native=True)
+    assert stored(tmp_path / "native").keys() == model.state_dict().keys()
+
+
+def test_shards_of_an_earlier_save_go(directory: Path) -> None:
+    model = Llama.from_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=20_000)
+    assert len(list(directory.glob("model-*"))) > 3
+    model.save_pretrained(directory, max_shard_size="1MB")
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_what_is_no_model_of_the_zoo_is_not_saved(tmp_path: Path, new: Llama) -> None:
+    new.__class__ = CausalLM  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="no checkpoint layout is known"):
+        new.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_model_without_memory_is_not_saved(tmp_path: Path, new: Llama) -> None:
+    with pytest.raises(CheckpointError, match=f"{EMBEDDING}'.* no dense data"):
+        new.to("meta").save_pretrained(tmp_path / "saved")
+
+
+# And uploaded
+
+
+class FakeHub:
+    """What of huggingface_hub's API the upload uses."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.calls = files, []
+
+    def __call__(self, token: object = None) -> "FakeHub":
+        self.calls.append(("token", token))
+        return self
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> SimpleNamespace:
+        self.calls.append(("create", repo_id, private, exist_ok))
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def file_exists(self, repo_id: str, name: str) -> bool:
+        assert repo_id == "me/tiny"
+        return name in self.files
+
+    def upload_folder(
+        self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]
+    ) -> SimpleNamespace:
+        self.calls.append(("upload", repo_id, commit_message))
+        for stale in huggingface_hub.utils.filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
+            del self.files[stale]
+        self.files |= {path.name: path.read_bytes() for path in folder_path.iterdir()}
+        return SimpleNamespace(commit_url="https://the.hub/commit")
+
+
+def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"consolidated.safetensors": b"another's", "tokenizer.json": b"{}"}
+    stale = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
+    fake = FakeHub({**kept, **stale})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    assert new.push_to_hub("tiny", private=True, token="hf_x", commit_message="Mine") == "https://the.hub/commit"
+    assert fake.calls == [("token", "hf_x"), ("create", "tiny", True, True), ("upload", "me/tiny", "Mine")]
+    assert fake.files.keys() == kept.keys() | {"README.md", "config.json", "model.safetensors"}
+    card = fake.files["README.md"].decode()
+    assert card.startswith("---\nlibrary_name: ligerzoo\npipeline_tag: text-generation\n---\n")
+    assert 'Llama.from_pretrained("me/tiny")' in card
+    parameters = sum(parameter.numel() for parameter in new.parameters())
+    assert re.search(rf"{parameters:,} parameters in float32", card)
+    (tmp_path / "downloaded").mkdir()
+    for name, content in fake.files.items():
+        (tmp_path / "downloaded" / name).write_bytes(content)
+    assert same(Llama.from_pretrained(tmp_path / "downloaded").state_dict(), new.state_dict())
+
+    fake.files["README.md"] = b"written by hand"
+    new.push_to_hub("tiny")
+    assert fake.files["README.md"] == b"written by hand"
