@@ -34,10 +34,11 @@ HELD_OUT = ("configparser.py", "difflib.py", "fractions.py", "ipaddress.py", "st
 """The modules of the standard library that it was not trained on."""
 
 PROMPT = "def remove_duplicates(items):\n    seen = set()\n    for"
+PROMPT_AFTER_TRAINING = "def is_valid(address):\n    if"
 WINDOW = 128
 STEPS, BATCH = 30, 4
 
-COMPOSITION = """\
+COMPOSITION = """
 from torch import nn
 from ligerzoo.layers import Attention, Decoder, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
 blocks = [PreNormBlock(RMSNorm(64), Attention(64, 4, 2), RMSNorm(64), GatedMLP(64, 128)) for _ in range(2)]
@@ -82,8 +83,9 @@ def save_and_reload(model: Llama, directory: Path) -> Llama:
 def generate_twice(model: Llama, tokenizer: Tokenizer, prompt: str) -> tuple[Tensor, Tensor]:
     """With the cache of keys and values, and computing all of them anew for every token."""
     ids = torch.tensor([tokenizer.encode(prompt)])
-    cached = model.generate(ids, max_new_tokens=40, streamer=TextStreamer(tokenizer, skip_prompt=False))
-    uncached = model.generate(ids, max_new_tokens=40, use_cache=False)
+    streamer = TextStreamer(tokenizer, skip_prompt=False)
+    cached = model.generate(ids, max_new_tokens=60, repetition_penalty=1.2, streamer=streamer)
+    uncached = model.generate(ids, max_new_tokens=60, repetition_penalty=1.2, use_cache=False)
     return cached, uncached
 
 
@@ -129,7 +131,7 @@ def run(text_file: Path | None = None) -> int:
         checks.tell(f"every tensor went through {files} files and kept its bytes", same_bytes(model, reloaded))
 
         heading("5. Generate with the model that came back", generate_twice)
-        cached, uncached = generate_twice(reloaded, tokenizer, PROMPT)
+        cached, uncached = generate_twice(reloaded, tokenizer, PROMPT_AFTER_TRAINING)
         checks.tell("with and without the cache it writes the same", torch.equal(cached, uncached))
 
     print(f"\n{checks.passed} of {checks.told} checks passed.\n\n{styled('Try next', BOLD)}")

@@ -10,14 +10,15 @@ def causal_mask(
     attention_mask: Tensor | None, queries: int, keys: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """What to add to the scores of the last `queries` of `keys` tokens, so that each sees itself and the real tokens
-    before it.
+    before it. Hidden scores get the dtype's most negative finite number.
 
-    Padding sees itself too. A row that saw nothing would give NaN where hidden scores are -inf; where they are finite,
-    Hidden scores get the dtype's most negative finite number rather than -inf: a row of padding sees nothing, and stays
+    Padding may have no token to see, and what it makes of that nobody should read. On a CPU its scores are then all
+    alike, as in transformers' eager attention. Elsewhere it sees itself: a fused kernel would give a row of equal
+    scores of that size gradients many times too large, for it recomputes probabilities as exp(score - lse).
 
     Args:
-        attention_mask: (B, keys), 1 for a token and 0 for padding; or a ready mask (B, 1, queries, keys), boolean
-            (True: visible) or to be added; or None for no padding.
+        attention_mask: (B, keys), 1 for a token and 0 for padding; or a ready mask (B, 1, queries, keys) whose every
+            row sees something, boolean (True: visible) or to be added; or None for no padding.
         queries: T, the number of new tokens.
         keys: S >= T, the number of tokens seen in all.
         dtype: of the scores.
@@ -50,7 +51,9 @@ def causal_mask(
     query = key[keys - queries :, None]
     visible = (key <= query)[None, None]
     if attention_mask is not None:
-        visible = visible & attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :] | (key == query)
+        visible = visible & attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :]
+        if device.type != "cpu":
+            visible = visible | (key == query)
     return _added(visible, dtype)
 
 

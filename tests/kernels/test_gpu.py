@@ -27,6 +27,7 @@ def upstream_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn_like(output) for output in outputs]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @every_operation
 def test_the_host_never_waits(operation: Operation) -> None:
     inputs = operation.inputs(5, torch.bfloat16, "cuda")

@@ -153,7 +153,7 @@ def judge_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> No
     reference = gradients_of(function, inputs, upstream)
     truth = gradients_of(function, in_fp64(inputs), in_fp64(upstream))
     for case in zip(actual, reference, truth, strict=True):
-        assert_as_exact_as(*case)
+        assert_as_exact_as(*case, ulps=8)  # inductor fuses and reorders what surrounds the kernels
 
 
 @pytest.mark.skipif(INTERPRETING, reason="inductor's code is the same without")

@@ -14,7 +14,7 @@ def mask_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("queries, keys", [(5, 5), (3, 8), (1, 6)])
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float32])
-def test_a_token_sees_itself_and_the_real_tokens_before_it(
+def test_a_token_sees_the_real_tokens_up_to_itself(
     queries: int, keys: int, dtype: torch.dtype, mask_dtype: torch.dtype
 ) -> None:
     attention_mask = torch.ones(3, keys)
@@ -26,8 +26,17 @@ def test_a_token_sees_itself_and_the_real_tokens_before_it(
         for query in range(queries):
             for key in range(keys):
                 itself = keys - queries + query
-                visible = key == itself or (key < itself and attention_mask[row, key] == 1)
+                visible = key <= itself and attention_mask[row, key] == 1
                 assert mask[row, 0, query, key] == (0 if visible else torch.finfo(dtype).min)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_padding_sees_itself() -> None:
+    attention_mask = torch.tensor([[0, 0, 1]], device="cuda")
+    mask = causal_mask(attention_mask, 3, 3, dtype=torch.float32, device=attention_mask.device)
+    assert mask is not None
+    visible = [[True, False, False], [False, True, False], [False, False, True]]
+    assert (mask == 0).tolist() == [[visible]]
 
 
 def test_no_mask_where_none_is_needed() -> None:

@@ -159,7 +159,10 @@ def test_masks_of_either_shape(model: Llama, device: str) -> None:
     tokens, _ = tokens_and_labels(2, 10, device)
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1, -2:] = 0, 0
-    visible = torch.ones(10, 10, dtype=torch.bool, device=device).tril() & mask.bool()[:, None, None, :]
+    causal, itself = torch.ones(10, 10, dtype=torch.bool, device=device).tril(), torch.eye(10, dtype=torch.bool)
+    visible = causal & mask.bool()[:, None, None, :]
+    if device == "cuda":
+        visible = visible | itself.to(device)
     expected = model(tokens, attention_mask=mask).logits
     assert torch.equal(model(tokens, attention_mask=visible).logits, expected)
     alone = model(tokens[:1, 3:]).logits
@@ -232,9 +235,13 @@ def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str)
     assert_same_gradients(gradients(model), expected)
     with torch.no_grad():
         model(tokens)
+    assert len(calls) == 4
+    cache = KVCache(2)  # which computing again would extend again
+    model(tokens, labels=labels, past_key_values=cache).loss.backward()
+    assert (len(calls), cache.length) == (5, 40)
     model.gradient_checkpointing_disable()
     model(tokens, labels=labels).loss.backward()
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 def test_a_step_under_autocast(model: Llama, device: str) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -280,9 +280,3 @@ def llamas() -> Iterator[Tiny]:
 
 
 CHECKPOINTS = list(llamas())
-
-
-def smallest(model_type: str, **changes: Any) -> Tiny:
-    """The first row of an architecture, changed."""
-    row = next(row for row in CHECKPOINTS if row.config["model_type"] == model_type)
-    return replace(row, config={**row.config, **changes})
