@@ -26,14 +26,20 @@ class LigerzooError(ValueError):
         remedy: str | None = None,
     ) -> None:
         self.what, self.where, self.got, self.expected, self.remedy = what, where, got, expected, remedy
-        message = f"{where}: {what}" if where is not None else what
+        message = _shortened(what) if where is None else f"{_shortened(where)}: {_shortened(what)}"
         if got is not None:
-            message += f"; got {got}"
+            message += f"; got {_shortened(got)}"
         if expected is not None:
             message += f"; expected {expected}"
         if remedy is not None:
             message += f". {remedy}"
         super().__init__(message)
+
+
+def _shortened(part: object) -> str:
+    """Parts of a message that come from files have no end to rely on."""
+    text = str(part)
+    return text if len(text) <= 1000 else text[:1000] + "..."
 
 
 class ConfigError(LigerzooError):

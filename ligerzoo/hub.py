@@ -95,7 +95,7 @@ def load(
     Args:
         name_or_path: a directory, or the id of a repository on the hub ("org/name"). Of the latter only config.json,
             generation_config.json and the safetensors files of the model are downloaded.
-        model_class: the class that is expected; `CausalLM` takes any.
+        model_class: the class that is expected, or your own subclass of one; `CausalLM` takes any.
         dtype: of the weights; "auto" is the one config.json names, else that of the stored embedding.
         device: of the weights; torch's default device when None.
         revision: branch, tag or commit on the hub.
@@ -113,13 +113,14 @@ def load(
     )
     raw, architecture, config = _read_config(directory / CONFIG_FILE)
     generation_config = read_json(directory / GENERATION_FILE) if (directory / GENERATION_FILE).exists() else {}
-    if not issubclass(architecture.model_class, model_class):
+    known = architecture.model_class
+    if not (issubclass(known, model_class) or issubclass(model_class, known)):
         raise ConfigError(
             "the checkpoint is of another architecture",
             where=directory / CONFIG_FILE,
             got=f"model_type {architecture.model_type!r}",
             expected=model_class.__name__,
-            remedy=f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained.",
+            remedy=f"Load it with {known.__name__}.from_pretrained or AutoModel.from_pretrained.",
         )
 
     with Checkpoint(directory) as checkpoint:
@@ -133,7 +134,7 @@ def load(
             )
         try:
             with torch.device("meta"):
-                model: Model = architecture.build(config)
+                model: Model = architecture.build(config, model_class)
         except RuntimeError as error:  # more elements than torch can count, before it looks for memory
             raise ConfigError("sizes of an impossible model", where=directory / CONFIG_FILE, got=error) from error
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -247,6 +247,13 @@ def test_tensors_that_do_not_fit(directory: Path, change: Callable[[Tensors], No
     assert_refused(directory, message)
 
 
+def test_a_subclass_of_ours_loads_as_itself(directory: Path) -> None:
+    class MyLlama(Llama):
+        pass
+
+    assert type(MyLlama.from_pretrained(directory)) is MyLlama
+
+
 def test_another_architecture_than_asked_for(directory: Path) -> None:
     class Mistral(CausalLM):
         pass

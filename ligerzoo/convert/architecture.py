@@ -32,9 +32,9 @@ class Architecture:
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     config_to_hf: Callable[[Any], dict[str, Any]]
 
-    def build(self, config: Any) -> Any:
-        """A new model of that config."""
-        make: Callable[[Any], CausalLM] = self.model_class
+    def build(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
+        """A new model of that config: of `model_class`, if that is a subclass of ours."""
+        make: Callable[[Any], CausalLM] = model_class if issubclass(model_class, self.model_class) else self.model_class
         return make(config)
 
     def disk_names(self, names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:

@@ -120,7 +120,7 @@ class CausalLM(nn.Module):
             inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
             labels: (B, T) token ids, -100 for those that do not count, in the same places as `input_ids` (they are
                 shifted here).
-            shift_labels: (B, T), already shifted, instead of `labels`.
+            shift_labels: (B, T), already shifted; they win over `labels`.
             past_key_values: the cache of the tokens before these; it is extended in place.
             use_cache: True starts a cache when none was passed.
             logits_to_keep: logits of the last so many tokens only (0: all), or of the places in a 1-d tensor.
@@ -129,13 +129,11 @@ class CausalLM(nn.Module):
         Raises:
             ValueError: the inputs do not fit together.
         """
-        if labels is not None and shift_labels is not None:
-            raise ValueError("give either labels or shift_labels, and not both")
         if use_cache and past_key_values is None:
             past_key_values = KVCache(self.config.num_hidden_layers)
         hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds, past_key_values)
 
-        if labels is not None:
+        if labels is not None and shift_labels is None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
         if shift_labels is not None:
             loss = self.lm_head(hidden, shift_labels, num_items_in_batch)
