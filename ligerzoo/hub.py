@@ -133,8 +133,7 @@ def load(
                 expected=f"{config.num_hidden_layers} layers",
             )
         try:
-            with torch.device("meta"):
-                model: Model = architecture.build(config, model_class)
+            model: Model = architecture.build_on_meta(config, model_class)
         except RuntimeError as error:  # more elements than torch can count, before it looks for memory
             raise ConfigError("sizes of an impossible model", where=directory / CONFIG_FILE, got=error) from error
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -277,7 +277,8 @@ def test_generate_reads_the_prompt_from_standard_input(
 def test_a_sampling_option_draws_and_a_seed_repeats(
     arguments: str, options: dict[str, Any], checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["generate", str(checkpoint), "--prompt", "x", "--max-new-tokens", "20", *arguments.split()]
+    options_of_all = ["--prompt", "x", "--max-new-tokens", "20", "--device", "cpu"]
+    command = ["generate", str(checkpoint), *options_of_all, *arguments.split()]
     told = []
     for seed in (1, 1, 2):
         assert cli.main([*command, "--seed", str(seed)]) == 0

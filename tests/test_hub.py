@@ -121,6 +121,15 @@ def test_no_progress_bar_without_a_terminal(directory: Path, capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
+def test_loading_a_directory_imports_nothing_heavy(directory: Path) -> None:
+    heavy = {"torch._dynamo", "sympy", "triton", "transformers", "huggingface_hub"}
+    script = "import sys; from ligerzoo.models import Llama; before = set(sys.modules); "
+    script += "Llama.from_pretrained(sys.argv[1]); print(*set(sys.modules) - before)"
+    command = [sys.executable, "-c", script, str(directory)]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert heavy & set(run.stdout.split()) == set()
+
+
 MEMORY = """
 import sys, torch
 from ligerzoo.models import Llama, LlamaConfig

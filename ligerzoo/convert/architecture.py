@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
 from ligerzoo.models import CausalLM
 
 BASE_PREFIX = "model."
@@ -32,15 +36,25 @@ class Architecture:
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     config_to_hf: Callable[[Any], dict[str, Any]]
 
-    def build(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
-        """A new model of that config: of `model_class`, if that is a subclass of ours."""
+    def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
+        """A model of that config without weights: of `model_class`, if that is a subclass of ours."""
         make: Callable[[Any], CausalLM] = model_class if issubclass(model_class, self.model_class) else self.model_class
-        return make(config)
+        with torch.device("meta"), _NothingDrawn():
+            return make(config)
 
     def disk_names(self, names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
         """Our names of tensors -> the names under which a checkpoint that holds `stored` should have them."""
         bare = not any(name.startswith(BASE_PREFIX) for name in stored)
         return {name: name.removeprefix(BASE_PREFIX) if bare else name for name in names}
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out random initialization: to draw into meta tensors torch would import its compiler, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_initialization = getattr(func, "__module__", None) == nn.init.__name__
+        return kwargs["tensor"] if is_initialization else func(*args, **kwargs)
 
 
 _ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
