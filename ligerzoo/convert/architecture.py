@@ -49,7 +49,7 @@ class Architecture:
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Leaves out random initialization: to draw into meta tensors torch would import its compiler, which takes seconds."""
+    """Leaves out random initialization: to draw into meta tensors, torch would import its compiler (for seconds)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
