@@ -55,25 +55,9 @@ class Origin:
 
 
 class AutoModel:
-    """Loads the class that a checkpoint's `model_type` names."""
+    """Loads the class that a checkpoint's `model_type` names; the arguments are those of `load`."""
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-    ) -> CausalLM:
-        """Loads a checkpoint in Hugging Face format, see `load`."""
-        return load(
-            name_or_path, CausalLM, dtype=dtype, device=device, revision=revision, token=token, cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )  # fmt: skip
+    from_pretrained = CausalLM.from_pretrained
 
 
 def load(
