@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -40,14 +41,12 @@ def replacing_directory(directory: str | Path, *, keep: Callable[[str], bool]) -
     try:
         yield temporary
         _sync_tree(temporary)
-        replaces = target.exists()
+        replaces = not _put_in_free_place(temporary, target)
         if replaces:
             _carry_over(target, temporary, keep)
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
             with _staying_in_working_directory():
                 _exchange(temporary, target)
-        else:
-            temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -69,6 +68,38 @@ def _refuse_irreplaceable(target: Path) -> None:
             where=target,
             remedy="Save into a sub-directory of it.",
         )
+    if mount := _mount_below(target):
+        raise CheckpointError(
+            "cannot be replaced: something is mounted in it, which would be deleted with the old set",
+            where=target,
+            got=mount,
+            remedy="Save elsewhere, or unmount it.",
+        )
+
+
+def _mount_below(directory: Path) -> str | None:
+    """A mount point within the directory, if there is one."""
+    table = Path("/proc/self/mountinfo")
+    if table.exists():  # Linux; it alone knows of a mount from the same file system
+        escaped = (line.split()[4] for line in table.read_text().splitlines())
+        points = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), point) for point in escaped]
+    else:
+        points = [os.path.join(folder, name) for folder, names, _ in os.walk(directory) for name in names]
+        points = list(filter(os.path.ismount, points))
+    return next((point for point in points if directory in Path(point).parents), None)
+
+
+def _put_in_free_place(temporary: Path, target: Path) -> bool:
+    """Rename to a name that nothing has; False when it is taken, be it by another process in this very moment."""
+    if target.exists():
+        return False
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def _carry_over(source: Path, destination: Path, keep: Callable[[str], bool]) -> None:

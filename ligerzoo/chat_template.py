@@ -142,12 +142,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """The `~` operator."""
         return "".join(map(str, values))
 
+    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        """`value[start:stop:step]`."""
+        return value[start:stop:step]
+
     def loop_round(self) -> None:
         """What every loop round calls, because calls are counted."""
 
 
 class _Metering(NodeTransformer):
-    """Let loop rounds and `~` go through the sandbox, where jinja would write plain Python for them."""
+    """Let loop rounds, slices and `~` go through the sandbox, where jinja would write plain Python for them."""
 
     def __init__(self, sandbox: _Sandbox) -> None:
         self.sandbox = sandbox
@@ -161,6 +165,15 @@ class _Metering(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return self._call("joined", node.nodes, node.lineno)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        bounds = [
+            part or nodes.Const(None, lineno=node.lineno) for part in (node.arg.start, node.arg.stop, node.arg.step)
+        ]
+        return self._call("sliced", [node.node, *bounds], node.lineno)
 
     def _call(self, method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
         bound = nodes.EnvironmentAttribute(method, lineno=line, environment=self.sandbox)

@@ -339,6 +339,9 @@ def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError("dtype is not supported", where=where, got=tensor.dtype, expected=_SUPPORTED)
     if tensor.layout != torch.strided or tensor.is_meta:
         raise CheckpointError("has no dense data", where=where, got=f"{tensor.layout} on {tensor.device}")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        remedy = "Gather a sharded model first, into a plain one, and save that."
+        raise CheckpointError("is no plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
 
 
 def _number_of_bytes(size: int | str) -> int:

@@ -72,8 +72,7 @@ def info(options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     model, tokenizer = load(options)
-    print(prompt, end="", flush=True)
-    reply(model, tokenizer, tokenizer.encode(prompt), options, random_numbers(model, options))
+    reply(model, tokenizer, tokenizer.encode(prompt), options, random_numbers(model, options), skip_prompt=False)
     return 0
 
 
@@ -103,10 +102,13 @@ def convert(options: argparse.Namespace) -> int:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         remedy = "Convert into a new directory and then replace the old one."
         raise LigerzooError("is there already", where=target, expected="a new or an empty directory", remedy=remedy)
+    tokenizer = None
+    if (hub.locate_files(options.model, FILE_PATTERNS, revision=options.revision) / "tokenizer.json").exists():
+        tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
     model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
     hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
-    if (hub.locate_files(options.model, FILE_PATTERNS, revision=options.revision) / "tokenizer.json").exists():
-        Tokenizer.from_pretrained(options.model, revision=options.revision).save_pretrained(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
     size = sum(path.stat().st_size for path in target.iterdir())
     print(f"{target}: {len(list(target.iterdir()))} files, {size:,} bytes")
     return 0
@@ -154,8 +156,9 @@ def reply(
     prompt: list[int],
     options: argparse.Namespace,
     generator: "torch.Generator | None",
+    skip_prompt: bool = True,
 ) -> str:
-    """Prints the model's continuation of a prompt as it comes, and returns it."""
+    """Prints the model's continuation of a prompt as it comes, after the prompt or without it, and returns it."""
     import torch
 
     from ligerzoo.generate import TextStreamer
@@ -171,7 +174,7 @@ def reply(
         stop_strings=options.stop,
         tokenizer=tokenizer,
         generator=generator,
-        streamer=TextStreamer(tokenizer),
+        streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt),
     )
     return tokenizer.decode(continued[0, len(prompt) :], skip_special_tokens=True)
 
@@ -283,7 +286,7 @@ examples
   ligerzoo convert path/to/checkpoint small-files --max-shard-size 500MB
   ligerzoo convert path/to/checkpoint our-names --to native
 
-The tokenizer comes along. What is written appears at once, when it is complete.""",
+The tokenizer comes along. The model appears at once, when it is complete.""",
     )
     conversion.add_argument("target", metavar="TARGET", type=Path, help="a new or empty directory")
     conversion.add_argument(

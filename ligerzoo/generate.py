@@ -9,7 +9,8 @@ Shapes: B prompts, T tokens of a prompt and its padding, V tokens of the vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TextIO
 
 import torch
@@ -334,7 +335,9 @@ class TextStreamer:
     ) -> None:
         self.skip_prompt = skip_prompt
         self.file = file
-        self._text = tokenizer.stream(skip_special_tokens=skip_special_tokens)
+        self._new_text: Callable[[], TextStream] = partial(tokenizer.stream, skip_special_tokens=skip_special_tokens)
+        self._text = self._new_text()
+        self._skip = 0  # characters of the prompt: it is decoded too, for the space that may follow it
 
     def put(self, token_ids: Tensor) -> None:
         """Prints the text that these tokens complete: (1, T) of the prompt, or (1,) of its continuation.
@@ -343,14 +346,22 @@ class TextStreamer:
             LigerzooError: there are several prompts.
         """
         _require(len(token_ids) == 1, "TextStreamer", f"{len(token_ids)} prompts", "one, for it prints a single text")
-        if token_ids.ndim == 1 or not self.skip_prompt:
-            self._print("".join(map(self._text.push, token_ids.flatten().tolist())))
+        ids = token_ids.flatten().tolist()
+        if token_ids.ndim == 2 and self.skip_prompt:
+            alone = self._new_text()
+            self._skip = len("".join(map(alone.push, ids)) + alone.flush())
+        self._print("".join(map(self._text.push, ids)))
 
     def end(self) -> None:
         """Prints what was held back, and ends the line."""
-        self._print(self._text.flush() + "\n")
+        self._print(self._text.flush())
+        self._skip = 0
+        self._print("\n")
 
     def _print(self, text: str) -> None:
+        skipped = min(self._skip, len(text))
+        self._skip -= skipped
+        text = text[skipped:]
         print(text, end="", flush=True, file=self.file)
 
 

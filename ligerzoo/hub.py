@@ -224,17 +224,18 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
 
 
 def _named_tensors(model: CausalLM, origin: Origin | None) -> dict[str, Tensor]:
-    """The tensors to save by their names on disk: those of the origin, then any that it did not have. A tied weight
-    goes once."""
+    """The tensors to save by their names on disk: those of the origin, then any that it did not have.
+
+    The weight of a tied head goes once, unless the origin had it twice. Other weights that share memory, which no
+    config tells of, go under every name.
+    """
     state = model.state_dict()
     names = {theirs: ours for theirs, ours in origin.names.items() if ours in state} if origin else {}
-    tensors = {theirs: state[ours] for theirs, ours in names.items()}
-    written = {(tensor.device, tensor.data_ptr()) for tensor in tensors.values()}
-    for name, tensor in state.items():
-        if (tensor.device, tensor.data_ptr()) not in written:
-            tensors[name] = tensor
-            written.add((tensor.device, tensor.data_ptr()))
-    return tensors | dict(origin.passengers if origin else {})
+    written = set(names.values())
+    if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
+        written.add(HEAD if EMBEDDING in written or HEAD not in written else EMBEDDING)
+    names |= {ours: ours for ours in state if ours not in written}
+    return {theirs: state[ours] for theirs, ours in names.items()} | dict(origin.passengers if origin else {})
 
 
 def _config_json(model: CausalLM, origin: Origin | None) -> str:
@@ -368,7 +369,8 @@ def locate_files(
     except Exception as error:  # its own, the system's, or its HTTP client's, of which it has changed the package
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            "cannot be had from the hub", where=name_or_path, got=f"{type(error).__name__}: {reason}",
+            "no such directory here, and not to be had from the hub",
+            where=name_or_path, got=f"{type(error).__name__}: {reason}",
             remedy="Check the name, the network, and for a gated or private repository the token.",
         ) from error  # fmt: skip
 

@@ -173,6 +173,28 @@ def test_a_mount_point_is_refused(directory: str) -> None:
         pytest.fail("it should not have come so far")
 
 
+def test_a_directory_with_something_mounted_in_it_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = str(old / "logs" / "the volume").replace(" ", r"\040")
+    table = f"22 1 8:1 / / rw - ext4 /dev/vda rw\n36 22 8:1 /volume {mounted} rw - ext4 /dev/vda rw\n"
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: table)
+    before = contents(old)
+    with pytest.raises(CheckpointError, match=r"mounted in it.*the volume"), replacing_directory(old, keep=bool):
+        pytest.fail("the block must not run")
+    assert contents(old) == before
+
+
+def test_a_name_that_another_process_takes_first_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "new"
+    with replacing_directory(target, keep=lambda name: name == "theirs") as temporary:
+        (temporary / "ours").write_text("ours")
+        target.mkdir()
+        (target / "theirs").write_text("theirs")
+        monkeypatch.setattr(Path, "exists", lambda path: path != target and os.path.exists(path))
+    assert sorted(os.listdir(target)) == ["ours", "theirs"]
+    assert os.listdir(tmp_path) == ["new"]
+
+
 def test_a_directory_in_an_unwritable_place_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != old.parent)  # the tests may run as root, who may all
     with pytest.raises(CheckpointError, match="Save into a sub-directory"):

@@ -490,6 +490,23 @@ def test_output_stops_before_it_is_joined() -> None:
         render("{% for i in range(99999) %}{{ text }}{% endfor %}", text="x" * 10**7)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + [x[i:]] %}{% endfor %}",
+        "{% for i in range(99999) %}{% if x == x[1:] %}{% endif %}{% endfor %}",
+    ],
+)
+def test_slices_count(source: str) -> None:
+    with pytest.raises(TokenizerError, match="steps allowed"):
+        ChatTemplate("{% set x = 'a' * 900000 %}" + source, "here").render({})
+
+
+def test_slices_read_as_in_python() -> None:
+    source = "{{ x[1:] }} {{ x[:-1] }} {{ x[::2] }} {{ x[::-1] }} {{ x[1:3] }} {{ (x | list)[-2:] }}"
+    assert ChatTemplate(source, "here").render({"x": "abcd"}) == "bcd abc ac dcba bc ['c', 'd']"
+
+
 def test_the_budget_is_for_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ligerzoo.chat_template, "_MAX_WORK", 1000)
     template = ChatTemplate("{% for i in range(900) %}{% endfor %}", "test.jinja")

@@ -1,5 +1,6 @@
 """The tokenizer against transformers, on toy tokenizers of the kinds that checkpoints have."""
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from ligerzoo.errors import TokenizerError
+from ligerzoo.generate import TextStreamer
 from ligerzoo.tokenizer import Tokenizer
 
 CORPUS = [
@@ -413,6 +415,21 @@ def test_text_comes_at_once_and_in_whole_characters(tokenizers: dict[str, Tokeni
     assert not any("\ufffd" in piece for piece in pieces)
     assert any(pieces[:2])
     assert pieces[-1] == ""
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen", "llama2"])
+def test_a_streamed_continuation_begins_as_it_reads_after_its_prompt(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    tokenizer, file = tokenizers[kind], io.StringIO()
+    prompt, ids = tokenizer.encode("the dog"), tokenizer.encode("the dog on the dog", add_special_tokens=True)
+    assert ids[: len(prompt)] == prompt
+    streamer = TextStreamer(tokenizer, file=file)
+    streamer.put(torch.tensor([prompt]))
+    for token in ids[len(prompt) :]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert file.getvalue() == " on the dog\n"
 
 
 def test_an_invalid_byte_shows_in_the_end(tokenizers: dict[str, Tokenizer]) -> None:

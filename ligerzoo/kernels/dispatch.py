@@ -64,7 +64,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers the decorated function as the op `ligerzoo::<schema>`, for CPU and GPU tensors.
+    """Registers the decorated function as the op `ligerzoo::<schema>`, for tensors on all devices but meta.
 
     Args:
         schema: the op's signature in PyTorch's schema language; it must be functional (nothing is mutated).
@@ -81,7 +81,7 @@ def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...
             return function(first, *args)
 
         _library.define(schema)
-        for device in ("CPU", "CUDA"):
+        for device in ("CPU", "CUDA", "MPS", "XPU"):
             _library.impl(name, on_the_tensors_device, device)
         torch.library.register_fake(f"ligerzoo::{name}", fake, lib=_library)
         return getattr(torch.ops.ligerzoo, name).default

@@ -172,7 +172,8 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that count, "sum", or "none" for the loss of each token.
         num_items: divides the sum in place of the number of tokens that count (an int or a 0-d tensor): the same number
             for all micro-batches of a step makes gradient accumulation exact.
-        logits_budget: MiB of logits that exist at a time (at least one row).
+        logits_budget: MiB of logits that exist at a time (at least one row). On a CPU a few copies of these in fp32
+            come on top.
 
     Returns:
         fp32 (fp64 for fp64 input): 0-d, or of the targets' shape for "none". Without a token that counts, "mean" is 0

@@ -5,7 +5,10 @@ from torch import Tensor
 
 class LayerCache:
     """The keys and values of one attention layer, growing: room is doubled when it runs out, so appending costs O(1) a
-    token."""
+    token.
+
+    They are written in place, so nothing can be differentiated through what was cached: a cache is for inference.
+    """
 
     def __init__(self) -> None:
         self.length = 0
@@ -14,7 +17,13 @@ class LayerCache:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the keys and values of new tokens, each (B, T, K, D), and returns those of all tokens, (B, length, K, D)
-        each."""
+        each.
+
+        Raises:
+            ValueError: the cache holds another batch than B rows.
+        """
+        if self._keys is not None and len(self._keys) != len(keys):
+            raise ValueError(f"the cache holds {len(self._keys)} rows, and {len(keys)} are to be added")
         start, self.length = self.length, self.length + keys.shape[1]
         self._keys = _written(self._keys, keys, start)
         self._values = _written(self._values, values, start)

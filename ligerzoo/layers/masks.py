@@ -36,6 +36,10 @@ def causal_mask(
             "one entry for each cached and new token"
         )
     if attention_mask is not None and attention_mask.ndim == 4:
+        if attention_mask.shape[2] != queries:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; expected (batch, 1, {queries}, {keys})"
+            )
         if attention_mask.dtype == torch.bool:
             return _added(attention_mask, dtype)
         if not attention_mask.is_floating_point():

@@ -103,6 +103,7 @@ class CausalLM(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
@@ -119,7 +120,7 @@ class CausalLM(nn.Module):
             position_ids: (B or 1, T); by default 0 to T - 1, after the cached tokens.
             inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
             labels: (B, T) token ids, -100 for those that do not count, in the same places as `input_ids` (they are
-                shifted here).
+                shifted here). After padding on the left, give the first token -100 too: padding would predict it.
             shift_labels: (B, T), already shifted; they win over `labels`.
             past_key_values: the cache of the tokens before these; it is extended in place.
             use_cache: True starts a cache when none was passed.

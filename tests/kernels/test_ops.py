@@ -158,6 +158,7 @@ def judge_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> No
 
 @pytest.mark.skipif(INTERPRETING, reason="inductor's code is the same without")
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.inductor
 def test_inductor_with_the_loss_head(device: str) -> None:
     inputs = [
         numbers(2, 3, 16, device=device),
@@ -169,6 +170,7 @@ def test_inductor_with_the_loss_head(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.inductor
 def test_inductor_with_everything(device: str) -> None:
     inputs = [numbers(*shape, device=device) for shape in ((2, 3, 16), (16,), (24, 16), (16, 24), (33, 16))]
     judge_compiled(all_of_them, [*inputs, *angles(1, 3, 2, device=device), targets(2, 3, classes=33, device=device)])

@@ -19,6 +19,7 @@ def test_a_test_can_opt_out() -> None:
     assert torch.Tensor.new_empty is torch._C.TensorBase.new_empty
 
 
+@pytest.mark.inductor
 def test_compiled_code_allocates_as_ever() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x).copy_(x) + torch.empty(x.shape).copy_(x)

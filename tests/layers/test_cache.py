@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from ligerzoo.layers import KVCache, LayerCache
@@ -25,3 +26,14 @@ def test_a_cache_has_a_part_for_each_layer() -> None:
         layer.append(token, token)
     assert (cache.length, cache.get_seq_length()) == (1, 1)
     assert KVCache(0).length == 0
+
+
+def test_another_batch_is_refused_and_changes_nothing() -> None:
+    cache = LayerCache()
+    keys, _ = cache.append(torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4))
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f"holds 2 rows, and {rows} are to be added"):
+            cache.append(torch.randn(rows, 1, 1, 4), torch.randn(rows, 1, 1, 4))
+    assert cache.length == 5
+    more, _ = cache.append(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4))
+    assert torch.equal(more[:, :5], keys)

@@ -64,6 +64,11 @@ def test_a_mask_of_another_shape(mask: Tensor) -> None:
         mask_of(mask, 5, 5)
 
 
+def test_a_ready_mask_for_fewer_queries_would_show_the_future() -> None:
+    with pytest.raises(ValueError, match="expected"):
+        mask_of(torch.ones(2, 1, 1, 5, dtype=torch.bool), 5, 5)
+
+
 def test_a_ready_mask_of_ones_and_zeros_is_refused() -> None:
     with pytest.raises(ValueError, match="boolean or to be added; got torch"):
         mask_of(torch.ones(2, 1, 5, 5, dtype=torch.int64), 5, 5)

@@ -305,6 +305,7 @@ def test_compiled_is_eager_and_compiles_twice_at_most(device: str, padded: bool)
     assert counter.frame_count <= 2  # for the first sizes, and then for any
 
 
+@pytest.mark.inductor
 def test_compiled_by_inductor(device: str) -> None:
     assert_compiled_is_eager(llama(num_hidden_layers=1).to(device), "inductor", [(2, 24)], padded=True)
 
