@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # what a test before may have changed
 
 
 @pytest.fixture(scope="session")
