@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import DEBUG, as_rows, next_power_of_2, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.jit import jit, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -72,7 +72,7 @@ def _store_zeros(out_ptr, n_cols, BLOCK: tl.constexpr):
         tl.store(out_ptr + cols, tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-@jit
+@kernel
 def _forward_kernel(
     logits_ptr, target_ptr, loss_ptr, maximum_ptr, log_sum_ptr, logits_stride, n_cols, ignore_index, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _forward_kernel(
         tl.store(log_sum_ptr + row, log_sum)
 
 
-@jit
+@kernel
 def _backward_kernel(
     logits_ptr, target_ptr, maximum_ptr, log_sum_ptr, upstream_ptr, dlogits_ptr, logits_stride, upstream_stride, n_cols,
     ignore_index, BLOCK: tl.constexpr,
@@ -107,7 +107,7 @@ def _backward_kernel(
         )  # fmt: skip
 
 
-@jit
+@kernel
 def _loss_then_gradient_kernel(
     logits_ptr, target_ptr, upstream_ptr, loss_ptr, logits_stride, upstream_stride, n_cols, ignore_index,
     BLOCK: tl.constexpr,
@@ -148,7 +148,7 @@ def _forward(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor,
     loss, maximum, log_sum = _forward_fake(logits, target, ignore_index)
     rows = as_rows(logits)
     block, warps = _block(rows.shape[1])
-    _forward_kernel[(rows.shape[0],)](
+    _forward_kernel[rows.shape[0]](
         rows, target.contiguous(), loss, maximum, log_sum, rows.stride(0), rows.shape[1], ignore_index, block,
         num_warps=warps,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def _backward(
     dlogits = _backward_fake(logits, target, maximum, log_sum, upstream, ignore_index)
     rows = as_rows(logits)
     block, warps = _block(rows.shape[1])
-    _backward_kernel[(rows.shape[0],)](
+    _backward_kernel[rows.shape[0]](
         rows, target.contiguous(), maximum, log_sum, upstream, dlogits, rows.stride(0), upstream.stride(0),
         rows.shape[1], ignore_index, block, num_warps=warps,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def loss_then_gradient_(logits: Tensor, target: Tensor, upstream: Tensor, ignore
     if uses_triton(logits):
         loss, target = logits.new_empty(target.shape, dtype=torch.float32), target.contiguous()
         block, warps = _block(logits.shape[1])
-        _loss_then_gradient_kernel[(logits.shape[0],)](
+        _loss_then_gradient_kernel[logits.shape[0]](
             logits, target, upstream, loss, logits.stride(0), upstream.stride(0), logits.shape[1], ignore_index, block,
             num_warps=warps,
         )  # fmt: skip

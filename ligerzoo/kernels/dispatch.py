@@ -1,8 +1,8 @@
-"""What all kernel files share: when Triton runs, how an op is registered, and two launch helpers.
+"""What all kernel files share: when Triton runs, how an op is registered, and some launch helpers.
 
 Ops are registered with `torch.library.Library` and differentiated by a `torch.autograd.Function` around them: the
 cheapest registration (24 us for a forward and backward, against 39 to 44 us for `custom_op` and `triton_op`) that still
-passes opcheck, full-graph compilation with training, and export.
+passes opcheck, full-graph compilation with training, and export. Plain tensors go past the dispatcher altogether.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs the real kernels on CPU tensors (for tests: it is thousands of times slower)."""
+from ligerzoo.kernels.jit import INTERPRETING
+
+Backend = Literal["auto", "triton", "torch"]
+"""What computes an operation: Triton where it can ("auto"), Triton or an error, or the plain-torch reference."""
 
 DEBUG = os.environ.get("LIGERZOO_DEBUG") == "1"
 """Checks that would make the host wait for the GPU (a label outside the vocabulary, for example) run only when this is
@@ -26,9 +28,23 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _library = torch.library.Library("ligerzoo", "DEF")
 
 
-def uses_triton(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels serve these tensors: on a GPU, in a dtype whose arithmetic fp32 covers."""
-    return all((t.is_cuda or INTERPRETING) and t.dtype in _FUSED_DTYPES for t in tensors)
+def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
+    """Whether the Triton kernels serve these tensors: on a GPU, in a dtype whose arithmetic fp32 covers.
+
+    Raises:
+        ValueError: `backend` is unknown, or is "triton" and Triton can't serve the tensors.
+    """
+    served = all((t.is_cuda or INTERPRETING) and t.dtype in _FUSED_DTYPES for t in tensors)
+    if backend == "auto":
+        return served
+    if backend not in get_args(Backend):
+        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"')
+    if backend == "triton" and not served:
+        got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+        raise ValueError(
+            f'backend="triton" with tensors {got}; expected fp32, bf16 or fp16 on a GPU, or backend="auto"'
+        )
+    return backend == "triton"
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -63,8 +79,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, type(None), torch.dtype})
+
+
 def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Registers the decorated function as the op `ligerzoo::<schema>`, for tensors on all devices but meta.
+
+    The result is to be called where autograd does not record, within an `autograd.Function`. It calls the function
+    itself, or the op where something watches or replaces operations: a compiler, a dispatch mode, a tensor subclass.
 
     Args:
         schema: the op's signature in PyTorch's schema language; it must be functional (nothing is mutated).
@@ -84,7 +106,19 @@ def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...
         for device in ("CPU", "CUDA", "MPS", "XPU"):
             _library.impl(name, on_the_tensors_device, device)
         torch.library.register_fake(f"ligerzoo::{name}", fake, lib=_library)
-        return getattr(torch.ops.ligerzoo, name).default
+        op = getattr(torch.ops.ligerzoo, name).default
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            watched = (
+                torch.compiler.is_compiling()
+                or torch._C._len_torch_dispatch_stack()
+                or not all(type(a) in _PLAIN for a in args)
+                or args[0].is_meta
+            )
+            return op(*args) if watched else on_the_tensors_device(*args)
+
+        return call
 
     return decorate
 
@@ -101,4 +135,9 @@ def next_power_of_2(n: int) -> int:
 
 def multiprocessors(tensor: Tensor) -> int:
     """How many programs of a persistent kernel run side by side on the tensor's device."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 2
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

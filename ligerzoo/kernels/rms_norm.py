@@ -22,7 +22,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
     wide,
 )
-from ligerzoo.kernels.jit import jit, tl
+from ligerzoo.kernels.jit import kernel, tl
 
 _MAX_COLUMNS = 65536  # a row is held in the registers of one program
 
@@ -34,7 +34,7 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normalized.to(x.dtype)
 
 
-@jit
+@kernel
 def _forward_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, n_rows, n_cols, eps, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _forward_kernel(
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@jit
+@kernel
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, dy_stride, x_stride, n_rows, n_cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
@@ -97,7 +97,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
     tile_rows, tile_cols, warps = _tile(n_cols, 2048)
-    _forward_kernel[(-(-n_rows // tile_rows),)](
+    _forward_kernel[-(-n_rows // tile_rows)](
         rows, weight.contiguous(), y, rstd, rows.stride(0), n_rows, n_cols, eps, tile_rows, tile_cols, num_warps=warps
     )
     return y, rstd
@@ -118,7 +118,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_dweight
     tile_rows, tile_cols, warps = _tile(n_cols, 8192)
     programs = max(1, min(-(-n_rows // tile_rows), 2 * multiprocessors(x)))
     partial = x.new_empty((programs if needs_dweight else 0, n_cols), dtype=torch.float32)
-    _backward_kernel[(programs,)](
+    _backward_kernel[programs](
         dy_rows, x_rows, weight.contiguous(), rstd, dx, partial, dy_rows.stride(0), x_rows.stride(0), n_rows, n_cols,
         tile_rows, tile_cols, needs_dweight, num_warps=warps,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import next_power_of_2, once_differentiable, register, uses_triton
-from ligerzoo.kernels.jit import jit, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def _rotate_heads(
         tl.store(target + features, rest, mask=mask)
 
 
-@jit
+@kernel
 def _rotation_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
     q_batch_stride, q_token_stride, q_head_stride, q_feature_stride,
@@ -87,7 +87,7 @@ def _rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> 
     batch, tokens, q_heads, head_dim = q.shape
     k_heads, half = k.shape[2], cos.shape[-1]
     cos, sin = cos.contiguous(), sin.contiguous()
-    _rotation_kernel[(batch * tokens,)](
+    _rotation_kernel[batch * tokens](
         q, k, cos, sin, q_out, k_out, *q.stride(), *k.stride(), cos.stride(0) if cos.shape[0] > 1 else 0,
         tokens, q_heads, k_heads, head_dim, half, -1.0 if inverse else 1.0,
         next_power_of_2(q_heads), next_power_of_2(k_heads), next_power_of_2(half),

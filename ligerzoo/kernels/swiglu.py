@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import autocast, once_differentiable, register, uses_triton
-from ligerzoo.kernels.jit import jit, tl
+from ligerzoo.kernels.jit import kernel, tl
 
 _BLOCK = 2048
 
@@ -32,7 +32,7 @@ def linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | No
     return F.linear(reference(gate, up), weight, bias)
 
 
-@jit
+@kernel
 def _forward_kernel(gate_ptr, up_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n_elements
@@ -41,7 +41,7 @@ def _forward_kernel(gate_ptr, up_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
     tl.store(y_ptr + index, (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@jit
+@kernel
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, n_elements, BLOCK: tl.constexpr, NEEDS_Y: tl.constexpr
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def _forward_fake(gate: Tensor, up: Tensor) -> Tensor:
 @register("swiglu_forward(Tensor gate, Tensor up) -> Tensor", fake=_forward_fake)
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     y = _forward_fake(gate, up)
-    _forward_kernel[(-(-y.numel() // _BLOCK),)](gate.contiguous(), up.contiguous(), y, y.numel(), _BLOCK, num_warps=4)
+    _forward_kernel[-(-y.numel() // _BLOCK)](gate.contiguous(), up.contiguous(), y, y.numel(), _BLOCK, num_warps=4)
     return y
 
 
@@ -79,7 +79,7 @@ def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor, needs_y: bool) -> tuple
 )
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, needs_y: bool) -> tuple[Tensor, Tensor, Tensor]:
     dgate, dup, y = _backward_fake(dy, gate, up, needs_y)
-    _backward_kernel[(-(-gate.numel() // _BLOCK),)](
+    _backward_kernel[-(-gate.numel() // _BLOCK)](
         dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, y, gate.numel(), _BLOCK, needs_y, num_warps=4
     )
     return dgate, dup, y

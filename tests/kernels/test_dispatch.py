@@ -1,13 +1,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.utils._python_dispatch
 
 from ligerzoo.kernels import dispatch, swiglu
 from ligerzoo.kernels.dispatch import as_rows, autocast, next_power_of_2, once_differentiable, uses_triton, wide
-from tests.kernels.helpers import DTYPES, ON_GPU, kernel_file, needs_triton, numbers
+from tests.kernels.helpers import DTYPES, ON_GPU, needs_triton, numbers
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64], ids=str)
@@ -26,7 +28,7 @@ def test_importing_the_kernels_leaves_triton_alone() -> None:
 
 
 FIRST_FILE = """
-from ligerzoo.kernels.jit import jit, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 
 @jit
 def twice(x):
@@ -36,18 +38,18 @@ def twice(x):
 def four_times(x):
     return twice(twice(x))
 
-@jit
-def kernel(x_ptr, y_ptr, N: tl.constexpr):
+@kernel
+def write(x_ptr, y_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(y_ptr + i, twice(tl.load(x_ptr + i)))
 """
 
 SECOND_FILE = """
 from first_file import four_times
-from ligerzoo.kernels.jit import jit, tl
+from ligerzoo.kernels.jit import kernel, tl
 
-@jit
-def kernel(x_ptr, y_ptr, N: tl.constexpr):
+@kernel
+def write(x_ptr, y_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(y_ptr + i, four_times(tl.load(x_ptr + i)))
 """
@@ -62,18 +64,73 @@ def test_a_kernel_may_call_those_of_another_file(tmp_path: Path, device: str, mo
     import second_file  # type: ignore[import-not-found]
 
     x, y = torch.arange(4.0, device=device), torch.zeros(4, device=device)
-    second_file.kernel[(1,)](x, y, 4)
+    second_file.write[1](x, y, 4)
     assert torch.equal(y, 4 * x)
-    first_file.kernel[(1,)](x, y, 4)
+    first_file.write[1](x, y, 4)
     assert torch.equal(y, 2 * x)
 
 
+@pytest.mark.gpu
+def test_a_launch_finds_the_kernel_compiled_for_its_arguments(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dtype, alignment, and integers that are 1, multiples of 16 or beyond 32 bits each mean another kernel."""
+    source = """
+from __future__ import annotations
+from ligerzoo.kernels.jit import kernel, tl
+
+@kernel
+def write_shifted(x_ptr, y_ptr, shift, big, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i + shift - 1 + (big >> 40)))
+"""
+    (tmp_path / "shifted_file.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    from shifted_file import write_shifted  # type: ignore[import-not-found]
+
+    data = torch.arange(4096.0, device=device)
+    for _ in range(2):
+        for dtype in DTYPES:
+            for offset in (0, 1):
+                for shift in (1, 2, 16, 17):
+                    for big in (0, 1, 16, 2**40):
+                        for size in (16, 64):
+                            x = data.to(dtype)[offset:]
+                            y = torch.zeros(size, device=device, dtype=dtype)
+                            write_shifted[1](x, y, shift, big, size, num_warps=1)
+                            first = shift - 1 + (big >> 40)
+                            assert torch.equal(y, x[first : first + size])
+
+
 @needs_triton
-def test_after_its_first_launch_a_kernel_is_tritons_own(device: str) -> None:
-    swiglu(numbers(3, 5, device=device), numbers(3, 5, device=device))
-    for name, kernel in vars(kernel_file("swiglu")).items():
-        if name.endswith("_kernel"):
-            assert type(kernel).__module__.startswith("triton.")
+@pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
+def test_the_backend_is_a_matter_of_the_call(backend: Any, device: str) -> None:
+    assert uses_triton(torch.ones(3, device=device), backend=backend) == (backend != "torch")
+
+
+def test_a_backend_that_cannot_serve() -> None:
+    with pytest.raises(ValueError, match=r'backend="triton" with tensors torch.float64 on cpu; expected fp32'):
+        uses_triton(torch.ones(3, dtype=torch.float64), backend="triton")
+    with pytest.raises(ValueError, match="backend='cuda'; expected \"auto\""):
+        uses_triton(torch.ones(3), backend="cuda")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a CPU runs the references")
+def test_plain_tensors_go_past_the_dispatcher(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    gate, up = numbers(3, 5, device=device), numbers(3, 5, device=device)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.profiler.profile() as profile:
+        swiglu(gate, up)
+    assert not any("ligerzoo" in event.key for event in profile.key_averages())
+    with Watch():
+        swiglu(gate, up)
+    assert "ligerzoo.swiglu_forward.default" in seen
 
 
 def test_rows_are_a_view_where_the_strides_allow_it() -> None:
