@@ -4,9 +4,38 @@ Each file holds one operation: its formula, its reference, its Triton kernels, a
 """
 
 from ligerzoo.kernels.cross_entropy import cross_entropy
-from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy
-from ligerzoo.kernels.rms_norm import rms_norm
+from ligerzoo.kernels.divergence import jsd, kl_div, tvd
+from ligerzoo.kernels.experts import experts_mlp
+from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.head import set_logits_budget
+from ligerzoo.kernels.layer_norm import layer_norm
+from ligerzoo.kernels.linear_cross_entropy import TokenStatistics, linear_cross_entropy, token_logps, token_statistics
+from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
-from ligerzoo.kernels.swiglu import swiglu, swiglu_linear
+from ligerzoo.kernels.softmax import softmax
 
-__all__ = ["cross_entropy", "linear_cross_entropy", "rms_norm", "rope", "swiglu", "swiglu_linear"]
+__all__ = [
+    "TokenStatistics",
+    "add_rms_norm",
+    "cross_entropy",
+    "experts_mlp",
+    "geglu",
+    "glu",
+    "glu_linear",
+    "jsd",
+    "kl_div",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_jsd",
+    "linear_kl_div",
+    "linear_tvd",
+    "rms_norm",
+    "rope",
+    "set_logits_budget",
+    "softmax",
+    "swiglu",
+    "token_logps",
+    "token_statistics",
+    "tvd",
+]

@@ -1,11 +1,9 @@
 """Cross entropy of given logits, in one pass over them and without a copy in fp32.
 
-With m_t = max_v logits[t, v] and s_t = log sum_v exp(logits[t, v] - m_t) (never added: a large m would swallow s):
+`token_loss` has the formulas, forward and backward, and the kernel.
 
-Forward:   loss_t = m_t - logits[t, target_t] + s_t;   0 where the target is ignored.
-Backward:  dlogits[t, v] = g_t * (exp(logits[t, v] - m_t - s_t) - [v = target_t]);   0 where the target is ignored.
-
-Saved: the logits (the caller's own tensor, never written to), m and s (two fp32 numbers a row) and the targets.
+Saved: the logits (the caller's own tensor, never written to) and the targets. Recomputed in backward: the statistics of
+each row, from the pass over it that is made anyway.
 A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an error on a CPU or when LIGERZOO_DEBUG=1.
 """
 
@@ -14,198 +12,80 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import DEBUG, as_rows, next_power_of_2, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.dispatch import DEBUG, Backend, as_rows, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.token_loss import TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
 
 Reduction = Literal["mean", "sum", "none"]
 
 
-def reference(logits: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-    """The loss of each row in plain torch: the specification, the CPU path and the tests' oracle."""
-    return F.cross_entropy(logits.to(wide(logits.dtype)), target, ignore_index=ignore_index, reduction="none")
-
-
-@jit
-def _log_sum_exp(row_ptr, n_cols, BLOCK: tl.constexpr):
-    """(m, s) of a row, with each lane keeping a running maximum and sum of its own: one reduction a row."""
-    lanes = tl.arange(0, BLOCK)
-    maximum = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, n_cols, BLOCK):
-        cols = start + lanes
-        x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-        new_maximum = tl.maximum(maximum, x)
-        # A lane that has seen nothing but -inf would subtract inf from inf.
-        pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        total = total * tl.exp(maximum - pivot) + tl.exp(x - pivot)
-        maximum = tl.where(x != x, x, new_maximum)  # NaN stays NaN
-    row_maximum = tl.max(maximum, axis=0)
-    return row_maximum, tl.log(tl.sum(total * tl.exp(maximum - row_maximum), axis=0))
-
-
-@jit
-def _loss_of(row_ptr, maximum, log_sum, target, n_cols):
-    """maximum - row[target] + log_sum; NaN for a target that is no column."""
-    inside = (target >= 0) & (target < n_cols)
-    picked = tl.load(row_ptr + target, mask=inside, other=float("nan")).to(tl.float32)
-    return (maximum - picked) + log_sum
-
-
-@jit
-def _store_gradient(row_ptr, out_ptr, maximum, log_sum, target, upstream, n_cols, BLOCK: tl.constexpr):
-    inside = (target >= 0) & (target < n_cols)
-    scale = tl.where(inside, upstream, float("nan"))
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        gradient = scale * (tl.exp((x - maximum) - log_sum) - tl.where(cols == target, 1.0, 0.0))
-        tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
-
-
-@jit
-def _store_zeros(out_ptr, n_cols, BLOCK: tl.constexpr):
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        tl.store(out_ptr + cols, tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty), mask=cols < n_cols)
-
-
-@kernel
-def _forward_kernel(
-    logits_ptr, target_ptr, loss_ptr, maximum_ptr, log_sum_ptr, logits_stride, n_cols, ignore_index, BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride
-    target = tl.load(target_ptr + row)
-    if target == ignore_index:
-        tl.store(loss_ptr + row, 0.0)
-        tl.store(maximum_ptr + row, 0.0)
-        tl.store(log_sum_ptr + row, 0.0)
-    else:
-        maximum, log_sum = _log_sum_exp(row_ptr, n_cols, BLOCK)
-        tl.store(loss_ptr + row, _loss_of(row_ptr, maximum, log_sum, target, n_cols))
-        tl.store(maximum_ptr + row, maximum)
-        tl.store(log_sum_ptr + row, log_sum)
-
-
-@kernel
-def _backward_kernel(
-    logits_ptr, target_ptr, maximum_ptr, log_sum_ptr, upstream_ptr, dlogits_ptr, logits_stride, upstream_stride, n_cols,
-    ignore_index, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
-    if target == ignore_index:
-        _store_zeros(dlogits_ptr + row * n_cols, n_cols, BLOCK)
-    else:
-        _store_gradient(
-            logits_ptr + row * logits_stride, dlogits_ptr + row * n_cols,
-            tl.load(maximum_ptr + row), tl.load(log_sum_ptr + row), target,
-            tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), n_cols, BLOCK,
-        )  # fmt: skip
-
-
-@kernel
-def _loss_then_gradient_kernel(
-    logits_ptr, target_ptr, upstream_ptr, loss_ptr, logits_stride, upstream_stride, n_cols, ignore_index,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Both directions on a private buffer of logits, which the gradient replaces: the second read of a row meets the
-    cache."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride
-    target = tl.load(target_ptr + row)
-    if target == ignore_index:
-        tl.store(loss_ptr + row, 0.0)
-        _store_zeros(row_ptr, n_cols, BLOCK)
-    else:
-        maximum, log_sum = _log_sum_exp(row_ptr, n_cols, BLOCK)
-        tl.store(loss_ptr + row, _loss_of(row_ptr, maximum, log_sum, target, n_cols))
-        tl.debug_barrier()  # the target's logit must be read before another warp overwrites it
-        upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
-        _store_gradient(row_ptr, row_ptr, maximum, log_sum, target, upstream, n_cols, BLOCK)
-
-
-def _block(n_cols: int) -> tuple[int, int]:
-    """(columns a step, warps) of the program that walks one row."""
-    block = min(8192, next_power_of_2(n_cols))
-    return block, min(16, max(4, block // 512))
-
-
-def _forward_fake(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    loss, maximum, log_sum = (logits.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
-    return loss, maximum, log_sum
+def _forward_fake(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None,
+    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    return logits.new_empty(target.shape, dtype=wide(logits.dtype))
 
 
 @register(
-    "cross_entropy_forward(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor, Tensor)",
+    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weight, {TERMS_SCHEMA}, int ignore_index) "
+    "-> Tensor",
     fake=_forward_fake,
 )
-def _forward(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None,
+    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
     check_targets(target, logits.shape[-1], ignore_index)
-    loss, maximum, log_sum = _forward_fake(logits, target, ignore_index)
-    rows = as_rows(logits)
-    block, warps = _block(rows.shape[1])
-    _forward_kernel[rows.shape[0]](
-        rows, target.contiguous(), loss, maximum, log_sum, rows.stride(0), rows.shape[1], ignore_index, block,
-        num_warps=warps,
-    )  # fmt: skip
-    return loss, maximum, log_sum
+    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
+    results = empty_results(target.reshape(-1), wide(logits.dtype), entropy=False, argmax=False)
+    walk_rows_(
+        as_rows(logits), target.reshape(-1), results, Upstream(), terms, ignore_index, None, class_weight, triton=True
+    )
+    return results.loss.view(target.shape)
 
 
 def _backward_fake(
-    logits: Tensor, target: Tensor, maximum: Tensor, log_sum: Tensor, upstream: Tensor, ignore_index: int
-) -> Tensor:
+    logits: Tensor, target: Tensor, upstream: Tensor, class_weight: Tensor | None,
+    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
 
 
 @register(
-    "cross_entropy_backward(Tensor logits, Tensor target, Tensor maximum, Tensor log_sum, Tensor upstream, "
-    "int ignore_index) -> Tensor",
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor upstream, Tensor? class_weight, "
+    f"{TERMS_SCHEMA}, int ignore_index) -> Tensor",
     fake=_backward_fake,
 )
 def _backward(
-    logits: Tensor, target: Tensor, maximum: Tensor, log_sum: Tensor, upstream: Tensor, ignore_index: int
-) -> Tensor:
-    dlogits = _backward_fake(logits, target, maximum, log_sum, upstream, ignore_index)
-    rows = as_rows(logits)
-    block, warps = _block(rows.shape[1])
-    _backward_kernel[rows.shape[0]](
-        rows, target.contiguous(), maximum, log_sum, upstream, dlogits, rows.stride(0), upstream.stride(0),
-        rows.shape[1], ignore_index, block, num_warps=warps,
+    logits: Tensor, target: Tensor, upstream: Tensor, class_weight: Tensor | None,
+    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    dlogits = logits.new_empty(logits.shape)
+    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
+    results = empty_results(target.reshape(-1), wide(logits.dtype), entropy=False, argmax=False)
+    walk_rows_(
+        as_rows(logits), target.reshape(-1), results, Upstream(upstream.reshape(-1)), terms, ignore_index, None,
+        class_weight, out=dlogits.view(-1, logits.shape[-1]), triton=True,
     )  # fmt: skip
     return dlogits
 
 
-def losses_of(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """The loss of each row of (M, V) logits, outside autograd."""
-    if uses_triton(logits):
-        return _forward(logits, target, ignore_index)[0]
-    return reference(logits, target, ignore_index)
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int
+    ) -> Tensor:
+        ctx.save_for_backward(logits, target, class_weight)
+        ctx.terms, ctx.ignore_index = terms, ignore_index
+        return _forward(logits, target, class_weight, *terms, ignore_index)
 
-
-def loss_then_gradient_(logits: Tensor, target: Tensor, upstream: Tensor, ignore_index: int) -> Tensor:
-    """Returns each row's loss and overwrites `logits`, a private contiguous (M, V) buffer, with `upstream_t *
-    dloss_t/dlogits`.
-
-    For `linear_cross_entropy`, which makes logits only to differentiate them at once.
-    """
-    if uses_triton(logits):
-        loss, target = logits.new_empty(target.shape, dtype=torch.float32), target.contiguous()
-        block, warps = _block(logits.shape[1])
-        _loss_then_gradient_kernel[logits.shape[0]](
-            logits, target, upstream, loss, logits.stride(0), upstream.stride(0), logits.shape[1], ignore_index, block,
-            num_warps=warps,
-        )  # fmt: skip
-        return loss
-    loss = reference(logits, target, ignore_index)
-    valid = (target != ignore_index)[:, None]
-    one_hot = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
-    probabilities = logits.to(wide(logits.dtype)).softmax(-1)
-    logits.copy_(torch.where(valid, upstream[:, None] * (probabilities - one_hot.to(probabilities.dtype)), 0.0))
-    return loss
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target, class_weight = ctx.saved_tensors
+        dlogits = _backward(logits, target, upstream, class_weight, *ctx.terms, ctx.ignore_index)
+        return dlogits, None, None, None, None
 
 
 def check_targets(target: Tensor, n_classes: int, ignore_index: int) -> None:
@@ -224,17 +104,41 @@ def check_targets(target: Tensor, n_classes: int, ignore_index: int) -> None:
             )
 
 
+def check_class_weight(class_weight: Tensor | None, n_classes: int) -> None:
+    """Raises ValueError for class weights of another shape than (V,), or that want a gradient."""
+    if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
+        raise ValueError(
+            f"cross entropy: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
+            f"{class_weight.requires_grad}; expected {(n_classes,)}, a constant"
+        )
+
+
 def reduce(
-    losses: Tensor, target: Tensor, reduction: Reduction, ignore_index: int, num_items: int | Tensor | None
+    losses: Tensor,
+    target: Tensor,
+    reduction: Reduction,
+    ignore_index: int,
+    num_items: int | Tensor | None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
 ) -> Tensor:
-    """Reduces the losses of the tokens as `cross_entropy` says; no valid token gives 0."""
+    """Reduces the weighted losses of the tokens, or their sum, as `cross_entropy` says; no valid token gives 0."""
     match reduction:
         case "none" if num_items is None:
             return losses
-        case "mean" if num_items is None:
-            return losses.sum() / (target != ignore_index).sum().clamp(min=1)
         case "mean" if num_items is not None:
             return losses.sum() / num_items
+        case "mean":
+            counts = target != ignore_index
+            if class_weight is None and token_weight is None:
+                return losses.sum() / counts.sum().clamp(min=1)
+            weights = counts.to(losses.dtype)
+            if class_weight is not None:
+                weights = weights * class_weight[torch.where(counts, target, 0)]
+            if token_weight is not None:
+                weights = weights * token_weight
+            total = weights.sum()
+            return losses.sum() / torch.where(counts.any(), total, 1.0)
         case "sum" if num_items is None:
             return losses.sum()
     raise ValueError(
@@ -243,27 +147,21 @@ def reduce(
     )
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-        loss, maximum, log_sum = _forward(logits, target, ignore_index)
-        ctx.save_for_backward(logits, target, maximum, log_sum)
-        ctx.ignore_index = ignore_index
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(*ctx.saved_tensors, upstream.reshape(-1), ctx.ignore_index), None, None
-
-
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Cross entropy of `softmax(logits)` against `target`, computed in fp32 whatever the dtype of the logits.
 
@@ -271,9 +169,18 @@ def cross_entropy(
         logits: (..., V), any strides. Never written to.
         target: (...) int64, each in [0, V) or `ignore_index`.
         ignore_index: the target of a token that does not count.
-        reduction: "mean" over the tokens that count, "sum", or "none" for the loss of each token.
+        label_smoothing: the share of a target spread evenly over all classes.
+        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. A constant.
+        token_weight: (...), a factor for the loss of each token; differentiable.
+        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss.
+        softcap: c, for logits `c tanh(logits / c)`.
+        logit_scale: multiplies the logits, before the softcap.
+        temperature: divides the logits, after the softcap.
+        reduction: "mean" over the tokens that count (by their weights, if there are any), "sum", or "none" for the loss
+            of each token.
         num_items: divides the sum in place of the number of tokens that count (an int or a 0-d tensor): the same number
             for all micro-batches of a step makes gradient accumulation exact.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:
         fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none". Without a token that counts, "mean" is 0.
@@ -286,10 +193,17 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)}; expected (..., V) and (...)"
         )
-    if uses_triton(logits):
-        losses = _CrossEntropy.apply(logits, target, ignore_index)
+    check_class_weight(class_weight, logits.shape[-1])
+    terms = Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
+    if uses_triton(logits, backend=backend):
+        losses = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index)
     else:
         if not torch.compiler.is_compiling():
             check_targets(target, logits.shape[-1], ignore_index)
-        losses = reference(logits.reshape(-1, logits.shape[-1]), target.flatten(), ignore_index).view(target.shape)
-    return reduce(losses, target, reduction, ignore_index, num_items)
+        rows = logits.reshape(-1, logits.shape[-1])
+        losses = reference(
+            rows, target.flatten(), terms, ignore_index, class_weight=class_weight, entropy=False, argmax=False
+        ).loss.view(target.shape)
+    if token_weight is not None:
+        losses = losses * token_weight
+    return reduce(losses, target, reduction, ignore_index, num_items, class_weight, token_weight)

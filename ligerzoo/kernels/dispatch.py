@@ -79,7 +79,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, type(None), torch.dtype})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None), torch.dtype})
 
 
 def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:

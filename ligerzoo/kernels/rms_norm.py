@@ -1,9 +1,13 @@
-"""RMS normalization (Zhang & Sennrich 2019, eq. 4), in Llama's order of rounding.
+"""RMS normalization (Zhang & Sennrich 2019, eq. 4) of a tensor or of the sum of two, rounded where the models do.
 
-Forward:   n = x * r,  r = 1 / sqrt(mean(x^2) + eps)  in fp32;   y = w * round(n),  where round goes to x's dtype.
-Backward:  with g = dy * w:   dx = r * (g - n * mean(g * n)),   dw = sum over rows of dy * round(n).
+Forward:   n = x * r,  r = 1 / sqrt(mean(x^2) + eps)  in fp32;
+           y = round(n) * (offset + w)  or  round(n * (offset + w)),  where round goes to x's dtype.
+Backward:  with g = dy * (offset + w):   dx = r * (g - n * mean(g * n)),
+           dw = sum over rows of dy * n,  or of dy * round(n)  as in the forward.
 
-Saved: x, w and r (one fp32 number a row). Recomputed in backward: n.
+Of a sum, x is the rounded sum; dx plus the sum's own upstream gradient is the gradient of both summands.
+
+Saved: x (or the sum), w and r (one fp32 number a row). Recomputed in backward: n.
 """
 
 from __future__ import annotations
@@ -13,150 +17,321 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import (
-    as_rows,
-    multiprocessors,
-    next_power_of_2,
-    once_differentiable,
-    register,
-    uses_triton,
-    wide,
-)
+from ligerzoo.kernels.dispatch import Backend, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.rows import (
+    BACKWARD_TILE,
+    FORWARD_TILE,
+    check_columns,
+    column_sums_,
+    fits,
+    group_size,
+    grouped,
+    persistent_programs,
+    row_offsets,
+    tile,
+)
 
-_MAX_COLUMNS = 65536  # a row is held in the registers of one program
 
-
-def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+) -> Tensor:
     """The same in plain torch: the specification, the CPU path and the tests' oracle."""
     wide_x = x.to(wide(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
-    return weight * normalized.to(x.dtype)
+    if round_before_scale:
+        return (weight_offset + weight) * normalized.to(x.dtype)
+    return (normalized * (weight_offset + weight.to(wide(weight.dtype)))).to(x.dtype)
+
+
+def add_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` in plain torch."""
+    summed = x + residual
+    return reference(summed, weight, eps, weight_offset, round_before_scale), summed
+
+
+# The kernels. A null pointer says that there is nothing to read, or that a result is not needed.
 
 
 @kernel
 def _forward_kernel(
-    x_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, n_rows, n_cols, eps, ROWS: tl.constexpr, COLS: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, y_ptr, summed_ptr, rstd_ptr, group, group_stride, row_stride, n_rows, n_cols, eps,
+    weight_offset, ROWS: tl.constexpr, COLS: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    place = rows[:, None] * n_cols + cols[None, :]
+    x_rows = row_offsets(rows, group, group_stride, row_stride)
+    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
+    scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
 
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / n_cols + eps)
-    normalized = (x * rstd[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
-    y = normalized * weight[None, :]
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + place, x, mask=mask)
+
+    wide_x = x.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / n_cols + eps)
+    normalized = wide_x * rstd[:, None]
+    if ROUND_BEFORE_SCALE:
+        normalized = normalized.to(x.dtype).to(tl.float32)
 
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
-    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + place, (normalized * scale[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, dy_stride, x_stride, n_rows, n_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr,
+    dy_ptr, dsummed_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, group, dy_group_stride, dy_row_stride,
+    x_group_stride, x_row_stride, n_rows, n_cols, weight_offset,
+    ROWS: tl.constexpr, COLS: tl.constexpr, ROUND_BEFORE_SCALE: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, COLS)
-    weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
     dweight = tl.zeros((COLS,), dtype=tl.float32)
 
     for block in range(program, tl.cdiv(n_rows, ROWS), programs):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
+        dy_rows = row_offsets(rows, group, dy_group_stride, dy_row_stride)
+        x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
 
         normalized = x * rstd[:, None]
-        g = dy * weight[None, :]
-        dx = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
-        tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if NEEDS_DWEIGHT:
-            dweight += tl.sum(dy * normalized.to(x_ptr.dtype.element_ty).to(tl.float32), axis=0)
+        if dx_ptr is not None:
+            place = rows[:, None] * n_cols + cols[None, :]
+            g = dy * scale[None, :]
+            dx = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
+            if dsummed_ptr is not None:
+                dx += tl.load(dsummed_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dweight_ptr is not None:
+            if ROUND_BEFORE_SCALE:
+                normalized = normalized.to(x_ptr.dtype.element_ty).to(tl.float32)
+            dweight += tl.sum(dy * normalized, axis=0)
 
-    if NEEDS_DWEIGHT:
+    if dweight_ptr is not None:
         tl.store(dweight_ptr + program.to(tl.int64) * n_cols + cols, dweight, mask=cols < n_cols)
 
 
-def _tile(n_cols: int, elements: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of one program that holds about so many elements: short rows share a program."""
-    cols = next_power_of_2(n_cols)
-    return max(1, elements // cols), cols, min(16, max(4, cols // 1024))
-
-
-def _forward_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
-    return y, x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@register("rms_norm_forward(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_forward_fake)
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, rstd = _forward_fake(x, weight, eps)
-    rows = as_rows(x)
-    n_rows, n_cols = rows.shape
-    tile_rows, tile_cols, warps = _tile(n_cols, 2048)
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, summed: Tensor | None, rstd: Tensor,
+    eps: float, weight_offset: float, round_before_scale: bool,
+) -> None:  # fmt: skip
+    n_rows, n_cols = rstd.numel(), x.shape[-1]
+    group = group_size(x)
+    x, group_stride, row_stride = grouped(x, group)
+    tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
     _forward_kernel[-(-n_rows // tile_rows)](
-        rows, weight.contiguous(), y, rstd, rows.stride(0), n_rows, n_cols, eps, tile_rows, tile_cols, num_warps=warps
-    )
-    return y, rstd
+        x, residual, weight.contiguous(), y, summed, rstd, group, group_stride, row_stride, n_rows, n_cols, eps,
+        weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
+    )  # fmt: skip
 
 
-def _backward_fake(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_dweight: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape if needs_dweight else (0,))
+def _forward_fake(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x.dtype, weight.dtype) if round_before_scale else x.dtype
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @register(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, bool needs_dweight) -> (Tensor, Tensor)",
+    "rms_norm_forward(Tensor x, Tensor weight, float eps, float weight_offset, bool round_before_scale) "
+    "-> (Tensor, Tensor)",
+    fake=_forward_fake,
+)
+def _forward(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+) -> tuple[Tensor, Tensor]:
+    y, rstd = _forward_fake(x, weight, eps, weight_offset, round_before_scale)
+    _launch_forward(x, None, weight, y, None, rstd, eps, weight_offset, round_before_scale)
+    return y, rstd
+
+
+def _add_forward_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    summed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    y, rstd = _forward_fake(summed, weight, eps, weight_offset, round_before_scale)
+    return y, summed, rstd
+
+
+@register(
+    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset, "
+    "bool round_before_scale) -> (Tensor, Tensor, Tensor)",
+    fake=_add_forward_fake,
+)
+def _add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, summed, rstd = _add_forward_fake(x, residual, weight, eps, weight_offset, round_before_scale)
+    _launch_forward(
+        x, residual.contiguous(), weight, y, summed, rstd, eps, weight_offset, round_before_scale
+    )  # fmt: skip
+    return y, summed, rstd
+
+
+def _backward_fake(
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float,
+    round_before_scale: bool, needs_dx: bool, needs_dweight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape if needs_dx else (0,)), weight.new_empty(weight.shape if needs_dweight else (0,))
+
+
+@register(
+    "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor x, Tensor weight, Tensor rstd, float weight_offset, "
+    "bool round_before_scale, bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
     fake=_backward_fake,
 )
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs_dweight: bool) -> tuple[Tensor, Tensor]:
-    dx, _ = _backward_fake(dy, x, weight, rstd, needs_dweight)
-    x_rows, dy_rows = as_rows(x), as_rows(dy)
-    n_rows, n_cols = x_rows.shape
-    tile_rows, tile_cols, warps = _tile(n_cols, 8192)
-    programs = max(1, min(-(-n_rows // tile_rows), 2 * multiprocessors(x)))
-    partial = x.new_empty((programs if needs_dweight else 0, n_cols), dtype=torch.float32)
+def _backward(
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float,
+    round_before_scale: bool, needs_dx: bool, needs_dweight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx, dweight = _backward_fake(
+        dy, dsummed, x, weight, rstd, weight_offset, round_before_scale, needs_dx, needs_dweight
+    )
+    n_rows, n_cols = rstd.numel(), x.shape[-1]
+    group = group_size(dy, x)
+    dy, dy_group_stride, dy_row_stride = grouped(dy, group)
+    x, x_group_stride, x_row_stride = grouped(x, group)
+    tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
+    programs = persistent_programs(n_rows, tile_rows, x)
+    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_dweight else None
     _backward_kernel[programs](
-        dy_rows, x_rows, weight.contiguous(), rstd, dx, partial, dy_rows.stride(0), x_rows.stride(0), n_rows, n_cols,
-        tile_rows, tile_cols, needs_dweight, num_warps=warps,
+        dy, None if dsummed is None else dsummed.contiguous(), x, weight.contiguous(), rstd, dx if needs_dx else None,
+        partial, group, dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows, n_cols, weight_offset,
+        tile_rows, tile_cols, round_before_scale, num_warps=warps,
     )  # fmt: skip
-    dweight = partial.sum(0).to(weight.dtype) if needs_dweight else weight.new_empty(0)
+    if partial is not None:
+        column_sums_(dweight, partial)
     return dx, dweight
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _forward(x, weight, eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+    ) -> Tensor:
+        y, rstd = _forward(x, weight, eps, weight_offset, round_before_scale)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.options = weight_offset, round_before_scale
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_dx, needs_dweight, _ = ctx.needs_input_grad
-        dx, dweight = _backward(dy, *ctx.saved_tensors, needs_dweight)
-        return dx if needs_dx else None, dweight if needs_dweight else None, None
+        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
+        dx, dweight = _backward(dy, None, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight)
+        return dx if needs_dx else None, dweight if needs_dweight else None, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, normalized in fp32 and rounded before the product.
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float,
+        round_before_scale: bool,
+    ) -> tuple[Tensor, Tensor]:
+        y, summed, rstd = _add_forward(x, residual, weight, eps, weight_offset, round_before_scale)
+        ctx.save_for_backward(summed, weight, rstd)
+        ctx.options = weight_offset, round_before_scale
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(summed)
+        return y, summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
+        needs_dx, needs_dresidual, needs_dweight = ctx.needs_input_grad[:3]
+        dsum, dweight = _backward(
+            dy, dsummed, *ctx.saved_tensors, *ctx.options, needs_dx or needs_dresidual, needs_dweight
+        )
+        # One tensor for both, as of a sum in torch: autograd casts it to each one's dtype, and copies before it writes.
+        return (
+            dsum if needs_dx else None, dsum if needs_dresidual else None, dweight if needs_dweight else None,
+            None, None, None,
+        )  # fmt: skip
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`(weight_offset + weight) * x / sqrt(mean(x^2) + eps)` over the last dimension, normalized in fp32.
 
     Args:
         x: (..., H), any strides.
         weight: (H,).
         eps: added to the mean square.
+        weight_offset: added to `weight`, in fp32; Gemma's weights are stored less 1.
+        round_before_scale: whether the normalized numbers are rounded to the dtype of `x` before the product, as Llama
+            and most models do, or only the product is, as Gemma and OLMo 2 do.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:
-        (..., H) in the promoted dtype of `x` and `weight`.
+        (..., H), contiguous: in the promoted dtype of `x` and `weight`; in that of `x` if not `round_before_scale`.
 
     Raises:
-        ValueError: `weight` is not of shape (H,).
+        ValueError: `weight` is not of shape (H,), or `backend` can't serve the tensors.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: weight has shape {tuple(weight.shape)}; expected {tuple(x.shape[-1:])}")
-    if uses_triton(x, weight) and x.shape[-1] <= _MAX_COLUMNS:
-        return _RMSNorm.apply(x, weight, eps)
-    return reference(x, weight, eps)
+    check_columns("rms_norm", x, weight=weight)
+    if uses_triton(x, weight, backend=backend) and fits(x, backend):
+        return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
+    return reference(x, weight, eps, weight_offset, round_before_scale)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`x + residual`, the residual stream after a branch, and its `rms_norm`, which the next branch reads.
+
+    Args:
+        x: (..., H), any strides.
+        residual: (..., H), the same shape.
+        weight: (H,).
+        eps: added to the mean square.
+        weight_offset: as for `rms_norm`.
+        round_before_scale: as for `rms_norm`.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+
+    Returns:
+        normalized: `rms_norm(summed, weight, ...)`.
+        summed: (..., H), `x + residual` in the promoted dtype of both.
+
+    Raises:
+        ValueError: `residual` is not of the shape of `x` or `weight` not of shape (H,), or `backend` can't serve the
+            tensors.
+    """
+    if residual.shape != x.shape:
+        raise ValueError(f"add_rms_norm: residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}")
+    check_columns("add_rms_norm", x, weight=weight)
+    if uses_triton(x, residual, weight, backend=backend) and fits(x, backend):
+        return _AddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_before_scale)
+    return add_reference(x, residual, weight, eps, weight_offset, round_before_scale)

@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, eq. 34), half-split: feature i turns together with feature i + R/2.
+"""Rotary position embedding (Su et al. 2021, eq. 34).
+
+Pair i of the R rotated features turns by angle i. Half-split, it is features i and i + R/2; interleaved, as in the
+paper, 2i and 2i + 1.
 
 Forward:   y1 = x1 * cos - x2 * sin,   y2 = x2 * cos + x1 * sin,   features from R on pass through.
 Backward:  the inverse rotation of the upstream gradient, that is the same with -sin.
@@ -13,37 +16,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import next_power_of_2, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, next_power_of_2, once_differentiable, register, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 
-def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """The same in plain torch: the specification, the CPU path and the tests' oracle."""
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    pairs = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for every head
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1).to(x.dtype)
+    shape, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
+    x1, x2 = x[..., : 2 * pairs].unflatten(-1, shape).unbind(axis)
+    turned = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis).flatten(-2)
+    return torch.cat([turned, x[..., 2 * pairs :]], dim=-1).to(x.dtype)
 
 
 @jit
 def _rotate_heads(
     x_ptr, y_ptr, x_head_stride, x_feature_stride, cos, sin, n_heads, head_dim, half,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     heads = tl.arange(0, HEADS)[:, None].to(tl.int64)  # in a (B, N, T, D) layout a long text's heads are far apart
-    features = tl.arange(0, HALF)[None, :].to(tl.int64)
-    mask = (heads < n_heads) & (features < half)
     source = x_ptr + heads * x_head_stride
     target = y_ptr + heads * head_dim
 
-    x1 = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(source + (features + half) * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + features, (x1 * cos - x2 * sin).to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(target + features + half, (x2 * cos + x1 * sin).to(y_ptr.dtype.element_ty), mask=mask)
+    if INTERLEAVED:  # neighbours are loaded and stored together, and parted in registers
+        features = tl.arange(0, 2 * HALF)[None, :].to(tl.int64)
+        mask = (heads < n_heads) & (features < 2 * half)
+        x = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
+        y = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), (HEADS, 2 * HALF))
+        tl.store(target + features, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        features = tl.arange(0, HALF)[None, :].to(tl.int64)
+        mask = (heads < n_heads) & (features < half)
+        x1 = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(source + (features + half) * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target + features, (x1 * cos - x2 * sin).to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + features + half, (x2 * cos + x1 * sin).to(y_ptr.dtype.element_ty), mask=mask)
 
     if REST > 0:  # partial rotation
         features = 2 * half + tl.arange(0, REST)[None, :].to(tl.int64)
@@ -54,11 +67,11 @@ def _rotate_heads(
 
 @kernel
 def _rotation_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    cos_ptr, sin_ptr, q_ptr, k_ptr, q_out_ptr, k_out_ptr,
     q_batch_stride, q_token_stride, q_head_stride, q_feature_stride,
     k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
     angle_batch_stride, n_tokens, n_q_heads, n_k_heads, head_dim, half, direction,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // n_tokens, row % n_tokens
@@ -67,56 +80,91 @@ def _rotation_kernel(
     cos = tl.load(cos_ptr + angle, mask=features < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + angle, mask=features < half, other=0.0).to(tl.float32)[None, :] * direction
 
-    _rotate_heads(
-        q_ptr + batch * q_batch_stride + token * q_token_stride, q_out_ptr + row * n_q_heads * head_dim,
-        q_head_stride, q_feature_stride, cos, sin, n_q_heads, head_dim, half, Q_HEADS, HALF, REST,
-    )  # fmt: skip
-    _rotate_heads(
-        k_ptr + batch * k_batch_stride + token * k_token_stride, k_out_ptr + row * n_k_heads * head_dim,
-        k_head_stride, k_feature_stride, cos, sin, n_k_heads, head_dim, half, K_HEADS, HALF, REST,
-    )  # fmt: skip
+    if Q_HEADS > 0:
+        _rotate_heads(
+            q_ptr + batch * q_batch_stride + token * q_token_stride, q_out_ptr + row * n_q_heads * head_dim,
+            q_head_stride, q_feature_stride, cos, sin, n_q_heads, head_dim, half, Q_HEADS, HALF, REST, INTERLEAVED,
+        )  # fmt: skip
+    if K_HEADS > 0:
+        _rotate_heads(
+            k_ptr + batch * k_batch_stride + token * k_token_stride, k_out_ptr + row * n_k_heads * head_dim,
+            k_head_stride, k_feature_stride, cos, sin, n_k_heads, head_dim, half, K_HEADS, HALF, REST, INTERLEAVED,
+        )  # fmt: skip
 
 
-def _rotation_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+def _rotation_fake(
+    cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    q_out, k_out = (cos.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k))
+    return q_out, k_out
 
 
-@register("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)", fake=_rotation_fake)
-def _rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    q_out, k_out = _rotation_fake(q, k, cos, sin, inverse)
-    batch, tokens, q_heads, head_dim = q.shape
-    k_heads, half = k.shape[2], cos.shape[-1]
+@register(
+    "rope(Tensor cos, Tensor sin, Tensor? q, Tensor? k, bool interleaved, bool inverse) -> (Tensor, Tensor)",
+    fake=_rotation_fake,
+)
+def _rotation(
+    cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotates what is not None."""
+    q_out, k_out = _rotation_fake(cos, sin, q, k, interleaved, inverse)
+    batch, tokens, _, head_dim = next(x.shape for x in (q, k) if x is not None)
+    half = cos.shape[-1]
     cos, sin = cos.contiguous(), sin.contiguous()
+    q_heads, q_tile, q_strides = _heads(q)
+    k_heads, k_tile, k_strides = _heads(k)
+    tile_half = next_power_of_2(half)
     _rotation_kernel[batch * tokens](
-        q, k, cos, sin, q_out, k_out, *q.stride(), *k.stride(), cos.stride(0) if cos.shape[0] > 1 else 0,
-        tokens, q_heads, k_heads, head_dim, half, -1.0 if inverse else 1.0,
-        next_power_of_2(q_heads), next_power_of_2(k_heads), next_power_of_2(half),
-        next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0, num_warps=4,
+        cos, sin, q, k, q_out, k_out, *q_strides, *k_strides, cos.stride(0) if cos.shape[0] > 1 else 0,
+        tokens, q_heads, k_heads, head_dim, half, -1.0 if inverse else 1.0, q_tile, k_tile, tile_half,
+        next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0, interleaved,
+        num_warps=min(16, max(4, max(q_tile, k_tile) * tile_half // 512)),
     )  # fmt: skip
     return q_out, k_out
 
 
+def _heads(x: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
+    """How many heads there are, how many a tile of them has, and the strides."""
+    return (0, 0, (0,) * 4) if x is None else (x.shape[2], next_power_of_2(x.shape[2]), x.stride())
+
+
 class _RoPE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotation(q, k, cos, sin, False)
+        ctx.interleaved = interleaved
+        if not torch.compiler.is_compiling():  # which cannot say so: compiled, what is unused gets zeros
+            ctx.set_materialize_grads(False)
+        rotated = _rotation(cos, sin, q, k, interleaved, False)
+        # What is frozen comes out frozen, or whoever uses it would compute a gradient for nobody.
+        frozen = [y for y, needed in zip(rotated, ctx.needs_input_grad, strict=False) if not needed]
+        ctx.mark_non_differentiable(*frozen)
+        return rotated
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk = _rotation(dq, dk, *ctx.saved_tensors, True)
-        return dq, dk, None, None
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+        upstream = [d if needed else None for d, needed in zip((dq, dk), ctx.needs_input_grad, strict=False)]
+        if all(d is None for d in upstream):
+            return None, None, None, None, None
+        turned_back = _rotation(*ctx.saved_tensors, *upstream, ctx.interleaved, True)
+        dq, dk = (None if d is None else y for d, y in zip(upstream, turned_back, strict=True))
+        return dq, dk, None, None, None
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys by their positions' angles; gradients flow to `q` and `k`.
 
     Args:
         q: (B, T, N, D) queries, any strides.
         k: (B, T, K, D) keys, any strides.
-        cos: (B or 1, T, R/2) cosines of the angles, R <= D: features from R on pass through unrotated.
+        cos: (B or 1, T, R/2) cosines of the angles, R <= D: features from R on pass through unrotated. In fp32 they
+            make for a rotation in fp32, rounded once, whatever the dtype of `q` and `k`.
         sin: like `cos`.
+        interleaved: whether features 2i and 2i + 1 turn together, or i and i + R/2.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:
         The rotated queries and keys, contiguous, in the shapes and dtypes of `q` and `k`.
@@ -140,6 +188,6 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
             f"sin {tuple(sin.shape)} do not fit; "
             f"expected (B, T, N, D), (B, T, K, D) and twice (B or 1, T, R/2) with R <= D"
         )
-    if uses_triton(q, k, cos, sin):
-        return _RoPE.apply(q, k, cos, sin)
-    return reference(q, k, cos, sin)
+    if uses_triton(q, k, cos, sin, backend=backend):
+        return _RoPE.apply(q, k, cos, sin, interleaved)
+    return reference(q, k, cos, sin, interleaved)

@@ -7,8 +7,8 @@ from ligerzoo.layers.decoder import Decoder
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.masks import causal_mask
 from ligerzoo.layers.mlp import GatedMLP
-from ligerzoo.layers.norm import RMSNorm
-from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.layers.norm import LayerNorm, RMSNorm
+from ligerzoo.layers.rotary import RotaryEmbedding, sectioned
 
 __all__ = [
     "Attention",
@@ -17,9 +17,11 @@ __all__ = [
     "KVCache",
     "LMHead",
     "LayerCache",
+    "LayerNorm",
     "PreNormBlock",
     "RMSNorm",
     "RotaryEmbedding",
     "attend",
     "causal_mask",
+    "sectioned",
 ]

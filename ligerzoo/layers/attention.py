@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligerzoo.kernels import rope
-from ligerzoo.kernels.dispatch import wide
+from ligerzoo.kernels.dispatch import Backend, wide
 from ligerzoo.layers.cache import LayerCache
 
 # Asked for by name: which one a plain call gets differs between versions of torch, and cuDNN's is 1.7 times as fast on
@@ -81,6 +81,7 @@ class Attention(nn.Module):
         head_dim: D; H / N when None.
         qkv_bias: biases on the projections to queries, keys and values.
         output_bias: a bias on the output projection.
+        backend: of the rotation: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or hidden_size // num_heads
+        self.backend: Backend = backend
         if num_heads % num_kv_heads:
             raise ValueError(f"Attention: {num_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
@@ -129,7 +132,7 @@ class Attention(nn.Module):
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rope(q, k, *rotation)
+        q, k = rope(q, k, *rotation, backend=self.backend)
         if cache is not None:
             k, v = cache.append(k, v)
         out = attend(q, k, v, mask)

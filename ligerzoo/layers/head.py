@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linear_cross_entropy
-from ligerzoo.kernels.linear_cross_entropy import DEFAULT_LOGITS_BUDGET
+from ligerzoo.kernels.dispatch import Backend
 
 
 class LMHead(nn.Module):
@@ -17,7 +17,8 @@ class LMHead(nn.Module):
     Args:
         hidden_size: H.
         vocab_size: V.
-        logits_budget: MiB of logits that the loss may hold at a time.
+        logits_budget: MiB of logits that the loss may hold at a time; None for `ligerzoo.kernels.set_logits_budget`'s.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -25,12 +26,14 @@ class LMHead(nn.Module):
         hidden_size: int,
         vocab_size: int,
         *,
-        logits_budget: int = DEFAULT_LOGITS_BUDGET,
+        logits_budget: int | None = None,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.logits_budget = logits_budget
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -49,7 +52,14 @@ class LMHead(nn.Module):
         """
         if targets is None:
             return nn.functional.linear(hidden, self.weight)
-        return linear_cross_entropy(hidden, self.weight, targets, num_items=num_items, logits_budget=self.logits_budget)
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            targets,
+            num_items=num_items,
+            logits_budget=self.logits_budget,
+            backend=self.backend,
+        )
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.weight.shape[1]}, vocab_size={self.weight.shape[0]}"

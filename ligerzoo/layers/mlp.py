@@ -3,16 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import swiglu, swiglu_linear
+from ligerzoo.kernels import glu, glu_linear
+from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.glu import Activation
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, the SwiGLU feed-forward (Shazeer 2020).
+    """`down(activation(gate(x)) * up(x))`, the gated feed-forward (Shazeer 2020).
 
     Args:
         hidden_size: H.
         intermediate_size: I.
         bias: biases on all three projections.
+        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -21,10 +25,14 @@ class GatedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool = False,
+        activation: Activation = "silu",
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.activation: Activation = activation
+        self.backend: Backend = backend
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
@@ -38,8 +46,10 @@ class GatedMLP(nn.Module):
         """x: (..., H) -> (..., H)."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if _is_plain(self.down_proj):
-            return swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
-        return self.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+            weight, bias = self.down_proj.weight, self.down_proj.bias
+            return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
+        gated = glu(gate, up, activation=self.activation, backend=self.backend)
+        return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
 def _is_plain(linear: nn.Module) -> bool:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import rms_norm
+from ligerzoo.kernels import layer_norm, rms_norm
+from ligerzoo.kernels.dispatch import Backend
 
 
 class RMSNorm(nn.Module):
@@ -12,6 +13,9 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: H, the size of the last dimension.
         eps: added to the mean square.
+        weight_offset: the scale is this plus the weight, which is initialized so that both make 1.
+        round_before_scale: whether the normalized numbers are rounded before they are scaled, or only after.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -19,21 +23,76 @@ class RMSNorm(nn.Module):
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        weight_offset: float = 0.0,
+        round_before_scale: bool = True,
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.weight_offset = weight_offset
+        self.round_before_scale = round_before_scale
+        self.backend: Backend = backend
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the scale to one."""
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., H) -> (..., H)."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(
+            x,
+            self.weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            round_before_scale=self.round_before_scale,
+            backend=self.backend,
+        )
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """Layer normalization with a learned scale and, if asked for, bias (Ba et al. 2016), see
+    `ligerzoo.kernels.layer_norm`.
+
+    Args:
+        hidden_size: H, the size of the last dimension.
+        eps: added to the variance.
+        bias: whether there is one.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.backend: Backend = backend
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scale to one and the bias to zero."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., H) -> (..., H)."""
+        return layer_norm(x, self.weight, self.bias, self.eps, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"

@@ -192,7 +192,7 @@ class RotaryEmbedding(nn.Module):
         return frequencies
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """position_ids: (B, T) integers -> cosines and sines, each (B, T, R/2), computed in fp32 and rounded to
+        """position_ids: (..., T) integers -> cosines and sines, each (..., T, R/2), computed in fp32 and rounded to
         `dtype`."""
         angles = position_ids[..., None].float() * self.frequencies(position_ids)
         cos, sin = (f(angles) * self.attention_factor for f in (torch.cos, torch.sin))
@@ -200,6 +200,26 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"
+
+
+def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
+    """One set of angles out of those on several axes, as multimodal rope has them (Qwen2-VL, Wang et al. 2024).
+
+    Args:
+        angles: (A, B, T, R/2), by position on each of A axes (time, height, width); or their cosines, or sines.
+        sections: how many pairs of features turn by the first axis, how many by the next, and so on, back to the first
+            axis after the last.
+
+    Returns:
+        (B, T, R/2).
+
+    Raises:
+        ValueError: the sections do not add up to R/2.
+    """
+    if sum(sections) != angles.shape[-1]:
+        raise ValueError(f"sectioned: sections {tuple(sections)} of {angles.shape[-1]} angles; expected them to add up")
+    pieces = angles.split_with_sizes(list(sections), dim=-1)
+    return torch.cat([piece[i % len(piece)] for i, piece in enumerate(pieces)], dim=-1)
 
 
 def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:

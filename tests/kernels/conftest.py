@@ -1,5 +1,6 @@
-"""The interpreter computes with NumPy, which warns where a GPU silently overflows to infinity."""
+"""The interpreter computes with NumPy, which warns where a GPU silently gives infinities and NaN."""
 
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _silent_overflow() -> Iterator[None]:
-    with np.errstate(all="ignore"):
+def _silent_numpy() -> Iterator[None]:
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
         yield

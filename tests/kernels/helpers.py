@@ -24,6 +24,8 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETING
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DOT_DTYPES = tuple(d for d in DTYPES if not (INTERPRETING and d == torch.bfloat16))
+"""Those that kernels with a `tl.dot` are tested in: the interpreter's takes the bits of bf16 for integers."""
 
 needs_triton = pytest.mark.skipif(not (ON_GPU or INTERPRETING), reason="needs a GPU or TRITON_INTERPRET=1")
 
@@ -203,7 +205,7 @@ class Recorder(TorchDispatchMode):
 def launch_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Lets the launching code of a kernel file run anywhere, with kernels that do nothing."""
     file = kernel_file(name)
-    monkeypatch.setattr(file, "uses_triton", lambda *_: True)
+    monkeypatch.setattr(file, "uses_triton", lambda *_, **__: True, raising=False)
     for kernel in [name for name in vars(file) if name.endswith("_kernel")]:
         monkeypatch.setattr(file, kernel, defaultdict(lambda: lambda *_, **__: None))  # kernel[grid](...)
 
@@ -211,28 +213,132 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 # The operations
 
 
+def transformed(
+    logits: Tensor, *, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0
+) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
 def cross_entropy_oracle(
     logits: Tensor,
     target: Tensor,
+    token_weight: Tensor | None = None,
     *,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
+    **transform: Any,
 ) -> Tensor:
     """What `cross_entropy` promises, in terms of torch's own."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = transformed(logits, **transform)
+    class_weight = logits.new_ones(logits.shape[-1]) if class_weight is None else class_weight.to(logits.dtype)
+    counts = target != ignore_index
     losses = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), target.reshape(-1), ignore_index=ignore_index, reduction="none"
-    ).view(target.shape)
+        logits.reshape(-1, logits.shape[-1]), target.reshape(-1), class_weight,
+        ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing,
+    ).view(target.shape)  # fmt: skip
+    if z_loss:
+        losses = losses + z_loss * torch.where(counts, logits.logsumexp(-1), 0.0).square()
+    weights = class_weight[target.where(counts, 0)] * counts
+    if token_weight is not None:
+        losses, weights = losses * token_weight, weights * token_weight
     if reduction == "none":
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (max(1, int((target != ignore_index).sum())) if num_items is None else num_items)
+    return losses.sum() / ((weights.sum() if counts.any() else 1) if num_items is None else num_items)
 
 
-def linear_cross_entropy_oracle(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
-    return cross_entropy_oracle(F.linear(hidden, weight), target, **options)
+def linear_cross_entropy_oracle(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    return cross_entropy_oracle(F.linear(hidden, weight, bias), target, token_weight, **options)
+
+
+def statistics_oracle(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, **transform: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The differentiable ones of `token_statistics`."""
+    logits = transformed(F.linear(hidden, weight), **transform)
+    distribution = torch.distributions.Categorical(logits=logits, validate_args=False)
+    counts = target != ignore_index
+    results = (distribution.log_prob(target.where(counts, 0)), distribution.entropy(), logits.logsumexp(-1))
+    logps, entropy, logsumexp = (torch.where(counts, t, 0.0) for t in results)
+    return logps, entropy, logsumexp
+
+
+def statistics(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    result = kernels.token_statistics(hidden, weight, target, **options)
+    return result.logps, result.entropy, result.logsumexp
+
+
+def divergence_oracle(
+    of: str,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+) -> Tensor:
+    """What one of DIVERGENCES promises of finite logits, in terms of torch's own."""
+    dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
+    log_q, log_p = ((t.to(dtype) / temperature).log_softmax(-1) for t in (student, teacher))
+    kl_div = partial(F.kl_div, reduction="none", log_target=True)  # torch's first argument is the second of KL(. || .)
+    if of == "kl_div" or (of == "jsd" and beta == 0):
+        parts = kl_div(log_q, log_p)
+    elif of == "kl_div-reverse" or (of == "jsd" and beta == 1):
+        parts = kl_div(log_p, log_q)
+    elif of == "jsd":
+        log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+        parts = beta * kl_div(log_m, log_p) + (1 - beta) * kl_div(log_m, log_q)
+    else:
+        parts = (log_p.exp() - log_q.exp()).abs() / 2
+    counts = torch.ones_like(parts[..., 0], dtype=torch.bool) if target is None else target != ignore_index
+    losses = parts.sum(-1).masked_fill(~counts, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (max(1, int(counts.sum())) if num_items is None else num_items)
+
+
+DIVERGENCES = {
+    "kl_div": (kernels.kl_div, kernels.linear_kl_div),
+    "kl_div-reverse": (partial(kernels.kl_div, reverse=True), partial(kernels.linear_kl_div, reverse=True)),
+    "jsd": (kernels.jsd, kernels.linear_jsd),
+    "tvd": (kernels.tvd, kernels.linear_tvd),
+}
+"""Functions of logits, and of hidden states and heads."""
+
+
+def linear_divergence_oracle(
+    of: str,
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    student = F.linear(student_hidden, student_weight, student_bias)
+    return divergence_oracle(of, student, F.linear(teacher_hidden, teacher_weight, teacher_bias), target, **options)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 1.0) -> Tensor:
@@ -264,6 +370,20 @@ class Operation:
     """Whether an autograd.Function runs on a plain CPU too."""
 
 
+def _softmax_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device)]
+
+
+def _divergence_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    logits = [numbers(batch, 3, 33, dtype=dtype, device=device) for _ in range(2)]
+    return [logits[0], logits[1].detach(), targets(batch, 3, classes=33, device=device)]
+
+
+def _linear_divergence_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    student, teacher = (_linear_cross_entropy_inputs(batch, dtype, device) for _ in range(2))
+    return [*student[:2], *(t.detach() for t in teacher)]
+
+
 def _rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device), numbers(33, dtype=dtype, device=device)]
 
@@ -273,17 +393,28 @@ def _rope_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [*heads, *angles(1, 2, 4, device=device)]
 
 
-def _swiglu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+def _glu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device) for _ in range(2)]
 
 
-def _swiglu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+def _glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     weights = [numbers(17, 33, dtype=dtype, device=device), numbers(17, dtype=dtype, device=device)]
-    return _swiglu_inputs(batch, dtype, device) + weights
+    return _glu_inputs(batch, dtype, device) + weights
 
 
 def _cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device), targets(batch, 3, classes=33, device=device)]
+
+
+def _experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = torch.float16 if dtype in DTYPES and dtype not in DOT_DTYPES else dtype
+    return [
+        numbers(8 * batch, 17, dtype=dtype, device=device),
+        torch.rand(8 * batch, 3, device=device).argsort(-1)[:, :2],
+        torch.rand(8 * batch, 2, device=device).to(dtype).requires_grad_(),
+        numbers(3, 18, 17, dtype=dtype, device=device, scale=0.3),
+        numbers(3, 17, 9, dtype=dtype, device=device, scale=0.3),
+    ]
 
 
 def _linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -294,15 +425,82 @@ def _linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) ->
     return [*features, targets(batch, 3, classes=33, device=device)]
 
 
-def _rms_norm_reference(x: Tensor, weight: Tensor) -> Tensor:
-    return kernel_file("rms_norm").reference(x, weight, 1e-6)
+OPTIONS: dict[str, Any] = {
+    "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3, "reduction": "none",
+}  # fmt: skip
+"""Options of `cross_entropy` that bring in all of its formula."""
+
+
+def _weighted_linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    token_weight = torch.rand(batch, 3, device=device) + 0.5
+    return [*_linear_cross_entropy_inputs(batch, dtype, device), token_weight.requires_grad_()]
+
+
+def _weighted_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor) -> Tensor:
+    return kernels.linear_cross_entropy(hidden, weight, target, token_weight=token_weight, **OPTIONS)
+
+
+def _weighted_linear_cross_entropy_oracle(
+    hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor
+) -> Tensor:
+    return linear_cross_entropy_oracle(hidden, weight, target, None, token_weight, **OPTIONS)
+
+
+def _add_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
+
+
+def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [*_rms_norm_inputs(batch, dtype, device), numbers(33, dtype=dtype, device=device)]
+
+
+GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
+"""The options of `rms_norm` that are not Llama's."""
 
 
 OPERATIONS = [
-    Operation("rms_norm", kernels.rms_norm, _rms_norm_reference, _rms_norm_inputs),
+    *(
+        Operation(
+            name,
+            partial(kernels.rms_norm, **options),
+            partial(kernel_file("rms_norm").reference, eps=1e-6, **options),
+            _rms_norm_inputs,
+        )
+        for name, options in (("rms_norm", {}), ("rms_norm-gemma", GEMMA))
+    ),
+    *(
+        Operation(
+            name,
+            partial(kernels.add_rms_norm, **options),
+            partial(kernel_file("rms_norm").add_reference, eps=1e-6, **options),
+            _add_rms_norm_inputs,
+        )
+        for name, options in (("add_rms_norm", {}), ("add_rms_norm-gemma", GEMMA))
+    ),
+    Operation(
+        "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
+    ),
+    Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
-    Operation("swiglu", kernels.swiglu, kernel_file("swiglu").reference, _swiglu_inputs),
-    Operation("swiglu_linear", kernels.swiglu_linear, kernel_file("swiglu").linear_reference, _swiglu_linear_inputs),
+    Operation(
+        "rope-interleaved",
+        partial(kernels.rope, interleaved=True),
+        partial(kernel_file("rope").reference, interleaved=True),
+        _rope_inputs,
+    ),
+    *(
+        Operation(
+            f"{name}-{activation}",
+            partial(function, activation=activation),
+            partial(reference, activation=activation),
+            inputs,
+        )
+        for name, function, reference, inputs in (
+            ("glu", kernels.glu, kernel_file("glu").reference, _glu_inputs),
+            ("glu_linear", kernels.glu_linear, kernel_file("glu").linear_reference, _glu_linear_inputs),
+        )
+        for activation in kernel_file("glu").ACTIVATIONS
+    ),
     *(
         Operation(
             f"cross_entropy-{reduction}",
@@ -321,6 +519,35 @@ OPERATIONS = [
             always_fused=True,
         )
         for reduction in ("mean", "none")
+    ),
+    Operation(
+        "linear_cross_entropy-options",
+        _weighted_linear_cross_entropy,
+        _weighted_linear_cross_entropy_oracle,
+        _weighted_linear_cross_entropy_inputs,
+        always_fused=True,
+    ),
+    Operation(
+        "cross_entropy-options",
+        partial(kernels.cross_entropy, **OPTIONS),
+        partial(cross_entropy_oracle, **OPTIONS),
+        _cross_entropy_inputs,
+    ),
+    Operation("token_statistics", statistics, statistics_oracle, _linear_cross_entropy_inputs, always_fused=True),
+    Operation("softmax", kernels.softmax, kernel_file("softmax").reference, _softmax_inputs),
+    *(
+        Operation(name, function, partial(divergence_oracle, name), _divergence_inputs)
+        for name, (function, _) in DIVERGENCES.items()
+    ),
+    *(
+        Operation(
+            f"linear_{name}",
+            function,
+            partial(linear_divergence_oracle, name),
+            _linear_divergence_inputs,
+            always_fused=True,
+        )
+        for name, (_, function) in DIVERGENCES.items()
     ),
 ]
 

@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import cross_entropy, linear_cross_entropy, rms_norm, rope, swiglu
+from ligerzoo.kernels import (
+    add_rms_norm,
+    cross_entropy,
+    geglu,
+    jsd,
+    kl_div,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+    softmax,
+    swiglu,
+    tvd,
+)
 from tests.kernels.helpers import (
     Operation,
     angles,
@@ -75,7 +88,37 @@ def test_a_gpu_that_is_not_the_current_one(operation: Operation) -> None:
             assert torch.equal(actual.cpu(), expected.cpu())
 
 
+@every_operation
+def test_a_cuda_graph_replays_with_new_inputs(operation: Operation) -> None:
+    static = operation.inputs(5, torch.bfloat16, "cuda")
+    wanted = [t for t in static if t.requires_grad]
+    upstream = upstream_of(as_tuple(operation.function(*static)))
+
+    def results() -> tuple[Tensor, ...]:
+        outputs = as_tuple(operation.function(*static))
+        return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, wanted, upstream)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            results()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results()
+    with torch.no_grad():
+        for old, new in zip(static, operation.inputs(5, torch.bfloat16, "cuda"), strict=True):
+            old.copy_(new)
+    graph.replay()
+    assert_equal(captured, results())
+
+
 # More than 2^31 elements
+
+
+def add_rms_norm_of_ones(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, residual, torch.ones(x.shape[-1], device=x.device))
 
 
 def big(*shape: int) -> Tensor:
@@ -123,8 +166,37 @@ def test_large_rms_norm_gradient_of_the_weight() -> None:
 
 @pytest.mark.slow
 @pytest.mark.no_poison
-def test_large_swiglu() -> None:
-    assert_rows_do_not_know_how_many_they_are(swiglu, [big(2**19 + 5, 4096), big(2**19 + 5, 4096)], [])
+@pytest.mark.parametrize("function", [swiglu, geglu, add_rms_norm_of_ones], ids=lambda function: function.__name__)
+def test_two_large_tensors(function: Callable[..., Any]) -> None:
+    assert_rows_do_not_know_how_many_they_are(function, [big(2**19 + 5, 4096), big(2**19 + 5, 4096)], [])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_halves_of_one_tensor() -> None:
+    assert_rows_do_not_know_how_many_they_are(lambda x: swiglu(*x.chunk(2, -1)), [big(2**18 + 5, 2**13 + 16)], [])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+def test_large_layer_norm() -> None:
+    ones = torch.ones(4096, device="cuda")
+    assert_rows_do_not_know_how_many_they_are(layer_norm, [big(2**19 + 5, 4096)], [ones, ones])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.parametrize("columns", [2**12, 2**17 + 3])
+def test_large_softmax(columns: int) -> None:
+    assert_rows_do_not_know_how_many_they_are(softmax, [big(2**31 // columns + 5, columns)], [])
+
+
+@pytest.mark.slow
+@pytest.mark.no_poison
+@pytest.mark.parametrize("divergence", [kl_div, jsd, tvd], ids=lambda function: function.__name__)
+def test_large_divergences(divergence: Callable[..., Any]) -> None:
+    student, teacher = big(2**14 + 5, 2**17 + 3), big(2**14 + 5, 2**17 + 3).detach()
+    assert_rows_do_not_know_how_many_they_are(partial(divergence, reduction="none"), [student, teacher], [])
 
 
 @pytest.mark.slow
@@ -166,7 +238,7 @@ def test_large_chunks_of_linear_cross_entropy(reduction: str, monkeypatch: pytes
     weight = (torch.randn(classes, features, device="cuda") / 8).bfloat16().requires_grad_()
 
     def results(rows_at_a_time: int) -> tuple[Tensor, ...]:
-        monkeypatch.setattr(kernel_file("linear_cross_entropy"), "_rows_per_chunk", lambda *_: rows_at_a_time)
+        monkeypatch.setattr(kernel_file("linear_cross_entropy"), "rows_per_chunk", lambda *_: rows_at_a_time)
         loss = linear_cross_entropy(hidden, weight, target, reduction=reduction)
         upstream = torch.linspace(0.5, 1.5, loss.numel(), device="cuda").view_as(loss)
         return loss.detach(), *torch.autograd.grad(loss, [hidden, weight], upstream)

@@ -1,13 +1,15 @@
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise, product
+from itertools import cycle, islice, pairwise, product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo import kernels
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.helpers import (
@@ -23,6 +25,8 @@ from tests.kernels.helpers import (
     needs_triton,
     numbers,
     on_gpu_too,
+    statistics,
+    statistics_oracle,
     targets,
 )
 
@@ -32,7 +36,7 @@ SetChunk = Callable[[int], None]
 @pytest.fixture
 def rows_per_chunk(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
     """Sets how many rows' logits exist at a time; the budget itself counts in MiB."""
-    return lambda rows: monkeypatch.setattr(kernel_file("linear_cross_entropy"), "_rows_per_chunk", lambda *_: rows)
+    return lambda rows: monkeypatch.setattr(kernel_file("linear_cross_entropy"), "rows_per_chunk", lambda *_: rows)
 
 
 def make(
@@ -75,10 +79,108 @@ def test_options(options: dict[str, Any], pattern: str, rows: int, rows_per_chun
         judge(partial(linear_cross_entropy, **options), partial(linear_cross_entropy_oracle, **options), inputs)
 
 
+def combinations(device: str) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Every choice among the options: those that are numbers, and those that are tensors."""
+    tensors = {
+        "bias": numbers(33, device=device),
+        "token_weight": (torch.rand(7, device=device) + 0.5).requires_grad_(),
+        "class_weight": torch.rand(33, device=device) + 0.5,
+    }
+    amounts = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
+    for chosen in product([False, True], repeat=len(amounts) + len(tensors)):
+        names = {name for name, on in zip((*amounts, *tensors), chosen, strict=True) if on}
+        yield (
+            {name: value for name, value in amounts.items() if name in names},
+            {name: value for name, value in tensors.items() if name in names},
+        )
+
+
+@pytest.mark.parametrize("options", REDUCTIONS, ids=str)
+def test_every_combination_of_options(options: dict[str, Any], rows_per_chunk: SetChunk, device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device)
+    chunks = cycle([7, 1, 3])
+    every = 11 if INTERPRETING else 1  # in turn with the chunks, so that each option meets each size
+    for amounts, tensors in islice(combinations(device), 0, None, every):
+        rows_per_chunk(next(chunks))
+        if options == {"reduction": "mean"} and "token_weight" in tensors:
+            # The weights' gradient is a difference here, of which rounding leaves less than `judge` allows for.
+            tensors["token_weight"] = tensors["token_weight"].detach()
+        differentiable = [name for name, t in tensors.items() if t.requires_grad]
+        constants = {**options, **amounts, **{name: t for name, t in tensors.items() if not t.requires_grad}}
+
+        def call(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, target: Tensor, *others: Tensor,
+                 names: list[str] = differentiable, constants: dict[str, Any] = constants) -> Tensor:  # fmt: skip
+            return function(hidden, weight, target, **dict(zip(names, others, strict=True)), **constants)
+
+        inputs = [hidden, weight, target, *(tensors[name] for name in differentiable)]
+        judge(partial(call, linear_cross_entropy), partial(call, linear_cross_entropy_oracle), inputs)
+
+
+def test_the_gradient_of_token_weights_in_a_weighted_mean(device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device)
+    token_weight = (torch.rand(7, device=device) + 0.5).requires_grad_()
+    (actual,) = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, target, token_weight=token_weight), token_weight
+    )
+    truth = linear_cross_entropy_oracle(hidden.double(), weight.double(), target, None, token_weight.double())
+    (expected,) = torch.autograd.grad(truth, token_weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3}], ids=str)
+def test_statistics(transform: dict[str, float], chunk: int, rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(chunk)
+    inputs = make(7, 17, 33, device=device)
+    judge(partial(statistics, **transform), partial(statistics_oracle, **transform), inputs)
+    judge(
+        partial(kernels.token_logps, **transform),
+        lambda *inputs: statistics_oracle(*inputs, **transform)[0],  # type: ignore[arg-type]
+        inputs,
+    )
+    hidden, weight, target = inputs
+    found = kernels.token_statistics(hidden, weight, target, **transform)
+    counts = target != -100
+    argmax = (hidden @ weight.T).argmax(-1)
+    assert torch.equal(found.argmax, argmax.where(counts, 0))
+    torch.testing.assert_close(found.accuracy, (argmax == target)[counts].float().mean())
+
+
+def test_statistics_of_no_token(device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device, ignored=1.0)
+    found = kernels.token_statistics(hidden, weight, target)
+    for result in (found.logps, found.entropy, found.logsumexp, found.argmax, found.accuracy):
+        assert not result.any()
+
+
+def test_a_loss_with_its_statistics(device: str) -> None:
+    """They are those of one sweep, and constants."""
+    inputs = make(7, 17, 33, device=device)
+    for options in REDUCTIONS:
+        with Recorder() as recorder:
+            loss, found = kernels.linear_cross_entropy(*inputs, **options, return_statistics=True)
+        assert ON_GPU or recorder.names.count("mm") == (1 if options.get("reduction") == "none" else 2)
+        assert torch.equal(loss, linear_cross_entropy(*inputs, **options))
+        expected = kernels.token_statistics(*inputs)
+        for name in ("logps", "entropy", "logsumexp", "argmax", "accuracy"):
+            assert not getattr(found, name).requires_grad
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has one of its own")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_torchs_own(reduction: str, device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "ignore_index": -100}
+    judge(
+        partial(linear_cross_entropy, **options), partial(F.linear_cross_entropy, **options), [hidden, weight, target]
+    )
+
+
 # rows, features, classes
 SHAPES = on_gpu_too(
     [(1, 1, 1), (3, 7, 2), (5, 127, 130), (7, 16, 33)],
-    [(513, 4095, 2_003), (300, 64, 151_936), (1000, 512, 32_003)],
+    [(513, 4095, 2_003), (300, 64, 151_936), (1000, 512, 32_003), (130, 16_384, 1_000), (200, 128, 262_147)],
 )
 
 
@@ -89,6 +191,14 @@ def test_sizes(shape: tuple[int, int, int], reduction: str, dtype: torch.dtype, 
     inputs = make(*shape, dtype=dtype, device=device)
     function, reference = (partial(f, reduction=reduction) for f in (linear_cross_entropy, linear_cross_entropy_oracle))
     judge(function, reference, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias(dtype: torch.dtype, device: str) -> None:
+    inputs = [*make(64, 17, 33, dtype=dtype, device=device), numbers(33, dtype=dtype, device=device)]
+    judge(
+        partial(linear_cross_entropy, reduction="none"), partial(linear_cross_entropy_oracle, reduction="none"), inputs
+    )
 
 
 @pytest.mark.parametrize("leading", [(), (2,), (2, 1, 3)], ids=str)
@@ -120,16 +230,29 @@ def test_the_chunks_leave_no_trace(reduction: str, rows_per_chunk: SetChunk, dev
             assert_as_exact_as(*case)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_chunks_fit_the_budget(itemsize: int) -> None:
-    rows_per_chunk = kernel_file("linear_cross_entropy")._rows_per_chunk
+@pytest.mark.parametrize("bytes_per_logit", [2, 4])
+def test_chunks_fit_the_budget(bytes_per_logit: int) -> None:
+    rows_per_chunk = kernel_file("head").rows_per_chunk
     for n_rows, n_classes, budget in product([1, 127, 128, 1000, 16384], [1, 33, 32_003, 262_147], [0, 1, 64, 512]):
-        rows = rows_per_chunk(n_rows, n_classes, itemsize, budget)
-        most = budget * 2**20 // (n_classes * itemsize)
+        hidden, weight = torch.empty(n_rows, 2304, device="meta"), torch.empty(n_classes, 2304, device="meta")
+        rows = rows_per_chunk(hidden, weight, bytes_per_logit, budget)
+        most = budget * 2**20 // (n_classes * bytes_per_logit)
         assert 1 <= rows <= max(1, most)
-        chunks = -(-n_rows // rows)
-        assert chunks <= 2 * max(1, -(-n_rows // max(1, most)))
-        assert rows % 128 == 0 or rows >= n_rows or rows == max(1, most)
+        assert rows % 128 == 0 or rows >= n_rows or most < 128
+
+
+def test_the_budget_of_all_calls() -> None:
+    rows_per_chunk = kernel_file("head").rows_per_chunk
+    hidden, weight = torch.empty(16384, 64, device="meta"), torch.empty(2**18, 64, device="meta")
+    assert rows_per_chunk(hidden, weight, 2, None) == 1024
+    kernels.set_logits_budget(256)
+    try:
+        assert rows_per_chunk(hidden, weight, 2, None) == 512
+        assert rows_per_chunk(hidden, weight, 2, 512) == 1024
+    finally:
+        kernels.set_logits_budget(512)
+    with pytest.raises(ValueError, match="got -1 MiB; expected 0 or more"):
+        kernels.set_logits_budget(-1)
 
 
 def accumulated(inputs: list[Tensor], pieces: int, num_items: int | Tensor) -> tuple[Tensor | None, ...]:
@@ -179,12 +302,14 @@ def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_pe
 
 
 def test_the_upstream_gradient_is_not_rounded(device: str) -> None:
-    hidden, weight, target = make(7, 17, 33, dtype=torch.bfloat16, device=device)
+    # Neither dtype has a number between 1 and the factor. The interpreter cuts bits off where a GPU rounds to bf16.
+    dtype, by = (torch.float16, 1.0004) if INTERPRETING else (torch.bfloat16, 1.003)
+    hidden, weight, target = make(7, 17, 33, dtype=dtype, device=device)
     loss = linear_cross_entropy(hidden, weight, target, reduction="sum")
     one = torch.ones((), device=device)
-    factor = 1.003 * one  # bf16 has nothing between 1 and 1.0078
+    factor = by * one
     dhidden, scaled = (torch.autograd.grad(loss, hidden, g, retain_graph=True)[0] for g in (one, factor))
-    assert torch.equal(scaled, (dhidden.float() * factor).bfloat16())
+    assert torch.equal(scaled, (dhidden.float() * factor).to(dtype))
     assert not torch.equal(scaled, dhidden)
 
 
@@ -199,7 +324,7 @@ def sizes_made(inputs: list[Tensor], **options: Any) -> Recorder:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_memory_exceeds_the_budget_but_the_gradients(reduction: str, device: str) -> None:
-    inputs = make(9, 2, 2**16, device=device)  # 2.25 MiB of logits
+    inputs = make(9, 2, 2**16, device=device, ignored=0.0)  # 2.25 MiB of logits
     recorder = sizes_made(inputs, reduction=reduction, logits_budget=1)
     assert max(recorder.made) == 2**20
     recorder = sizes_made(inputs, reduction=reduction)

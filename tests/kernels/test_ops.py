@@ -41,48 +41,119 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
     other_target = targets(5, classes=33, device=device, ignore_index=5)
     hidden, weight, upstream = new(5, 7), new(33, 7), new(5)
     summed, no_upstream = upstream[:1].expand(5), upstream[:0]
+    fused = device == "cuda" or INTERPRETING
+    tokens, dy, gate_up, down = new(5, 7), new(5, 7), new(3, 8, 7), new(3, 7, 4)
+    routes = torch.tensor([[0, 2], [2, 0], [0, 0], [2, 2], [0, 2]], device=device)  # none to the second expert
+    routed = (
+        new(10, 8),
+        torch.arange(10, device=device).int().view(5, 2),
+        torch.tensor([0, 5, 5, 10], device=device).int(),
+    )
+    plain, options = (1.0, None, 1.0, 0.0, 0.0), (0.7, 3.0, 1.3, 0.1, 0.01)
     return {
         "rms_norm_forward": [
-            (new(5, 33), new(33), 1e-6),
-            (transposed(new(2, 3, 33)), new(33, dtype=half), 1e-6),
-            (new(0, 33), new(33), 1e-6),
+            (new(5, 33), new(33), 1e-6, 0.0, True),
+            (transposed(new(2, 3, 33)), new(33, dtype=half), 1e-6, 0.0, True),
+            (new(5, 33, dtype=half), new(33), 1e-6, 1.0, False),
+            (new(0, 33), new(33), 1e-6, 0.0, True),
+        ],
+        "add_rms_norm_forward": [
+            (new(5, 33), new(5, 33), new(33), 1e-6, 0.0, True),
+            (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(33), 1e-6, 1.0, False),
+            (new(0, 33), new(0, 33), new(33), 1e-6, 0.0, True),
         ],
         "rms_norm_backward": [
-            (new(5, 33), new(5, 33), new(33), new(5).abs(), True),
-            (transposed(new(2, 3, 33)), new(2, 3, 33, dtype=half), new(33), new(2, 3).abs(), False),
-            (new(0, 33), new(0, 33), new(33), new(0), True),
+            (new(5, 33), None, new(5, 33), new(33), new(5).abs(), 0.0, True, True, True),
+            (transposed(new(2, 3, 33)), new(2, 3, 33), new(2, 3, 33, dtype=half), new(33), new(2, 3), 1.0, False, True,
+             False),
+            (new(5, 33), new(5, 33), new(5, 33), new(33), new(5).abs(), 0.0, True, False, True),
+            (new(0, 33), None, new(0, 33), new(33), new(0), 0.0, True, True, True),
+        ],
+        "layer_norm_forward": [
+            (new(5, 33), new(33), new(33), 1e-5),
+            (transposed(new(2, 3, 33)), new(33, dtype=half), None, 1e-5),
+            (new(0, 33), new(33), new(33), 1e-5),
+        ],
+        "layer_norm_backward": [
+            (new(5, 33), new(5, 33), new(33), new(5), new(5).abs(), True, True, True),
+            (transposed(new(2, 3, 33)), new(2, 3, 33, dtype=half), new(33), new(2, 3), new(2, 3), False, True, False),
+            (new(5, 33), new(5, 33), new(33), new(5), new(5).abs(), True, False, True),
+            (new(0, 33), new(0, 33), new(33), new(0), new(0), True, True, True),
         ],
         "rope": [
-            (q, k, *one_angle, False),
-            (q.half(), transposed(k), *each_angle, True),
-            (q[:, :0], k[:, :0], *(a[:, :0] for a in one_angle), True),
+            (*one_angle, q, k, False, False),
+            (*each_angle, q.half(), transposed(k), True, True),
+            (*one_angle, None, k, True, False),
+            (*one_angle, q, None, False, True),
+            (*(a[:, :0] for a in one_angle), q[:, :0], k[:, :0], False, True),
         ],
-        "swiglu_forward": [
-            (new(5, 33), new(5, 33)),
-            (transposed(new(2, 3, 33)), new(2, 3, 33)),
-            (new(0, 33), new(0, 33)),
+        "glu_forward": [
+            (new(5, 33), new(5, 33), "silu", torch.float32),
+            (transposed(new(2, 3, 33)), new(2, 3, 33), "gelu_tanh", half),
+            (new(0, 33), new(0, 33), "gelu", torch.float32),
         ],
-        "swiglu_backward": [
-            (new(5, 33), new(5, 33), new(5, 33), True),
-            (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(2, 3, 33), False),
-            (new(0, 33), new(0, 33), new(0, 33), True),
+        "glu_backward": [
+            (new(5, 33), new(5, 33), new(5, 33), "silu", True, False, True),
+            (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(2, 3, 33), "gelu_tanh", False, True, False),
+            (new(0, 33), new(0, 33), new(0, 33), "gelu", True, True, True),
         ],
         "cross_entropy_forward": [
-            (logits, target, -100),
-            (transposed(new(2, 3, 33, dtype=half)), targets(2, 3, classes=33, device=device, ignore_index=5), 5),
-            (logits[:0], target[:0], -100),
+            (logits, target, None, *plain, -100),
+            (transposed(logits).half(), other_target, weight[:, 0], *options, 5),
+            (logits[:0], target[:0], None, *plain, -100),
         ],
         "cross_entropy_backward": [
-            (logits, target, new(5), new(5), upstream, -100),
-            (transposed(logits).half(), other_target, new(5), new(5), summed, 5),
-            (logits[:0], target[:0], new(0), new(0), no_upstream, -100),
+            (logits, target, upstream, None, *plain, -100),
+            (transposed(logits).half(), other_target, summed, weight[:, 0], *options, 5),
+            (logits[:0], target[:0], no_upstream, None, *plain, -100),
         ],
         "linear_cross_entropy_sweep": [
-            (hidden, weight, target, upstream, -100, 0, True, True),
-            (transposed(hidden).half(), weight.half(), other_target, summed, 5, 512, True, False),
-            (hidden, transposed(weight), target, upstream, -100, 512, False, True),
-            (hidden, weight, target, summed, -100, 0, False, False),
-            (hidden[:0], weight, target[:0], no_upstream, -100, 512, True, True),
+            (hidden, weight, target, None, None, upstream, None, None, None, *plain, -100, 0, fused, False, False,
+             True, True, False),
+            (transposed(hidden).half(), weight.half(), other_target, None, None, summed, None, None, None, *plain, 5,
+             512, fused, False, False, True, False, False),
+            (hidden, transposed(weight), target, weight[:, 0], weight[:, 1], None, upstream, upstream, summed, *options,
+             -100, None, fused, True, True, False, True, True),
+            (hidden, weight, target, None, None, None, None, None, None, *plain, -100, 0, False, False, True,
+             False, False, False),
+            (hidden[:0], weight, target[:0], None, None, no_upstream, None, None, None, *plain, -100, 512, fused, False,
+             False, True, True, False),
+        ],
+        "softmax_forward": [(new(5, 33),), (transposed(new(2, 3, 33)).half(),), (new(0, 33),)],
+        "softmax_backward": [
+            (new(5, 33), new(5, 33)),
+            (transposed(new(2, 3, 33)), new(2, 3, 33, dtype=half)),
+            (new(0, 33), new(0, 33)),
+        ],
+        "divergence_forward": [
+            (logits, logits.flip(0), target, "forward_kl", 0.0, 1.0, -100),
+            (transposed(new(5, 33)).half(), logits, other_target, "jsd", 0.3, 2.0, 5),
+            (logits[:0], logits[:0], target[:0], "tvd", 0.0, 1.0, -100),
+        ],
+        "divergence_backward": [
+            (logits, logits.flip(0), target, new(5, 5), upstream, "reverse_kl", 0.0, 1.0, -100),
+            (transposed(logits).half(), logits.flip(0), other_target, new(5, 5), summed, "jsd", 0.3, 2.0, 5),
+            (logits[:0], logits[:0], target[:0], new(0, 5), no_upstream, "tvd", 0.0, 1.0, -100),
+        ],
+        "linear_divergence_sweep": [
+            (hidden, weight, hidden.flip(0), weight, target, weight[:, 0], weight[:, 1], "forward_kl", 0.0, 1.0, -100,
+             0, fused, True, True, True),
+            (hidden.half(), weight.half(), hidden, weight, other_target, None, None, "jsd", 0.3, 2.0, 5, None,
+             fused, True, False, False),
+            (hidden, weight, hidden.flip(0), weight, target, None, None, "tvd", 0.0, 1.0, -100, None,
+             False, False, False, False),
+            (hidden[:0], weight, hidden[:0], weight, target[:0], None, None, "tvd", 0.0, 1.0, -100, None,
+             fused, True, True, False),
+        ],
+        "experts_forward": [
+            (tokens, routes, new(5, 2), gate_up, down, "silu", fused),
+            (transposed(tokens).half(), routes, new(5, 2), gate_up.half(), transposed(down).half(), "gelu", fused),
+            (tokens[:0], routes[:0], new(0, 2), gate_up, down, "silu", fused),
+        ],
+        "experts_backward": [
+            (dy, tokens, new(5, 2), gate_up, down, *routed, "silu", fused, True, True, True, True),
+            (dy, tokens, new(5, 2), gate_up, down, *routed, "gelu_tanh", fused, False, False, False, True),
+            (transposed(dy), tokens, new(5, 2), gate_up, down, *routed, "gelu", fused, True, False, True, False),
         ],
         "scaled": [
             (weight, new(), torch.bfloat16),
@@ -93,7 +164,13 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 OPS = sorted(sample_arguments("cpu"))
-ON_ANY_MACHINE = {"linear_cross_entropy_sweep", "scaled"}
+ON_ANY_MACHINE = {
+    "experts_backward",
+    "experts_forward",
+    "linear_cross_entropy_sweep",
+    "linear_divergence_sweep",
+    "scaled",
+}
 
 
 def test_every_op_is_checked() -> None:
@@ -142,7 +219,7 @@ def all_of_them(
     h = kernels.rms_norm(x, norm)
     q, k = kernels.rope(h.unflatten(-1, (4, 4)), h.unflatten(-1, (4, 4)), cos, sin)
     h = h + (q * k).flatten(-2)
-    h = h + kernels.swiglu_linear(h @ gate.T, kernels.swiglu(h, x) @ gate.T, down)
+    h = h + kernels.glu_linear(h @ gate.T, kernels.swiglu(h, x) @ gate.T, down)
     loss = kernels.linear_cross_entropy(h, head, target)
     return loss + kernels.cross_entropy(h @ head.T, target, reduction="none").mean()
 

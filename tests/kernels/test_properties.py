@@ -74,7 +74,10 @@ def test_gradients_exactly_where_they_are_needed(operation: Operation, device: s
             frozen = [t.detach().requires_grad_(n) for t, n in zip(inputs, needed, strict=True)]
             some_outputs, some_gradients = differentiate(operation.function, frozen, upstream)
             assert_equal(some_outputs, outputs)
-            assert_equal(some_gradients, [g if n else None for g, n in zip(gradients, needed, strict=True)])
+            for gradient, of_all, is_needed in zip(some_gradients, gradients, needed, strict=True):
+                assert (gradient is not None) == is_needed
+                if gradient is not None:  # a kernel compiled for other needs may contract other products into sums
+                    torch.testing.assert_close(gradient, of_all, rtol=1e-5, atol=1e-6)
 
 
 @every_operation

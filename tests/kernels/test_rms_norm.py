@@ -1,48 +1,152 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ligerzoo.kernels import rms_norm
-from ligerzoo.kernels.rms_norm import reference
-from tests.kernels.helpers import DTYPES, Recorder, judge, kernel_file, launch_nothing, numbers, on_gpu_too
+from ligerzoo.kernels import add_rms_norm, rms_norm
+from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.rms_norm import add_reference, reference
+from tests.kernels.helpers import DTYPES, GEMMA, Recorder, judge, kernel_file, launch_nothing, numbers, on_gpu_too
 
 SHAPES = on_gpu_too(
-    [(1,), (7,), (1, 1), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64)],
-    [(3, 4095), (2, 16384), (2, 65536), (2, 65537), (20_000, 64), (5_000, 127), (1_000, 4096)],
+    [(1,), (7,), (1, 1), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64), (2, 3, 2, 80)],
+    [(3, 4095), (2, 16384), (2, 65536), (2, 65537), (20_000, 64), (5_000, 127), (1_000, 4096)]
+    + [(4, 100, 8, head_dim) for head_dim in (64, 80, 128, 256)],
 )
+
+EPS = 0.1  # of a single column the gradient is otherwise what cancellation leaves
+
+OLMO2 = {"round_before_scale": False}
+every_order = pytest.mark.parametrize("options", [{}, GEMMA, OLMO2], ids=["llama", "gemma", "olmo2"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+@every_order
+def test_sizes(options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     x, weight = numbers(*shape, dtype=dtype, device=device), numbers(shape[-1], dtype=dtype, device=device)
-    judge(rms_norm, lambda x, weight: reference(x, weight, 1e-6), [x, weight])
+    judge(partial(rms_norm, eps=EPS, **options), partial(reference, eps=EPS, **options), [x, weight])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes_of_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    x, residual = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
+    weight = numbers(shape[-1], dtype=dtype, device=device)
+    judge(partial(add_rms_norm, eps=EPS), partial(add_reference, eps=EPS), [x, residual, weight])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_order
+def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    x, residual, weight = (numbers(*shape, dtype=dtype, device=device) for shape in ((5, 130), (5, 130), (130,)))
+    normalized, summed = add_rms_norm(x, residual, weight, **options)
+    assert torch.equal(normalized, rms_norm(summed, weight, **options))
+
+
+@pytest.mark.parametrize(
+    "module, options", [(LlamaRMSNorm, {}), (Gemma2RMSNorm, GEMMA), (Olmo2RMSNorm, OLMO2)], ids=str
+)
+def test_each_order_is_its_model_s(module: type[torch.nn.Module], options: dict[str, Any], device: str) -> None:
+    dtype = torch.float16 if INTERPRETING else torch.bfloat16  # the interpreter cuts bits off where a GPU rounds
+    x, weight = numbers(5, 257, dtype=dtype, device=device, scale=3.0), numbers(257, dtype=dtype, device=device)
+    norm = module(257, eps=1e-6)
+
+    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, x)
+
+    judge(partial(rms_norm, **options), theirs, [x, weight])
+    assert torch.equal(rms_norm(x, weight, backend="torch", **options), theirs(x, weight))
 
 
 @pytest.mark.parametrize("x_dtype, weight_dtype", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
 def test_mixed_dtypes(x_dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> None:
     x, weight = numbers(5, 33, dtype=x_dtype, device=device), numbers(33, dtype=weight_dtype, device=device)
     assert rms_norm(x, weight).dtype == torch.promote_types(x_dtype, weight_dtype)
-    judge(rms_norm, lambda x, weight: reference(x, weight, 1e-6), [x, weight])
+    assert rms_norm(x, weight, round_before_scale=False).dtype == x_dtype
+    for options in ({}, GEMMA):
+        judge(partial(rms_norm, **options), partial(reference, eps=1e-6, **options), [x, weight])
+
+
+@pytest.mark.parametrize(
+    "x_dtype, residual_dtype", [(torch.float16, torch.float32), (torch.float32, torch.bfloat16), DTYPES[1:]], ids=str
+)
+def test_sums_of_mixed_dtypes(x_dtype: torch.dtype, residual_dtype: torch.dtype, device: str) -> None:
+    x, residual = (numbers(5, 33, dtype=dtype, device=device) for dtype in (x_dtype, residual_dtype))
+    assert add_rms_norm(x, residual, torch.ones(33, device=device))[1].dtype == torch.float32
+    judge(add_rms_norm, partial(add_reference, eps=1e-6), [x, residual, numbers(33, device=device)])
+
+
+def heads_of_a_fused_projection(*shape: int, device: str) -> Tensor:
+    batch, tokens, heads, head_dim = shape
+    qkv = numbers(batch, tokens, 3 * heads, head_dim, device=device)
+    return qkv[:, :, heads:-heads]
+
+
+def heads_before_tokens(*shape: int, device: str) -> Tensor:
+    batch, tokens, heads, head_dim = shape
+    return numbers(batch, heads, tokens, head_dim, device=device).transpose(1, 2)
+
+
+@pytest.mark.parametrize("upstream", [torch.clone, lambda dy: dy.transpose(1, 2).contiguous().transpose(1, 2)])
+@pytest.mark.parametrize("make", [heads_of_a_fused_projection, heads_before_tokens])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads(batch: int, make: Callable[..., Tensor], upstream: Callable[[Tensor], Tensor], device: str) -> None:
+    x = make(batch, 3, 2, 80, device=device).detach().requires_grad_()
+    judge(rms_norm, partial(reference, eps=1e-6), [x, numbers(80, device=device)], upstream)
+
+
+@pytest.mark.parametrize("batch, make", [(1, heads_before_tokens), (2, heads_of_a_fused_projection)])
+def test_heads_are_read_where_they_lie(
+    batch: int, make: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_nothing(monkeypatch, "rms_norm")
+    x, weight = make(batch, 5, 3, 64, device=device), torch.ones(64, device=device)
+    with Recorder() as forward:
+        y = rms_norm(x, weight)
+    upstream = make(batch, 5, 3, 64, device=device)
+    with Recorder() as backward:
+        torch.autograd.grad(y, x, upstream)
+    heads = batch * 5 * 3
+    assert (forward.made, backward.made) == ([heads * 64 * 4, heads * 4], [heads * 64 * 4])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_the_normalized_numbers_are_rounded_before_the_product(dtype: torch.dtype, device: str) -> None:
-    """As Llama's checkpoints were trained, in both directions."""
+def test_where_the_normalized_numbers_are_rounded(dtype: torch.dtype, device: str) -> None:
+    """Before the product, as Llama's checkpoints were trained, or after it; in both directions."""
     x, weight = numbers(1, 33, dtype=dtype, device=device), torch.ones(33, device=device).requires_grad_()
     y = rms_norm(x, weight)
     (dweight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
     assert y.dtype == dweight.dtype == torch.float32
     assert torch.equal(y, y.to(dtype).float())
     assert torch.equal(dweight, y[0])
+    (dweight,) = torch.autograd.grad(rms_norm(x, weight, round_before_scale=False), weight, torch.ones_like(x))
+    assert not torch.equal(dweight, y[0])
+    torch.testing.assert_close(dweight, y[0], rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("options", [GEMMA, OLMO2], ids=["gemma", "olmo2"])
+def test_nothing_is_rounded_but_the_product(options: dict[str, Any], device: str) -> None:
+    dtype = torch.float16 if INTERPRETING else torch.bfloat16  # the interpreter cuts bits off where a GPU rounds
+    x, weight = numbers(5, 257, dtype=dtype, device=device), numbers(257, dtype=dtype, device=device)
+    truth = reference(x.double(), weight.double(), 1e-6, **options)
+    info = torch.finfo(dtype)
+    rtol, atol = 0.51 * info.eps, info.smallest_normal * info.eps
+    torch.testing.assert_close(rms_norm(x, weight, **options).double(), truth, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("shape", [(2100, 16), (11, 4000)], ids=str)
 def test_each_program_of_the_backward_kernel_walks_several_blocks(
     shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("rms_norm"), "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(kernel_file("rows"), "multiprocessors", lambda _: 1)
     x, weight = numbers(*shape, device=device), numbers(shape[-1], device=device)
     judge(rms_norm, lambda x, weight: reference(x, weight, 1e-6), [x, weight])
 
@@ -76,27 +180,81 @@ def test_the_reference_is_rms_normalization(device: str) -> None:
 
 def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = numbers(3, 65, device=device), numbers(65, device=device)
-    monkeypatch.setattr(kernel_file("rms_norm"), "_MAX_COLUMNS", 64)
+    monkeypatch.setattr(kernel_file("rows"), "MAX_COLUMNS", 64)
     assert torch.equal(rms_norm(x, weight), reference(x, weight, 1e-6))
-
-
-def test_a_frozen_weight_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.equal(add_rms_norm(x, x, weight)[0], reference(x + x, weight, 1e-6))
     launch_nothing(monkeypatch, "rms_norm")
+    with pytest.raises(ValueError, match='backend="triton" with rows of 65 numbers; expected at most 64'):
+        rms_norm(x, weight, backend="triton")
+
+
+def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "rms_norm")
+    launch_nothing(monkeypatch, "rows")
     x, weight = numbers(300, 64, device=device), numbers(64, device=device)
 
-    def made_in_backward(weight: Tensor) -> list[int]:
+    def made_in_backward(x: Tensor, weight: Tensor) -> list[int]:
         y = rms_norm(x, weight)
         upstream = torch.ones_like(y)
         with Recorder() as recorder:
-            torch.autograd.grad(y, x, upstream)
+            torch.autograd.grad(y, [t for t in (x, weight) if t.requires_grad], upstream)
         return recorder.made
 
-    dx = 300 * 64 * 4
-    assert made_in_backward(weight.detach()) == [dx]
-    assert sum(made_in_backward(weight)) > dx
+    programs = kernel_file("rows").persistent_programs(300, 128, x)
+    dx, dweight = [300 * 64 * 4], [64 * 4, programs * 64 * 4]
+    assert made_in_backward(x, weight.detach()) == dx
+    assert made_in_backward(x.detach(), weight) == dweight
+    assert made_in_backward(x, weight) == dx + dweight
 
 
+def test_the_gradients_of_both_summands_share_no_memory(device: str) -> None:
+    x, residual, weight = numbers(5, 33, device=device), numbers(5, 33, device=device), numbers(33, device=device)
+    outputs = add_rms_norm(x, residual, weight)
+    torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
+    assert torch.equal(x.grad, residual.grad)
+    before = residual.grad.clone()
+    x.grad.zero_()
+    assert torch.equal(residual.grad, before)
+
+
+def test_summands_that_are_used_elsewhere_too(device: str) -> None:
+    """Autograd then adds to the gradients of both, which began as one tensor."""
+
+    def with_other_uses(add_rms_norm: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+        def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            branch, stream = x * 2, residual * 3
+            normalized, summed = add_rms_norm(branch, stream, weight)
+            again, twice = add_rms_norm(normalized, summed, weight)
+            both, _ = add_rms_norm(twice, twice, weight)
+            return again, both, branch * 5, stream * 7, x * residual
+
+        return run
+
+    inputs = [numbers(5, 33, device=device), numbers(5, 33, device=device), numbers(33, device=device)]
+    judge(with_other_uses(add_rms_norm), with_other_uses(partial(add_reference, eps=1e-6)), inputs)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_both_results_is_enough(used: int, device: str) -> None:
+    inputs = [numbers(5, 33, device=device), numbers(5, 33, device=device), numbers(33, device=device)]
+    inputs[2].requires_grad_(used == 0)
+    judge(lambda *inputs: add_rms_norm(*inputs)[used], lambda *inputs: add_reference(*inputs, 1e-6)[used], inputs)
+
+
+def test_a_sum_of_frozen_summands_is_frozen(device: str) -> None:
+    x, weight = torch.ones(5, 33, device=device), numbers(33, device=device)
+    normalized, summed = add_rms_norm(x, x, weight)
+    assert (normalized.requires_grad, summed.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("function", [rms_norm, lambda x, weight: add_rms_norm(x, x, weight)])
 @pytest.mark.parametrize("weight_shape", [(32,), (1, 33), ()])
-def test_a_weight_of_another_shape(weight_shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"weight has shape .*; expected \(33,\)"):
-        rms_norm(torch.ones(5, 33), torch.ones(weight_shape))
+def test_a_weight_of_another_shape(weight_shape: tuple[int, ...], function: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match=r"rms_norm: weight has shape .*; expected \(33,\)"):
+        function(torch.ones(5, 33), torch.ones(weight_shape))
+
+
+@pytest.mark.parametrize("residual_shape", [(33,), (1, 33), (5, 1)])
+def test_a_residual_of_another_shape(residual_shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"add_rms_norm: residual has shape .*; expected \(5, 33\)"):
+        add_rms_norm(torch.ones(5, 33), torch.ones(residual_shape), torch.ones(33))

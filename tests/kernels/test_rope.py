@@ -1,16 +1,24 @@
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.glm import modeling_glm
+from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from ligerzoo.kernels import rope
 from ligerzoo.kernels.rope import reference
 from tests.kernels.helpers import (
     DTYPES,
+    Recorder,
     angles,
     assert_as_exact_as,
     differentiate,
     in_fp64,
     judge,
+    launch_nothing,
+    needs_triton,
     numbers,
     on_gpu_too,
     transposed,
@@ -26,17 +34,23 @@ SHAPES = on_gpu_too(
         (2, 2, 5, 1, 12, 8),  # the last 4 features pass through
         (1, 3, 1, 3, 7, 4),  # 3 of them, an odd number
         (1, 2, 2, 2, 6, 0),  # all of them
+        (1, 2, 96, 12, 6, 6),  # neither number a power of 2
     ],
     [(2, 1000, 32, 8, 128, 128), (1, 300, 128, 8, 128, 128), (2, 500, 16, 16, 96, 24), (1, 127, 7, 1, 256, 256)],
 )
 
 
+both_pairings = pytest.mark.parametrize("interleaved", [False, True])
+
+
+@both_pairings
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool, device: str) -> None:
     b, t, n, k, d, r = shape
     queries, keys = (numbers(b, t, heads, d, dtype=dtype, device=device) for heads in (n, k))
-    judge(rope, reference, [queries, keys, *angles(1, t, r // 2, device=device)])
+    inputs = [queries, keys, *angles(1, t, r // 2, device=device)]
+    judge(partial(rope, interleaved=interleaved), partial(reference, interleaved=interleaved), inputs)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -72,6 +86,49 @@ def test_the_reference_is_a_rotation_of_complex_numbers(device: str) -> None:
         torch.testing.assert_close(y, torch.cat([turned.real, turned.imag], dim=-1), rtol=1e-13, atol=1e-13)
 
 
+def test_interleaved_is_half_split_of_features_in_another_order(device: str) -> None:
+    q, k, (cos, sin) = torch.randn(2, 3, 4, 10), torch.randn(2, 3, 2, 10), angles(1, 3, 4)
+    q, k, cos, sin = (t.to(device) for t in (q, k, cos, sin))
+    order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
+    half_split = rope(q[..., order], k[..., order], cos, sin)
+    for x, y in zip(rope(q, k, cos, sin, interleaved=True), half_split, strict=True):
+        torch.testing.assert_close(x[..., order], y, rtol=0, atol=1e-6)
+
+
+def assert_it_is_transformers(theirs: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor], **how: Any) -> None:
+    """`theirs` takes each angle twice: once for either feature of its pair."""
+    twice = [torch.cat([t, t], dim=-1) for t in angles]
+    for actual, expected, truth in zip(
+        rope(q, k, *angles, **how), theirs(q, k, *twice), theirs(*in_fp64([q, k, *twice])), strict=True
+    ):
+        assert_as_exact_as(actual.detach(), expected.detach(), truth.detach())
+
+
+@pytest.mark.parametrize("angle_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 13])
+def test_interleaved_is_glm_s(head_dim: int, angle_dtype: torch.dtype, device: str) -> None:
+    q, k = (numbers(2, 5, heads, head_dim, dtype=angle_dtype, device=device) for heads in (6, 2))
+    theirs = partial(modeling_glm.apply_rotary_pos_emb, unsqueeze_dim=2)
+    assert_it_is_transformers(theirs, q, k, angles(2, 5, 4, dtype=angle_dtype, device=device), interleaved=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_height_and_width_side_by_side_are_qwen2_vl_s_vision_rotation(dtype: torch.dtype, device: str) -> None:
+    height, width = torch.meshgrid(torch.arange(3.0, device=device), torch.arange(5.0, device=device), indexing="ij")
+    frequencies = torch.tensor([1.0, 0.3], device=device)
+    angle = torch.cat([axis.flatten()[:, None] * frequencies for axis in (height, width)], dim=-1)[None]
+    q, k = (numbers(1, 15, 3, 8, dtype=dtype, device=device) for _ in range(2))
+    assert_it_is_transformers(modeling_qwen2_vl.apply_rotary_pos_emb_vision, q, k, (angle.cos(), angle.sin()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_angles_in_fp32_cost_one_rounding(dtype: torch.dtype) -> None:
+    q, k, (cos, sin) = numbers(1, 64, 3, 8, dtype=dtype), numbers(1, 64, 3, 8, dtype=dtype), angles(1, 64, 4)
+    exact = reference(q.double(), k.double(), cos.double(), sin.double())
+    for y, truth in zip(reference(q, k, cos, sin), exact, strict=True):
+        assert ((y.double() - truth).abs() / truth.abs().clamp(min=0.01)).max() <= 0.501 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_are_kept_and_the_inverse_gives_the_input_back(dtype: torch.dtype, device: str) -> None:
     q, k = (numbers(2, 5, 3, 12, dtype=dtype, device=device) for _ in range(2))
@@ -103,6 +160,68 @@ def test_only_one_output_is_used(used: int, device: str) -> None:
     assert_as_exact_as(gradients[used], expected[used], truth[used])
     unused = gradients[1 - used]
     assert unused is None or not unused.any()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_costs_nothing(frozen: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it make those who use it compute a gradient."""
+    launch_nothing(monkeypatch, "rope")
+    heads = (4, 2)
+    inputs = [torch.ones(2, 3, n, 8, device=device, requires_grad=i != frozen) for i, n in enumerate(heads)]
+    outputs = rope(*inputs, *angles(1, 3, 4, device=device))
+    assert [y.requires_grad for y in outputs] == [i != frozen for i in range(2)]
+    upstream = torch.ones_like(outputs[1 - frozen])
+    with Recorder() as recorder:
+        torch.autograd.grad(outputs[1 - frozen], inputs[1 - frozen], upstream)
+    assert recorder.made == [2 * 3 * heads[1 - frozen] * 8 * 4]
+
+
+def test_what_is_unused_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "rope")
+    q, k = (torch.ones(2, 3, n, 8, device=device, requires_grad=True) for n in (4, 2))
+    turned, _ = rope(q, k, *angles(1, 3, 4, device=device))
+    upstream = torch.ones_like(turned)
+    with Recorder() as recorder:
+        gradients = torch.autograd.grad(turned, [q, k], upstream, allow_unused=True)
+    assert recorder.made == [2 * 3 * 4 * 8 * 4]
+    assert gradients[1] is None
+
+
+@needs_triton
+def test_gradients_that_never_come(device: str) -> None:
+    """Both outputs are used, by something that gives neither a gradient."""
+
+    class Deaf(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, other: Tensor) -> Tensor:
+            return q.sum() + k.sum() + other
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+            return None, None, upstream
+
+    q, k, other = numbers(2, 3, 4, 8, device=device), numbers(2, 3, 2, 8, device=device), numbers(device=device)
+    Deaf.apply(*rope(q, k, *angles(1, 3, 4, device=device)), other).backward()
+    assert q.grad is None
+    assert k.grad is None
+    assert other.grad == 1
+
+
+@needs_triton
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_and_compiled(frozen: int, device: str) -> None:
+    torch._dynamo.reset()
+    inputs = [numbers(2, 3, n, 8, device=device).detach() for n in (4, 2)]
+    inputs[1 - frozen].requires_grad_()
+    rotation = angles(1, 3, 4, device=device)
+
+    def gradient(function: Any) -> Tensor:
+        q, k = function(*inputs, *rotation)
+        score = (q.mean(2) * k.mean(2)).square().sum()
+        return torch.autograd.grad(score, inputs[1 - frozen])[0]
+
+    compiled = torch.compile(rope, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradient(compiled), gradient(rope))
 
 
 Q, K, ANGLE = (2, 3, 4, 8), (2, 3, 2, 8), (1, 3, 4)

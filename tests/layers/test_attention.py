@@ -112,3 +112,10 @@ def test_a_cache_takes_up_what_is_new() -> None:
     ]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-6)
     assert cache.length == 9
+
+
+def test_the_backend_reaches_the_rotation() -> None:
+    attention = Attention(16, 2, backend="triton", dtype=torch.float64)  # which no kernel serves
+    angle = torch.ones(1, 3, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match='backend="triton"'):
+        attention(torch.randn(1, 3, 16, dtype=torch.float64), (angle.cos(), angle.sin()))

@@ -2,9 +2,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers import LlamaConfig
+from transformers import GemmaConfig, LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ligerzoo.kernels.glu import Activation
 from ligerzoo.layers import GatedMLP
 
 
@@ -18,6 +21,27 @@ def test_it_is_llama_s(bias: bool, dtype: torch.dtype, tolerance: float, device:
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 7, 24, device=device, dtype=dtype)
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation, theirs", [("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")])
+def test_it_is_gemma_s(activation: Activation, theirs: str, device: str) -> None:
+    config = GemmaConfig(hidden_size=24, intermediate_size=50)
+    gemma = GemmaMLP(config).to(device)
+    gemma.act_fn = ACT2FN[theirs]
+    ours = GatedMLP(24, 50, activation=activation, device=device)
+    ours.load_state_dict(gemma.state_dict())
+    x = 20 * torch.randn(2, 7, 24, device=device)  # far enough from 0 for the two GELUs to differ
+    expected = gemma(x)
+    torch.testing.assert_close(ours(x), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_backend_reaches_the_kernels(adapted: bool) -> None:
+    mlp = GatedMLP(24, 50, backend="triton", dtype=torch.float64)  # which no kernel serves
+    if adapted:
+        mlp.down_proj = LowRank(mlp.down_proj).double()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match='backend="triton"'):
+        mlp(torch.randn(3, 24, dtype=torch.float64))
 
 
 class LowRank(nn.Module):

@@ -1,24 +1,59 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ligerzoo.layers import RMSNorm
+from ligerzoo.layers import LayerNorm, RMSNorm
+
+GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
+OLMO2 = {"round_before_scale": False}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_llama_s(dtype: torch.dtype, device: str) -> None:
-    theirs = LlamaRMSNorm(33, eps=1e-5).to(device, dtype)
-    torch.nn.init.normal_(theirs.weight, mean=1)
-    ours = RMSNorm(33, eps=1e-5, device=device, dtype=dtype)
+def assert_same(ours: nn.Module, theirs: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """The same numbers, to the bit where both compute on a CPU in less than fp32."""
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, mean=1)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 5, 33, device=device, dtype=dtype) * 3
     tolerance = 2e-6 if dtype == torch.float32 else 0 if device == "cpu" else 2**-7
-    torch.testing.assert_close(ours(x), theirs(x), rtol=tolerance, atol=0)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=tolerance, atol=tolerance)
 
 
-def test_eps_keeps_zeros_finite(device: str) -> None:
-    assert torch.equal(RMSNorm(4, device=device)(torch.zeros(3, 4, device=device)), torch.zeros(3, 4, device=device))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model, options", [(LlamaRMSNorm, {}), (Gemma2RMSNorm, GEMMA), (Olmo2RMSNorm, OLMO2)])
+def test_it_is_the_model_s(model: type[nn.Module], options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    theirs = model(33, eps=1e-5).to(device, dtype)
+    ours = RMSNorm(33, eps=1e-5, **options, device=device, dtype=dtype)
+    assert torch.equal(ours.weight, theirs.weight)  # as initialized
+    assert_same(ours, theirs, device, dtype)
 
 
-def test_it_says_what_it_is() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norm_is_torch_s(bias: bool, dtype: torch.dtype, device: str) -> None:
+    theirs = nn.LayerNorm(33, eps=1e-3, bias=bias, device=device, dtype=dtype)
+    ours = LayerNorm(33, 1e-3, bias, device=device, dtype=dtype)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter)
+    assert_same(ours, theirs, device, dtype)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_eps_keeps_zeros_finite(norm: type[nn.Module], device: str) -> None:
+    zeros = torch.zeros(3, 4, device=device)
+    assert torch.equal(norm(4, device=device)(zeros), zeros)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_the_backend_is_the_kernel_s(norm: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r'backend="triton" with tensors torch\.float64'):
+        norm(4, backend="triton", dtype=torch.float64)(torch.ones(3, 4, dtype=torch.float64))
+
+
+def test_they_say_what_they_are() -> None:
     assert repr(RMSNorm(12, 1e-5)) == "RMSNorm(12, eps=1e-05)"
+    assert repr(LayerNorm(12, 1e-5)) == "LayerNorm(12, eps=1e-05, bias=True)"

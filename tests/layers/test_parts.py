@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers import Attention, Decoder, GatedMLP, KVCache, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    GatedMLP,
+    KVCache,
+    LayerNorm,
+    LMHead,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+)
 
 H = 8
 ROTATION = RotaryEmbedding(4)(torch.arange(5)[None], torch.float64)
@@ -33,6 +43,7 @@ class Part(nn.Module):
 
 PARTS: dict[str, Callable[..., Part]] = {
     "RMSNorm": lambda **make: Part(RMSNorm(H, **make)),
+    "LayerNorm": lambda **make: Part(LayerNorm(H, **make)),
     "GatedMLP": lambda **make: Part(GatedMLP(H, 12, bias=True, **make)),
     "Attention": lambda **make: Part(Attention(H, 2, 1, qkv_bias=True, output_bias=True, **make), ROTATION),
     "LMHead": lambda **make: Part(LMHead(H, 30, **make)),
@@ -86,7 +97,7 @@ def test_autocast(make: Callable[..., Part], device: str) -> None:
     expected = part(x)
     with torch.autocast(device, torch.bfloat16):
         out = part(x)
-    assert out.dtype == (torch.float32 if isinstance(part.part, RMSNorm | PreNormBlock) else torch.bfloat16)
+    assert out.dtype == (torch.float32 if isinstance(part.part, RMSNorm | LayerNorm | PreNormBlock) else torch.bfloat16)
     torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
     out.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in (x, *part.parameters()))

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import RotaryEmbedding
+from ligerzoo.kernels import rope
+from ligerzoo.layers import RotaryEmbedding, sectioned
 
 DIM = 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -117,6 +119,33 @@ def test_a_call_leaves_no_trace(rope_type: str) -> None:
 def test_it_runs_on_meta() -> None:
     cos, _ = RotaryEmbedding(DIM)(torch.arange(5, device="meta")[None], torch.float32)
     assert (cos.device.type, cos.shape) == ("meta", (1, 5, DIM // 2))
+
+
+@pytest.mark.parametrize("sections", [[5, 6, 5], [16], [2, 3, 3, 4, 1, 3]], ids=str)
+def test_sections_are_qwen2_vl_s(sections: list[int]) -> None:
+    positions = torch.randint(1000, (3, 2, 7))
+    q, k = torch.randn(2, 7, 4, DIM), torch.randn(2, 7, 2, DIM)
+    cos, sin = (sectioned(t, sections) for t in RotaryEmbedding(DIM, 1e4)(positions, torch.float32))
+
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    config = Qwen2VLTextConfig(hidden_size=4 * DIM, num_attention_heads=4, rope_parameters=parameters)
+    theirs = qwen2_vl.Qwen2VLRotaryEmbedding(config)(q, positions)
+    if hasattr(qwen2_vl, "apply_multimodal_rotary_pos_emb"):  # the versions that choose the axes late
+        expected = qwen2_vl.apply_multimodal_rotary_pos_emb(q, k, *theirs, sections, unsqueeze_dim=2)
+    else:
+        expected = qwen2_vl.apply_rotary_pos_emb(q, k, *theirs, unsqueeze_dim=2)
+    torch.testing.assert_close(rope(q, k, cos, sin), expected, rtol=0, atol=1e-5)
+
+
+def test_equal_positions_need_no_sections() -> None:
+    rotary, positions = RotaryEmbedding(DIM), torch.arange(50)[None]
+    plain, on_axes = (rotary(p, torch.float32) for p in (positions, positions.expand(3, 1, 50)))
+    assert all(torch.equal(sectioned(axes, [4, 6, 6]), one) for axes, one in zip(on_axes, plain, strict=True))
+
+
+def test_sections_that_do_not_add_up() -> None:
+    with pytest.raises(ValueError, match=r"sections \(4, 6, 5\) of 16 angles"):
+        sectioned(torch.ones(3, 1, 2, 16), [4, 6, 5])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,467 @@
+"""How far a student's distribution is from a teacher's, token by token, both given as logits: the losses of
+distillation.
+
+With p = softmax(teacher / T), q = softmax(student / T) over the vocabulary, and m = b p + (1 - b) q:
+
+    kl_div             KL(p || q) = sum_v p_v log(p_v / q_v)                    (Hinton et al. 2015, section 2)
+    kl_div, reversed   KL(q || p) = sum_v q_v log(q_v / p_v)                    (Gu et al. 2023, eq. 2)
+    jsd                b KL(p || m) + (1 - b) KL(q || m)                        (Agarwal et al. 2023, eq. 1)
+    tvd                1/2 sum_v |p_v - q_v|                                    (Wen et al. 2023, section 3)
+
+Each is a sum D = sum_v f_v, with slopes s_v = df_v/dlog q_v:
+
+    kl_div             f = p log(p / q) + q - p                                 s = q - p
+    kl_div, reversed   f = q log(q / p) + p - q                                 s = q log(q / p)
+    jsd                f = b p log(p / m) + (1 - b) q log(q / m)                s = (1 - b) q log(q / m)
+    tvd                f = 1/2 |p - q|                                          s = 1/2 q sign(q - p)
+
+    dstudent_v = (s_v - q_v S) / T,   S = sum_v s_v.
+
+The differences of p and q add up to 0, but with them no f is negative, and what rounding does to the normalization
+cancels: a divergence of 1e-6 keeps its leading digits.
+
+Where a probability is 0 (a logit of -inf, or underflow) so are the products it is a factor of. A student equal to its
+teacher gives exactly 0, and a gradient of exactly 0 (the reference, of what rounding leaves).
+
+Saved: both logits (the caller's own tensors, never written to), and five fp32 numbers a row: the two maxima, the logs
+of the two sums of exponentials, and S. Recomputed in backward: p and q.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.cross_entropy import Reduction, reduce
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    as_rows,
+    next_power_of_2,
+    once_differentiable,
+    register,
+    uses_triton,
+    wide,
+)
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.softmax import max_and_sum_exp
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
+
+
+class Options(NamedTuple):
+    """What is computed; `beta` is for "jsd" alone."""
+
+    divergence: Divergence
+    beta: float
+    temperature: float
+    ignore_index: int
+
+
+OPTIONS_SCHEMA = "str divergence, float beta, float temperature, int ignore_index"
+
+
+def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log p, log q)"""
+    dtype = wide(torch.promote_types(student.dtype, teacher.dtype))
+    return (teacher.to(dtype) / temperature).log_softmax(-1), (student.to(dtype) / temperature).log_softmax(-1)
+
+
+def _times(probability: Tensor, x: Tensor) -> Tensor:
+    """probability * x, but 0 where the probability is, however large x; and so for the gradients."""
+    return probability * x.masked_fill(probability == 0, 0.0)
+
+
+def _parts(log_p: Tensor, log_q: Tensor, divergence: Divergence, beta: float) -> tuple[Tensor, Tensor]:
+    """(f, s) of each class."""
+    p, q, ratio = log_p.exp(), log_q.exp(), log_q - log_p
+    if divergence == "forward_kl":
+        return _times(p, -ratio) + (q - p), q - p
+    if divergence == "reverse_kl":
+        slope = _times(q, ratio)
+        return slope + (p - q), slope
+    if divergence == "tvd":
+        return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
+    # Beyond a ratio of exp(80) the smaller probability counts for nothing, and further on its exponential overflows.
+    ratio = ratio.masked_fill((p == 0) & (q == 0), 0.0).clamp(-80.0, 80.0)
+    slope = (beta - 1) * q * torch.log1p(beta * torch.expm1(-ratio))
+    return slope - beta * p * torch.log1p((1 - beta) * torch.expm1(ratio)), slope
+
+
+def reference(student: Tensor, teacher: Tensor, target: Tensor, options: Options) -> Tensor:
+    """The divergence of each token in plain torch: the specification, the CPU path and the tests' oracle."""
+    parts, _ = _parts(*_log_probabilities(student, teacher, options.temperature), options.divergence, options.beta)
+    return parts.sum(-1).masked_fill(target == options.ignore_index, 0.0)
+
+
+@jit
+def _weighted(probability, x):
+    """probability * x, but 0 where the probability is, however large x."""
+    return tl.where(probability == 0.0, 0.0, probability * x)
+
+
+@jit
+def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
+    """(f, s) of each class."""
+    p, q, ratio = tl.exp(log_p), tl.exp(log_q), log_q - log_p
+    if DIVERGENCE == "forward_kl":
+        slope = q - p
+        part = _weighted(p, -ratio) + slope
+    elif DIVERGENCE == "reverse_kl":
+        slope = _weighted(q, ratio)
+        part = slope + (p - q)
+    elif DIVERGENCE == "tvd":
+        sign = tl.where(q > p, 1.0, tl.where(q < p, -1.0, q - p))  # NaN stays NaN
+        slope = 0.5 * q * sign
+        part = 0.5 * tl.abs(p - q)
+    else:
+        # log(m / max(p, q)): no exponential overflows, and that of equal probabilities is exactly 0.
+        smaller = tl.exp(-tl.abs(ratio))
+        mixture = tl.log(tl.where(ratio > 0.0, beta * smaller + (1.0 - beta), beta + (1.0 - beta) * smaller))
+        slope = (1.0 - beta) * _weighted(q, tl.minimum(ratio, 0.0) - mixture)
+        part = slope - beta * _weighted(p, tl.maximum(ratio, 0.0) + mixture)
+    return part, slope
+
+
+@jit
+def _log_softmax_at(row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature):
+    """The log-probabilities in these columns, -inf in columns that are none."""
+    x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
+    return (x - maximum) * inverse_temperature - log_sum
+
+
+@jit
+def _statistics(
+    student_ptr, teacher_ptr, inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """(D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row, in two passes."""
+    student_max, student_sum = max_and_sum_exp(student_ptr, inverse_temperature, n_cols, BLOCK)
+    teacher_max, teacher_sum = max_and_sum_exp(teacher_ptr, inverse_temperature, n_cols, BLOCK)
+    student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
+    parts = tl.zeros((BLOCK,), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        log_q = _log_softmax_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
+        log_p = _log_softmax_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
+        part, slope = _part_and_slope(log_p, log_q, beta, DIVERGENCE)
+        parts += part
+        slopes += slope
+    return tl.sum(parts, axis=0), student_max, student_log, teacher_max, teacher_log, tl.sum(slopes, axis=0)
+
+
+@jit
+def _store_gradient(
+    student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, upstream,
+    inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        log_q = _log_softmax_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
+        log_p = _log_softmax_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
+        _, slope = _part_and_slope(log_p, log_q, beta, DIVERGENCE)
+        gradient = upstream * inverse_temperature * (slope - tl.exp(log_q) * slope_sum)
+        tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@jit
+def _store_zeros(out_ptr, n_cols, BLOCK: tl.constexpr):
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + cols, tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@kernel
+def _forward_kernel(
+    student_ptr, teacher_ptr, target_ptr, loss_ptr, statistics_ptr, student_stride, teacher_stride, ignore_index,
+    inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(target_ptr + row) == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(statistics_ptr + row * 5 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 5)
+    else:
+        loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
+            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, inverse_temperature, beta, n_cols,
+            DIVERGENCE, BLOCK,
+        )  # fmt: skip
+        tl.store(loss_ptr + row, loss)
+        tl.store(statistics_ptr + row * 5, student_max)
+        tl.store(statistics_ptr + row * 5 + 1, student_log)
+        tl.store(statistics_ptr + row * 5 + 2, teacher_max)
+        tl.store(statistics_ptr + row * 5 + 3, teacher_log)
+        tl.store(statistics_ptr + row * 5 + 4, slope_sum)
+
+
+@kernel
+def _backward_kernel(
+    student_ptr, teacher_ptr, target_ptr, statistics_ptr, upstream_ptr, dstudent_ptr, student_stride, teacher_stride,
+    upstream_stride, ignore_index, inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(target_ptr + row) == ignore_index:
+        _store_zeros(dstudent_ptr + row * n_cols, n_cols, BLOCK)
+    else:
+        _store_gradient(
+            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, dstudent_ptr + row * n_cols,
+            tl.load(statistics_ptr + row * 5), tl.load(statistics_ptr + row * 5 + 1),
+            tl.load(statistics_ptr + row * 5 + 2), tl.load(statistics_ptr + row * 5 + 3),
+            tl.load(statistics_ptr + row * 5 + 4), tl.load(upstream_ptr + row * upstream_stride).to(tl.float32),
+            inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK,
+        )  # fmt: skip
+
+
+@kernel
+def _loss_then_gradient_kernel(
+    student_ptr, teacher_ptr, target_ptr, loss_ptr, student_stride, teacher_stride, ignore_index, inverse_temperature,
+    beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both directions on private logits of the student, which the gradient replaces: later passes meet the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    student_row_ptr = student_ptr + row * student_stride
+    teacher_row_ptr = teacher_ptr + row * teacher_stride
+    if tl.load(target_ptr + row) == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        _store_zeros(student_row_ptr, n_cols, BLOCK)
+    else:
+        loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
+            student_row_ptr, teacher_row_ptr, inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK
+        )
+        tl.store(loss_ptr + row, loss)
+        tl.debug_barrier()  # the whole row must be read before another warp overwrites a part of it
+        _store_gradient(
+            student_row_ptr, teacher_row_ptr, student_row_ptr, student_max, student_log, teacher_max, teacher_log,
+            slope_sum, 1.0, inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK,
+        )  # fmt: skip
+
+
+def _block(n_cols: int) -> tuple[int, int]:
+    """(columns a step, warps) of the program that walks one row."""
+    block = min(4096, next_power_of_2(n_cols))
+    return block, min(8, max(4, block // 512))
+
+
+def _forward_fake(student: Tensor, teacher: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    loss = student.new_empty(target.shape, dtype=torch.float32)
+    return loss, student.new_empty((*target.shape, 5), dtype=torch.float32)
+
+
+@register(
+    f"divergence_forward(Tensor student, Tensor teacher, Tensor target, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
+    fake=_forward_fake,
+)
+def _forward(
+    student: Tensor, teacher: Tensor, target: Tensor, divergence: Divergence, beta: float, temperature: float,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss of each token, and its statistics."""
+    loss, statistics = _forward_fake(student, teacher, target)
+    student_rows, teacher_rows = as_rows(student), as_rows(teacher)
+    n_rows, n_cols = student_rows.shape
+    block, warps = _block(n_cols)
+    _forward_kernel[n_rows](
+        student_rows, teacher_rows, target.contiguous(), loss, statistics, student_rows.stride(0),
+        teacher_rows.stride(0), ignore_index, 1 / temperature, beta, n_cols, divergence, block, num_warps=warps,
+    )  # fmt: skip
+    return loss, statistics
+
+
+def _backward_fake(student: Tensor, *_: Any) -> Tensor:
+    return student.new_empty(student.shape)
+
+
+@register(
+    "divergence_backward(Tensor student, Tensor teacher, Tensor target, Tensor statistics, Tensor upstream, "
+    f"{OPTIONS_SCHEMA}) -> Tensor",
+    fake=_backward_fake,
+)
+def _backward(
+    student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, divergence: Divergence,
+    beta: float, temperature: float, ignore_index: int,
+) -> Tensor:  # fmt: skip
+    dstudent = _backward_fake(student)
+    student_rows, teacher_rows = as_rows(student), as_rows(teacher)
+    n_rows, n_cols = student_rows.shape
+    block, warps = _block(n_cols)
+    _backward_kernel[n_rows](
+        student_rows, teacher_rows, target.contiguous(), statistics, upstream, dstudent, student_rows.stride(0),
+        teacher_rows.stride(0), upstream.stride(0), ignore_index, 1 / temperature, beta, n_cols, divergence, block,
+        num_warps=warps,
+    )  # fmt: skip
+    return dstudent
+
+
+def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options, fused: bool) -> Tensor:
+    """The divergence of each row of (M, V) logits, outside autograd; by Triton if `fused`."""
+    return _forward(student, teacher, target, *options)[0] if fused else reference(student, teacher, target, options)
+
+
+def loss_then_gradient_(student: Tensor, teacher: Tensor, target: Tensor, options: Options, fused: bool) -> Tensor:
+    """Returns each row's divergence and overwrites `student`, a private contiguous (M, V) buffer, with its gradient.
+
+    For the linear divergences, which make logits only to differentiate them at once.
+    """
+    divergence, beta, temperature, ignore_index = options
+    if fused:
+        loss = student.new_empty(target.shape, dtype=torch.float32)
+        n_rows, n_cols = student.shape
+        block, warps = _block(n_cols)
+        _loss_then_gradient_kernel[n_rows](
+            student, teacher, target.contiguous(), loss, student.stride(0), teacher.stride(0), ignore_index,
+            1 / temperature, beta, n_cols, divergence, block, num_warps=warps,
+        )  # fmt: skip
+        return loss
+    ignored = target == ignore_index
+    log_p, log_q = _log_probabilities(student, teacher, temperature)
+    parts, slopes = _parts(log_p, log_q, divergence, beta)
+    gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) / temperature
+    student.copy_(gradient.masked_fill(ignored[:, None], 0.0))
+    return parts.sum(-1).masked_fill(ignored, 0.0)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, target: Tensor, options: Options) -> Tensor:
+        loss, statistics = _forward(student, teacher, target, *options)
+        ctx.save_for_backward(student, teacher, target, statistics)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(*ctx.saved_tensors, upstream.reshape(-1), *ctx.options), None, None, None
+
+
+def check(name: str, options: Options, **of_the_teacher: Tensor | None) -> None:
+    """Raises ValueError for numbers that define no divergence, and for a teacher that expects gradients."""
+    if not (0 <= options.beta <= 1 and options.temperature > 0):
+        raise ValueError(
+            f"{name}: beta={options.beta} and temperature={options.temperature}; "
+            "expected 0 <= beta <= 1 and temperature > 0"
+        )
+    for part, tensor in of_the_teacher.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: {part} requires a gradient, and the teacher is given none; "
+                f"run the teacher under torch.no_grad(), or pass {part}.detach()"
+            )
+
+
+def jsd_at(beta: float) -> Divergence:
+    """Which divergence `jsd` with this beta is."""
+    if beta == 0:
+        return "forward_kl"
+    return "reverse_kl" if beta == 1 else "jsd"
+
+
+def _divergence(
+    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, options: Options, reduction: Reduction,
+    num_items: int | Tensor | None, backend: Backend,
+) -> Tensor:  # fmt: skip
+    check(name, options, teacher=teacher)
+    tokens = student.shape[:-1]
+    if student.shape != teacher.shape or (target is not None and target.shape != tokens):
+        raise ValueError(
+            f"{name}: student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and "
+            f"target {None if target is None else tuple(target.shape)}; expected (..., V) twice, and (...) or None"
+        )
+    if target is None:
+        target, options = every_token_counts(student, options)
+    losses = (
+        _Losses.apply(student, teacher, target, options)
+        if uses_triton(student, teacher, backend=backend)
+        else reference(student, teacher, target, options)
+    )
+    return reduce(losses, target, reduction, options.ignore_index, num_items)
+
+
+def every_token_counts(student: Tensor, options: Options) -> tuple[Tensor, Options]:
+    """Targets of which none is ignored, for (..., V) logits or (..., H) hidden states."""
+    target = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
+    return target, options._replace(ignore_index=-100)
+
+
+def kl_div(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The Kullback-Leibler divergence KL(p || q) of `q = softmax(student / temperature)` from `p = softmax(teacher /
+    temperature)`, or KL(q || p), computed in fp32 whatever the dtypes.
+
+    Args:
+        student: (..., V) logits, any strides. Never written to. Alone gets a gradient.
+        teacher: (..., V) logits, any strides and dtype.
+        target: (...) integers, or None if all tokens count. Looked at only to tell tokens that count from others.
+        reverse: KL(q || p), which seeks the teacher's modes, in place of KL(p || q), which covers them.
+        temperature: divides both logits. The loss is not multiplied by temperature^2, as Hinton et al. advise where a
+            cross entropy is added: gradients shrink about as 1 / temperature^2.
+        ignore_index: the target of a token that does not count.
+        reduction: "mean" over the tokens that count, "sum", or "none" for the divergence of each token.
+        num_items: divides the sum in place of the number of tokens that count (an int or a 0-d tensor): the same number
+            for all micro-batches of a step makes gradient accumulation exact.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+
+    Returns:
+        fp32 (fp64 for fp64 logits): 0-d, or of the tokens' shape for "none". Without a token that counts, "mean" is 0.
+
+    Raises:
+        ValueError: the shapes do not fit, an option is out of range, or the teacher requires a gradient.
+    """
+    options = Options("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
+    return _divergence("kl_div", student, teacher, target, options, reduction, num_items, backend)
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The generalized Jensen-Shannon divergence `beta KL(p || m) + (1 - beta) KL(q || m)` of `q = softmax(student /
+    temperature)` and `p = softmax(teacher / temperature)`, with `m = beta p + (1 - beta) q`.
+
+    Args:
+        beta: 0 to 1, the teacher's share. At 0 and 1, where the formula is 0, KL(p || q) and KL(q || p) stand in, which
+            it tends to when divided by beta and by 1 - beta: the convention of TRL's GKDTrainer, and Liger's. So losses
+            near the ends are not close to those at the ends.
+
+    The other arguments, the result and the errors are those of `kl_div`.
+    """
+    options = Options(jsd_at(beta), beta, temperature, ignore_index)
+    return _divergence("jsd", student, teacher, target, options, reduction, num_items, backend)
+
+
+def tvd(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The total variation distance `1/2 sum |p - q|` of `q = softmax(student / temperature)` and `p = softmax(teacher /
+    temperature)`; the gradient takes sign(0) as 0.
+
+    The arguments, the result and the errors are those of `kl_div`.
+    """
+    options = Options("tvd", 0.0, temperature, ignore_index)
+    return _divergence("tvd", student, teacher, target, options, reduction, num_items, backend)

@@ -1,0 +1,219 @@
+"""The experts of a mixture (Shazeer et al. 2017): each token goes through k of E gated MLPs, which are summed.
+
+With gate and up the halves of h = x_t @ gate_up[e].T, for each slot j of token t, e = expert_ids[t, j]:
+
+Forward:   a_tj = w_tj * act(gate) * up,   y_t = sum_j a_tj @ down[e].T.
+Backward:  da = dy_t @ down[e],   dw_tj = sum(da * act(gate) * up),
+           dgate = da * w_tj * up * act'(gate),   dup = da * w_tj * act(gate),   dx_t = sum_j dh @ gate_up[e],
+           ddown[e] = sum of dy_t^T a_tj,   dgate_up[e] = sum of dh^T x_t   over the slots of expert e.
+
+The T * k slots become the rows of matrices, sorted by expert: `routing` moves tokens there and back, `grouped_mm` has
+the products, and `weighted_glu` what lies between them. The sums over slots run in fp32 and in the order of the slots.
+
+Saved: the inputs, h, and the row of each slot. Recomputed in backward: a, and the copies of x and dy for each slot.
+An expert outside [0, E) makes its token NaN on a GPU, and is an error on a CPU or when LIGERZOO_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import DEBUG, Backend, autocast, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.glu import ACTIVATIONS, Activation
+from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
+from ligerzoo.kernels.routing import collect, sort_by_expert, spread
+from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
+
+
+def reference(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """One expert after the other in plain torch: the specification and the tests' oracle."""
+    x, gate_up, down = autocast(x, gate_up, down)
+    y = torch.zeros_like(x, dtype=wide(x.dtype))
+    for expert in range(gate_up.shape[0]):
+        token, slot = torch.where(expert_ids == expert)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
+        expert_y = F.linear(ACTIVATIONS[activation](gate) * up, down[expert])
+        y = y.index_add(0, token, expert_weights[token, slot, None] * expert_y.to(y.dtype))
+    return y.to(x.dtype)
+
+
+def _forward_fake(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n_experts, n_hidden, _ = gate_up.shape
+    hidden = x.new_empty((expert_ids.numel(), n_hidden))
+    rows, bounds = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in (expert_ids.shape, (n_experts + 1,)))
+    return x.new_empty(x.shape), hidden, rows, bounds
+
+
+@register(
+    "experts_forward(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, str activation, "
+    "bool fused) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_forward_fake,
+)
+def _forward(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, the hidden rows, and what `sort_by_expert` gives."""
+    _check_ids(expert_ids, gate_up.shape[0])
+    rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
+    hidden = grouped_product(spread(x, rows, fused), gate_up.mT, bounds[1:], fused)
+    active = weighted_glu(hidden, expert_weights, rows, activation, fused)
+    return collect(grouped_product(active, down.mT, bounds[1:], fused), rows, bounds, fused), hidden, rows, bounds
+
+
+def _backward_fake(
+    dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
+    bounds: Tensor, activation: Activation, fused: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
+    needs_down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dx, dweights, dgate_up, ddown = (
+        t.new_empty(t.shape if needed else (0,))
+        for t, needed in ((x, needs_x), (expert_weights, needs_weights), (gate_up, needs_gate_up), (down, needs_down))
+    )
+    return dx, dweights, dgate_up, ddown
+
+
+@register(
+    "experts_backward(Tensor dy, Tensor x, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor hidden, "
+    "Tensor rows, Tensor bounds, str activation, bool fused, "
+    "bool needs_x, bool needs_weights, bool needs_gate_up, bool needs_down) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_backward_fake,
+)
+def _backward(
+    dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
+    bounds: Tensor, activation: Activation, fused: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
+    needs_down: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, expert_weights, gate_up and down, empty where not needed."""
+    dx, dweights, dgate_up, ddown = (t.new_empty(0) for t in (x, expert_weights, gate_up, down))
+    ends, dy_rows = bounds[1:], spread(dy, rows, fused)
+    if needs_x or needs_weights or needs_gate_up:
+        dactive = grouped_product(dy_rows, down, ends, fused)
+        dhidden, dw, active = weighted_glu_backward(
+            dactive, hidden, expert_weights, rows, bounds, activation, needs_down, fused
+        )
+        dweights = dw if needs_weights else dweights
+        del dactive
+    else:
+        active = weighted_glu(hidden, expert_weights, rows, activation, fused)
+    if needs_down:
+        ddown = grouped_outer_product(dy_rows, active, ends, fused)
+    del dy_rows, active  # before the largest of the gradients is made
+    if needs_x:
+        dx = collect(grouped_product(dhidden, gate_up, ends, fused), rows, bounds, fused)
+    if needs_gate_up:
+        dgate_up = grouped_outer_product(dhidden, spread(x, rows, fused), ends, fused)
+    return dx, dweights, dgate_up, ddown
+
+
+class _ExpertsMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        expert_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        expert_ids: Tensor,
+        activation: Activation,
+        fused: bool,
+    ) -> Tensor:
+        y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, activation, fused)
+        ctx.save_for_backward(x, expert_weights, gate_up, down, hidden, rows, bounds)
+        ctx.options = activation, fused
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:4]
+        gradients = _backward(dy, *ctx.saved_tensors, *ctx.options, *needs)
+        return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
+
+
+def _check_ids(expert_ids: Tensor, n_experts: int) -> None:
+    if DEBUG or expert_ids.device.type == "cpu":
+        wrong = (expert_ids < 0) | (expert_ids >= n_experts)
+        if bool(wrong.any()):
+            token, slot = (int(i) for i in wrong.nonzero()[0])
+            raise ValueError(
+                f"experts_mlp: slot {slot} of token {token} goes to expert {int(expert_ids[token, slot])}; "
+                f"expected 0 to {n_experts - 1}"
+            )
+
+
+def experts_mlp(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation = "silu",
+    backend: Backend = "auto",
+) -> Tensor:
+    """`y_t = sum_j expert_weights[t, j] * down[e] @ (act(gate) * up)`, where `e = expert_ids[t, j]` and `gate` and `up`
+    are the halves of `gate_up[e] @ x_t`.
+
+    Deterministic, and the GPU is never waited for, but by backend="torch" and in fp64.
+
+    Args:
+        x: (T, H) tokens, any strides.
+        expert_ids: (T, k) integers, each in [0, E).
+        expert_weights: (T, k), of any dtype.
+        gate_up: (E, 2I, H), the rows of the gate first, in the dtype of `x`.
+        down: (E, H, I), in the dtype of `x`.
+        activation: of the gate: "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu".
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+
+    Returns:
+        (T, H), contiguous, in the dtype of `x`.
+
+    Raises:
+        ValueError: shapes, dtypes or the activation do not fit, or (on a CPU, or when LIGERZOO_DEBUG=1) a token goes to
+            no expert. On a GPU without LIGERZOO_DEBUG such a token's result is NaN.
+    """
+    x, gate_up, down = autocast(x, gate_up, down)
+    n_experts, n_features = gate_up.shape[0], x.shape[-1]
+    if (
+        x.dim() != 2
+        or expert_ids.dim() != 2
+        or len(x) != len(expert_ids)
+        or expert_ids.shape != expert_weights.shape
+        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
+        or down.shape[:-1] != (n_experts, n_features)
+        or not x.dtype == gate_up.dtype == down.dtype
+    ):
+        raise ValueError(
+            f"experts_mlp: x {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)}, expert_weights "
+            f"{tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, down {tuple(down.shape)} "
+            f"{down.dtype}; expected (T, H), (T, k), (T, k), (E, 2I, H) and (E, H, I), three of one dtype"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"experts_mlp: activation={activation!r}; expected {' or '.join(map(repr, ACTIVATIONS))}")
+    fused = uses_triton(x, expert_weights, gate_up, down, backend=backend)
+    return _ExpertsMLP.apply(x, expert_weights, gate_up, down, expert_ids, activation, fused)

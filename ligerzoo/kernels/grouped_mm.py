@@ -1,0 +1,192 @@
+"""Matrix products of rows that are sorted by group, such as tokens by expert, whose counts only the GPU knows.
+
+With the rows of group e from ends[e - 1] to ends[e]:
+
+    grouped_product:        y_r = x_r @ w[e]          for each row r of group e
+    grouped_outer_product:  z[e] = sum over the rows r of group e of a_r^T b_r
+
+Nothing waits for the GPU; a loop over the groups serves a CPU and fp64. In bf16 on Hopper torch's grouped_mm needs no
+look at the counts from the host either, and does the outer products (on an H200 at up to 650 TFLOP/s, against 450) and
+the products of larger groups. Those of smaller ones are done here: the experts of Qwen3-30B-A3B take 1.77 ms forward
+and backward at 128 rows a group, against 2.00 with torch's, and the same at 512.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import next_power_of_2
+from ligerzoo.kernels.jit import jit, kernel, tl
+
+
+@jit
+def _add_product(total, a, b, PRECISION: tl.constexpr):
+    """total + a @ b."""
+    if a.dtype == tl.float32:
+        # Added one after the other, thousands of products would round more often than in torch's sums.
+        return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
+    else:
+        return tl.dot(a, b, total)
+
+
+@kernel
+def _product_kernel(
+    x_descriptor, w_descriptor, ends_ptr, y_ptr, n_rows, n_cols, n_inner, n_groups,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # How many tiles the groups have, the host does not know. But if group e takes those from ends[e - 1] // ROWS + e
+    # on, no two groups share one, each has enough, and all are less than n_rows // ROWS + n_groups.
+    row_tiles, col_tiles = n_rows // ROWS + n_groups, tl.cdiv(n_cols, COLS)
+    # A band of a few columns is swept over all rows, so that neighbours in time share rows and weights in the cache.
+    band, place = tl.program_id(0) // (BAND * row_tiles), tl.program_id(0) % (BAND * row_tiles)
+    width = tl.minimum(BAND, col_tiles - band * BAND)
+    row_tile, col = place // width, (band * BAND + place % width) * COLS
+
+    groups = tl.arange(0, GROUPS)
+    ends = tl.load(ends_ptr + groups, mask=groups < n_groups, other=2**30)
+    group = tl.sum((ends // ROWS + groups < row_tile).to(tl.int32), axis=0)
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group, mask=group < n_groups, other=0)
+    row = start + (row_tile - start // ROWS - group) * ROWS
+    if row < end:
+        y = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for inner in range(0, n_inner, INNER):
+            x = x_descriptor.load([row, inner])
+            if TRANSPOSED:
+                w = w_descriptor.load([group, col, inner]).reshape(COLS, INNER).T
+            else:
+                w = w_descriptor.load([group, inner, col]).reshape(INNER, COLS)
+            y = _add_product(y, x, w, PRECISION)
+        rows, cols = row.to(tl.int64) + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+        mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
+        tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _outer_product_kernel(
+    a_ptr, b_ptr, ends_ptr, z_ptr, n_rows, n_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    col_tiles = tl.cdiv(n_cols, COLS)
+    tiles = tl.cdiv(n_rows, ROWS) * col_tiles
+    group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group)
+    rows = (tile // col_tiles) * ROWS + tl.arange(0, ROWS)
+    cols = (tile % col_tiles) * COLS + tl.arange(0, COLS)
+    z = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for first in range(start, end, INNER):
+        inner = tl.cast(first, tl.int64) + tl.arange(0, INNER)
+        a_mask = (inner < end)[:, None] & (rows < n_rows)[None, :]
+        b_mask = (inner < end)[:, None] & (cols < n_cols)[None, :]
+        a = tl.load(a_ptr + inner[:, None] * n_rows + rows[None, :], mask=a_mask, other=0.0)
+        b = tl.load(b_ptr + inner[:, None] * n_cols + cols[None, :], mask=b_mask, other=0.0)
+        z = _add_product(z, tl.trans(a), b, PRECISION)
+    z_ptrs = z_ptr + group.to(tl.int64) * n_rows * n_cols + rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=mask)
+
+
+_BAND = 16
+_LARGE_GROUP = 512
+"""From so many rows a group on average, torch's product is the faster one."""
+
+
+def _precision() -> str:
+    """Of products in fp32."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _suits_torch(a: Tensor, b: Tensor) -> bool:
+    """Whether torch's grouped_mm takes these two and multiplies them without a look at the counts from the host."""
+    return (
+        a.is_cuda
+        and a.dtype == torch.bfloat16
+        and a.shape[0] > 0
+        and all(t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (a, b))
+        and _is_hopper(a.get_device())
+    )
+
+
+def _tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """(rows, columns, inner) of one program's step, its warps and its stages: two programs to a multiprocessor."""
+    return (64, 64, 32, 4, 2) if dtype == torch.float32 else (128, 128, 64, 4, 3)
+
+
+def _descriptor(t: Tensor, tile: list[int]) -> Any:
+    """What the GPU's copy engine needs to load tiles of a contiguous tensor, or of a copy whose rows begin at multiples
+    of 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    columns, per_16_bytes = t.shape[-1], 16 // t.element_size()
+    if columns % per_16_bytes or t.data_ptr() % 16:
+        t = F.pad(t, (0, -columns % per_16_bytes))[..., :columns]
+    return TensorDescriptor.from_tensor(t, tile)
+
+
+def grouped_product(x: Tensor, w: Tensor, ends: Tensor, fused: bool) -> Tensor:
+    """(R, K) times (E, K, N), each row with the matrix of its group: (R, N). Rows from ends[-1] on are undefined.
+
+    Args:
+        x: (R, K), contiguous, its rows sorted by group.
+        w: (E, K, N), in the dtype of `x`. Copied if neither it nor `w.mT` is contiguous.
+        ends: (E,) int32, the row after each group's last.
+        fused: whether the kernels serve these tensors.
+    """
+    (n_rows, n_inner), (n_groups, _, n_cols) = x.shape, w.shape
+    y = x.new_empty((n_rows, n_cols))
+    if not fused:
+        for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+            torch.mm(x[start:end], w[group], out=y[start:end])
+        return y
+    is_transposed = w.mT.is_contiguous()
+    stored = w.mT if is_transposed else w.contiguous()
+    if n_rows >= _LARGE_GROUP * n_groups and _suits_torch(x, stored):
+        return F.grouped_mm(x, stored.mT if is_transposed else stored, offs=ends)
+    if n_rows > 0:
+        rows, cols, inner, warps, stages = _tile(x.dtype)
+        programs = (n_rows // rows + n_groups) * -(-n_cols // cols)
+        _product_kernel[programs](
+            _descriptor(x, [rows, inner]),
+            _descriptor(stored, [1, cols, inner] if is_transposed else [1, inner, cols]),
+            ends, y, n_rows, n_cols, n_inner, n_groups, next_power_of_2(n_groups), rows, cols, inner, _BAND,
+            is_transposed, _precision(), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return y
+
+
+def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, fused: bool) -> Tensor:
+    """The sum over each group's rows of the outer products of (R, M) and (R, N): (E, M, N), 0 for an empty group.
+
+    Args:
+        a: (R, M), contiguous, its rows sorted by group.
+        b: (R, N), contiguous, in the dtype of `a`.
+        ends: (E,) int32, the row after each group's last.
+        fused: whether the kernels serve these tensors.
+    """
+    if fused and _suits_torch(a, b):
+        return F.grouped_mm(a.T, b, offs=ends)
+    n_groups, n_rows, n_cols = ends.shape[0], a.shape[1], b.shape[1]
+    z = a.new_empty((n_groups, n_rows, n_cols))
+    if fused:
+        rows, cols, inner, warps, stages = _tile(a.dtype)
+        programs = n_groups * -(-n_rows // rows) * -(-n_cols // cols)
+        _outer_product_kernel[programs](
+            a, b, ends, z, n_rows, n_cols, rows, cols, inner, _precision(), num_warps=warps, num_stages=stages
+        )
+    else:
+        for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+            torch.mm(a[start:end].T, b[start:end], out=z[group])
+    return z

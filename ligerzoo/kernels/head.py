@@ -1,0 +1,161 @@
+"""The matrix products of a loss head, swept in chunks of rows: logits, and what their gradient adds to the head's.
+
+`Head` makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
+the chunks of dlogits.T @ x in at least 24 bits. There are two: `DenseHead` for any device and dtype, and `SkippingHead`
+for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import valid_rows
+from ligerzoo.kernels.dispatch import multiprocessors, wide
+
+
+class Needs(NamedTuple):
+    """Which gradients are to be computed; the others have no elements."""
+
+    hidden: bool
+    weight: bool
+    bias: bool = False
+
+
+_logits_budget = 512
+
+
+def set_logits_budget(mebibytes: int) -> None:
+    """Sets how many MiB of logits may exist at a time where a call does not say (512 to begin with; one row at least).
+
+    Raises:
+        ValueError: `mebibytes` is negative.
+    """
+    global _logits_budget
+    if mebibytes < 0:
+        raise ValueError(f"set_logits_budget: got {mebibytes} MiB; expected 0 or more")
+    _logits_budget = mebibytes
+
+
+def rows_per_chunk(hidden: Tensor, weight: Tensor, bytes_per_logit: int, budget: int | None) -> int:
+    """How many of (M, H) hidden states to take at a time, so that their logits fit the budget.
+
+    Where it allows, a multiple of 128 (a tile of the matrix products), chosen so that few tiles of dhidden, which are
+    the longest, wait for the last ones of a chunk.
+    """
+    (n_rows, hidden_size), n_classes = hidden.shape, weight.shape[0]
+    budget = _logits_budget if budget is None else budget
+    most = max(1, budget * 2**20 // (max(1, n_classes) * bytes_per_logit))
+    if n_rows <= most or most < 128:
+        return max(1, min(n_rows, most))
+    tiles_of_128_rows, at_a_time = -(-hidden_size // 256), multiprocessors(hidden)
+
+    def waves(rows: int) -> int:
+        return -(-n_rows // rows) * -(-rows // 128 * tiles_of_128_rows // at_a_time)
+
+    candidates = range(128, most + 1, 128)
+    fewest = min(map(waves, candidates))
+    return max(rows for rows in candidates if waves(rows) <= 1.1 * fewest)
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which a head hands on the sum of dweight."""
+    return weight.dtype if valid_rows.serves(weight) else wide(weight.dtype)
+
+
+def head_for(hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs) -> DenseHead | SkippingHead:
+    """The head that serves (M, H) hidden states and a (V, H) weight in chunks of so many rows.
+
+    `counts`, (M,) bool, says which rows do.
+    """
+    if hidden.shape[0] and valid_rows.serves(weight):
+        return SkippingHead(hidden, weight, counts, rows, needs)
+    return DenseHead(hidden, weight, rows, needs)
+
+
+class DenseHead:
+    """Computes all rows alike."""
+
+    order = count = None
+
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, needs: Needs, bias: Tensor | None = None) -> None:
+        self.hidden, self.weight, self.rows, self.needs, self.bias = hidden, weight, rows, needs, bias
+        self.buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
+        self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
+        self.dweight = weight.new_empty(weight.shape if needs.weight else (0,), dtype=wide(weight.dtype))
+        self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=wide(weight.dtype))
+
+    def logits(self, start: int) -> Tensor:
+        """(rows, V) of the chunk that begins at row `start`: a buffer that the next call fills anew."""
+        x = self.hidden[start : start + self.rows]
+        buffer = self.buffer[: x.shape[0]]
+        if self.bias is None:
+            return torch.mm(x, self.weight.T, out=buffer)
+        return torch.addmm(self.bias, x, self.weight.T, out=buffer)
+
+    def take_gradient(self, start: int, dlogits: Tensor) -> None:
+        """To be called for each chunk in turn, with what has become of its logits."""
+        if self.needs.hidden:
+            torch.mm(dlogits, self.weight, out=self.dhidden[start : start + self.rows])
+        if self.needs.weight:
+            _accumulate_(self.dweight, dlogits.T, self.hidden[start : start + self.rows], first=start == 0)
+        if self.needs.bias:
+            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dhidden, dweight and dbias."""
+        if self.hidden.shape[0] == 0:
+            self.dweight.zero_()
+        return self.dhidden, self.dweight, self.dbias
+
+
+def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total (+)= a @ b, with the products summed in the dtype of `total`."""
+    beta = 0 if first else 1
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+class SkippingHead:
+    """Sorts the rows that count to the front and computes those alone, though the host never learns how many."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs) -> None:
+        self.hidden, self.weight, self.rows, self.needs, self.counts = hidden, weight, rows, needs, counts
+        self.order = torch.argsort(counts.to(torch.uint8), descending=True, stable=True)
+        self.count = counts.sum(dtype=torch.int32).view(1)
+        # Where no row stands that counts stands one more copy of the first: it meets zeros, so it must be finite.
+        places = torch.arange(self.order.shape[0], device=hidden.device)
+        self.source = torch.where(places < self.count, self.order, self.order[0])
+        self.x = hidden  # of the present chunk
+        self.buffer = valid_rows.row_buffer(hidden, min(rows, hidden.shape[0]), weight.shape[0])
+        self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
+        self.dweight = weight.new_empty(weight.shape if needs.weight else (0,))
+        several = rows < hidden.shape[0]
+        self.low = torch.empty(self.dweight.shape if several else (0,), dtype=torch.uint8, device=weight.device)
+        self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=torch.float32)
+
+    def logits(self, start: int) -> Tensor:
+        self.x = self.hidden.index_select(0, self.source[start : start + self.rows])
+        logits = self.buffer[: self.x.shape[0]]
+        valid_rows.product_(logits, self.x, self.weight.T, self.count, start)
+        return logits
+
+    def take_gradient(self, start: int, dlogits: Tensor) -> None:
+        if self.needs.hidden:
+            valid_rows.product_(self.dhidden, dlogits, self.weight, self.count, start, self.order)
+        if self.needs.weight:
+            valid_rows.accumulate_(self.dweight, self.low, dlogits, self.x, self.count, start)
+        if self.needs.bias:
+            counts = torch.arange(start, start + dlogits.shape[0], device=dlogits.device)[:, None] < self.count
+            self.dbias += torch.where(counts, dlogits, 0).sum(0, dtype=torch.float32)
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.needs.hidden:
+            self.dhidden.masked_fill_(~self.counts[:, None], 0)
+        return self.dhidden, self.dweight, self.dbias

@@ -1,0 +1,269 @@
+"""Distillation heads: the divergences of `divergence` between `student_hidden @ student_weight.T` and `teacher_hidden @
+teacher_weight.T`, without ever holding all logits of either.
+
+Forward:   loss = sum_t D(softmax(y_t / T), softmax(z_t / T)),   z_t = W h_t + b of the student, y_t of the teacher.
+Backward:  with P_t = dD/dz_t:   dhidden = P @ W,   dweight = P.T @ hidden,   dbias = sum_t P_t.
+
+The rows are swept in chunks whose logits, the student's and the teacher's together, fit a budget: two matrix products
+make them, one kernel turns the student's in place into their own gradient, two matrix products turn that into the
+chunk's part of dhidden and dweight. dweight and dbias are accumulated in fp32.
+
+The tokens of a sum have the upstream gradient in common, so gradients are made in the forward sweep, and multiplied by
+it in backward, in fp32 and into fresh tensors. The teacher is a constant.
+
+Saved: the gradients with respect to the student's hidden, weight and bias that are needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.cross_entropy import reduce
+from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.divergence import (
+    OPTIONS_SCHEMA,
+    Divergence,
+    Options,
+    check,
+    every_token_counts,
+    jsd_at,
+    loss_then_gradient_,
+    losses_of,
+)
+from ligerzoo.kernels.divergence import reference as divergence_reference
+from ligerzoo.kernels.head import DenseHead, Needs, rows_per_chunk
+from ligerzoo.kernels.scaled import scaled
+
+
+def reference(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
+    student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options,
+) -> Tensor:  # fmt: skip
+    """The divergence of each row in plain torch, all logits at once: the specification and the tests' oracle."""
+    student = F.linear(student_hidden, student_weight, student_bias)
+    return divergence_reference(student, F.linear(teacher_hidden, teacher_weight, teacher_bias), target, options)
+
+
+def _sweep_fake(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
+    student_bias: Tensor | None, teacher_bias: Tensor | None, divergence: Divergence, beta: float, temperature: float,
+    ignore_index: int, budget: int | None, triton: bool, needs_dhidden: bool, needs_dweight: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    either = torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)
+    losses = student_hidden.new_empty(target.shape, dtype=wide(either))
+    dhidden = student_hidden.new_empty(student_hidden.shape if needs_dhidden else (0,))
+    classes, features = student_weight.shape
+    accumulated = wide(student_weight.dtype)
+    dweight = student_weight.new_empty((classes, features) if needs_dweight else (0,), dtype=accumulated)
+    dbias = student_weight.new_empty((classes,) if needs_dbias else (0,), dtype=accumulated)
+    return losses, dhidden, dweight, dbias
+
+
+@register(
+    "linear_divergence_sweep(Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, "
+    "Tensor teacher_weight, Tensor target, Tensor? student_bias, Tensor? teacher_bias, "
+    f"{OPTIONS_SCHEMA}, int? budget, bool triton, bool needs_dhidden, bool needs_dweight, bool needs_dbias) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_sweep_fake,
+)
+def _sweep(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
+    student_bias: Tensor | None, teacher_bias: Tensor | None, divergence: Divergence, beta: float, temperature: float,
+    ignore_index: int, budget: int | None, triton: bool, needs_dhidden: bool, needs_dweight: bool, needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The losses of all rows, and the gradients of their sum with respect to hidden, weight and bias (empty where not
+    needed)."""
+    options = Options(divergence, beta, temperature, ignore_index)
+    needs = Needs(needs_dhidden, needs_dweight, needs_dbias)
+    itemsize = student_hidden.element_size() + teacher_hidden.element_size()
+    rows = rows_per_chunk(student_hidden, student_weight, itemsize, budget)
+    student = DenseHead(student_hidden, student_weight, rows, needs, student_bias)
+    teacher = DenseHead(teacher_hidden, teacher_weight, rows, Needs(False, False), teacher_bias)
+    losses = target.new_empty(target.shape, dtype=wide(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)))
+    for start in range(0, target.shape[0], rows):
+        chunk = slice(start, start + rows)
+        logits, teacher_logits = student.logits(start), teacher.logits(start)
+        if any(needs):
+            losses[chunk] = loss_then_gradient_(logits, teacher_logits, target[chunk], options, triton)
+            student.take_gradient(start, logits)
+        else:
+            losses[chunk] = losses_of(logits, teacher_logits, target[chunk], options, triton)
+    return losses, *student.gradients()
+
+
+class _SummedDivergence(torch.autograd.Function):
+    """The sum of the tokens' divergences; gradients are made in the forward sweep, if there are to be any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
+        teacher_weight: Tensor, teacher_bias: Tensor | None, target: Tensor, options: Options, budget: int | None,
+        triton: bool, differentiable: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.needs = tuple(needed and differentiable for needed in ctx.needs_input_grad[:3])
+        losses, *gradients = _sweep(
+            student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias, teacher_bias,
+            *options, budget, triton, *ctx.needs,
+        )  # fmt: skip
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = tuple(t if t is None else t.dtype for t in (student_hidden, student_weight, student_bias))
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (
+            scaled(gradient, upstream, dtype) if needed else None
+            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
+        )
+        return *gradients, *(None,) * 8
+
+
+def _linear_divergence(
+    name: str, student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    target: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options,
+    reduction: Literal["mean", "sum"], num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
+) -> Tensor:  # fmt: skip
+    check(name, options, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'{name}: reduction={reduction!r}; expected "mean" or "sum"')
+    student_hidden, student_weight, student_bias = autocast(student_hidden, student_weight, student_bias)
+    teacher_hidden, teacher_weight, teacher_bias = autocast(teacher_hidden, teacher_weight, teacher_bias)
+    _check_shapes(
+        name, target, student=(student_hidden, student_weight, student_bias),
+        teacher=(teacher_hidden, teacher_weight, teacher_bias),
+    )  # fmt: skip
+    if target is None:
+        target, options = every_token_counts(student_hidden, options)
+    total = _SummedDivergence.apply(
+        student_hidden.reshape(-1, student_hidden.shape[-1]), student_weight, student_bias,
+        teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), teacher_weight, teacher_bias, target.reshape(-1), options,
+        logits_budget, uses_triton(student_hidden, teacher_hidden, backend=backend), torch.is_grad_enabled(),
+    )  # fmt: skip
+    return reduce(total, target, reduction, options.ignore_index, num_items)
+
+
+def _check_shapes(name: str, target: Tensor | None, **heads: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    tokens, classes = heads["student"][0].shape[:-1], heads["student"][1].shape[:1]
+    for whose, (hidden, weight, bias) in heads.items():
+        fits = (
+            hidden.shape == (*tokens, *weight.shape[1:])
+            and weight.dim() == 2
+            and weight.shape[:1] == classes
+            and hidden.dtype == weight.dtype
+            and (bias is None or (bias.shape == classes and bias.dtype == weight.dtype))
+        )
+        if not fits:
+            raise ValueError(
+                f"{name}: {whose}_hidden {tuple(hidden.shape)} {hidden.dtype}, {whose}_weight {tuple(weight.shape)} "
+                f"{weight.dtype}, {whose}_bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
+                f"expected {(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
+            )
+    if target is not None and target.shape != tokens:
+        raise ValueError(f"{name}: target {tuple(target.shape)}; expected {tuple(tokens)} or None")
+
+
+def linear_kl_div(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    logits_budget: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`kl_div` of `student_hidden @ student_weight.T` and `teacher_hidden @ teacher_weight.T`; the logits of the two
+    are never held beyond `logits_budget`.
+
+    Args:
+        student_hidden: (..., H) hidden states.
+        student_weight: (V, H), the head, in the dtype of `student_hidden`.
+        teacher_hidden: (..., G) hidden states; neither size nor dtype need be the student's.
+        teacher_weight: (V, G), in the dtype of `teacher_hidden`.
+        target: (...) integers, or None if all tokens count. Looked at only to tell tokens that count from others.
+        reverse: KL(student || teacher) in place of KL(teacher || student).
+        temperature: divides both logits; see `kl_div`.
+        student_bias: (V,), added to the student's logits, or None.
+        teacher_bias: (V,), added to the teacher's logits, or None.
+        ignore_index: the target of a token that does not count.
+        reduction: "mean" over the tokens that count, or "sum".
+        num_items: divides the sum in place of the number of tokens that count (an int or a 0-d tensor): the same number
+            for all micro-batches of a step makes gradient accumulation exact.
+        logits_budget: MiB of logits that exist at a time (at least one row of both); None for `set_logits_budget`'s.
+            On a CPU a few copies of these in fp32 come on top.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference, in chunks too).
+
+    Returns:
+        0-d, fp32 (fp64 for fp64 input). Without a token that counts, "mean" is 0 and all gradients are 0. What is
+        frozen of the student costs neither the memory nor the time of its gradient.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit, an option is out of range, or something of the teacher requires a
+            gradient.
+    """
+    options = Options("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
+    return _linear_divergence(
+        "linear_kl_div", student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias,
+        teacher_bias, options, reduction, num_items, logits_budget, backend,
+    )  # fmt: skip
+
+
+def linear_jsd(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    logits_budget: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`jsd`, whose `beta` this is, of two heads; everything else is as in `linear_kl_div`."""
+    options = Options(jsd_at(beta), beta, temperature, ignore_index)
+    return _linear_divergence(
+        "linear_jsd", student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias,
+        teacher_bias, options, reduction, num_items, logits_budget, backend,
+    )  # fmt: skip
+
+
+def linear_tvd(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    logits_budget: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`tvd` of two heads; everything else is as in `linear_kl_div`."""
+    options = Options("tvd", 0.0, temperature, ignore_index)
+    return _linear_divergence(
+        "linear_tvd", student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias,
+        teacher_bias, options, reduction, num_items, logits_budget, backend,
+    )  # fmt: skip

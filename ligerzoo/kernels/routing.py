@@ -1,0 +1,82 @@
+"""Tokens and the rows of their slots: where T tokens go to k experts each, their T * k slots are sorted by expert.
+
+    spread:    out[rows[t, j]] = x_t,                each token copied into the rows of its slots
+    collect:   y_t = sum_j values[rows[t, j]],       in fp32 and in the order of the slots
+
+The two are each other's transposes, so each is the backward pass of the other. Nothing is added by atomics, and nothing
+waits for the GPU, which alone knows how many rows an expert has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import as_rows, next_power_of_2, wide
+from ligerzoo.kernels.jit import kernel, tl
+
+_MAX_BLOCK = 2048
+
+
+def sort_by_expert(expert_ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """The row of each slot, (T, k) int32, and the first row of each expert and the row after all, (E + 1,) int32.
+
+    The slots of an expert keep their order. Those of no expert, with an id outside [0, E), come before or behind.
+    """
+    sorted_ids, slots = expert_ids.flatten().int().sort(stable=True)
+    device = expert_ids.device
+    bounds = torch.searchsorted(
+        sorted_ids, torch.arange(n_experts + 1, dtype=torch.int32, device=device), out_int32=True
+    )
+    rows = torch.arange(len(slots), dtype=torch.int32, device=device)
+    return torch.empty_like(rows).scatter_(0, slots, rows).view(expert_ids.shape), bounds
+
+
+@kernel
+def _spread_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(n_cols, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * x_stride + cols, mask=cols < n_cols, other=0.0)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(row_ptr + token * SLOTS + slot).to(tl.int64)
+        tl.store(out_ptr + row * n_cols + cols, x, mask=cols < n_cols)
+
+
+@kernel
+def _collect_kernel(
+    values_ptr, row_ptr, bounds_ptr, y_ptr, n_cols, n_experts, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(n_cols, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    first, end = tl.load(bounds_ptr), tl.load(bounds_ptr + n_experts)
+    y = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(row_ptr + token * SLOTS + slot).to(tl.int64)
+        mask = (cols < n_cols) & (first <= row) & (row < end)
+        y += tl.load(values_ptr + row * n_cols + cols, mask=mask, other=float("nan")).to(tl.float32)
+    tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+def spread(x: Tensor, rows: Tensor, fused: bool) -> Tensor:
+    """(T, H), any strides -> (T * k, H)."""
+    out = x.new_empty((rows.numel(), x.shape[1]))
+    if fused:
+        x, n_cols, block = as_rows(x), x.shape[1], min(_MAX_BLOCK, next_power_of_2(x.shape[1]))
+        programs = x.shape[0] * -(-n_cols // block)
+        _spread_kernel[programs](x, rows, out, x.stride(0), n_cols, rows.shape[1], block, num_warps=4)
+    else:
+        out[rows.flatten()] = x.repeat_interleave(rows.shape[1], 0)
+    return out
+
+
+def collect(values: Tensor, rows: Tensor, bounds: Tensor, fused: bool) -> Tensor:
+    """(T * k, H), contiguous -> (T, H); NaN for a token with a slot of no expert."""
+    n_cols = values.shape[1]
+    if not fused:
+        return values[rows.flatten()].view(*rows.shape, n_cols).sum(1, dtype=wide(values.dtype)).to(values.dtype)
+    y, block = values.new_empty((rows.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
+    programs = rows.shape[0] * -(-n_cols // block)
+    _collect_kernel[programs](values, rows, bounds, y, n_cols, len(bounds) - 1, rows.shape[1], block, num_warps=4)
+    return y

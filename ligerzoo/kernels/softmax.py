@@ -1,0 +1,167 @@
+"""Softmax over the last dimension, in fp32 and rounded once.
+
+Forward:   y = exp(x - m) / sum(exp(x - m)),   m = max(x).
+Backward:  dx = y * (dy - sum(dy * y)).
+
+Saved: y. A row that fits the registers of one program is read once, and short rows share a program. A longer row is
+walked twice: for its maximum and sum (the sum rescaled whenever the maximum grows, Milakov & Gimelshein 2018), then for
+its results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.rows import FORWARD_TILE, tile
+
+_MAX_COLUMNS = 16384  # of a row that is held in the registers of one program
+_BLOCK = 4096  # columns a step in a row that is not
+
+
+def reference(x: Tensor) -> Tensor:
+    """The same in plain torch: the specification, the CPU path and the tests' oracle."""
+    return torch.softmax(x, -1, dtype=x.dtype)  # said explicitly, the dtype is left alone by autocast
+
+
+@jit
+def max_and_sum_exp(row_ptr, scale, n_cols, BLOCK: tl.constexpr):
+    """m = max(x) and sum(exp(scale * (x - m))) of a row, in one pass; the sum is NaN where the row has a NaN, an inf or
+    nothing but -inf."""
+    maximum = tl.full((), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
+        new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
+        # A row that has shown nothing but -inf would subtract inf from inf.
+        pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        total = total * tl.exp(scale * (maximum - pivot)) + tl.exp(scale * (x - pivot))
+        maximum = new_maximum
+    sum_exp = tl.sum(total, axis=0)
+    return maximum, tl.where(sum_exp == 0.0, float("nan"), sum_exp)
+
+
+@kernel
+def _forward_kernel(x_ptr, y_ptr, x_stride, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+    exp = tl.exp(x - tl.max(x, axis=1)[:, None])
+    y = exp / tl.sum(exp, axis=1)[:, None]
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _backward_kernel(
+    dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    y = tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    dx = y * (dy - tl.sum(dy * y, axis=1)[:, None])
+    tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _long_forward_kernel(x_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    maximum, sum_exp = max_and_sum_exp(x_ptr + row * x_stride, 1.0, n_cols, BLOCK)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        y = tl.exp(x - maximum) / sum_exp
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@kernel
+def _long_backward_kernel(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    products = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        y = tl.load(y_ptr + row * y_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        products += dy * y
+    projection = tl.sum(products, axis=0)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        y = tl.load(y_ptr + row * y_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        dx = y * (dy - projection)
+        tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+def _forward_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@register("softmax_forward(Tensor x) -> Tensor", fake=_forward_fake)
+def _forward(x: Tensor) -> Tensor:
+    y = _forward_fake(x)
+    rows = as_rows(x)
+    n_rows, n_cols = rows.shape
+    if n_cols > _MAX_COLUMNS:
+        _long_forward_kernel[n_rows](rows, y, rows.stride(0), n_cols, _BLOCK, num_warps=8)
+    else:
+        tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
+        _forward_kernel[-(-n_rows // tile_rows)](
+            rows, y, rows.stride(0), n_rows, n_cols, tile_rows, tile_cols, num_warps=warps
+        )
+    return y
+
+
+def _backward_fake(dy: Tensor, y: Tensor) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+@register("softmax_backward(Tensor dy, Tensor y) -> Tensor", fake=_backward_fake)
+def _backward(dy: Tensor, y: Tensor) -> Tensor:
+    dx = _backward_fake(dy, y)
+    dy_rows, y_rows = as_rows(dy), as_rows(y)
+    n_rows, n_cols = y_rows.shape
+    strides = dy_rows.stride(0), y_rows.stride(0)
+    if n_cols > _MAX_COLUMNS:
+        _long_backward_kernel[n_rows](dy_rows, y_rows, dx, *strides, n_cols, _BLOCK, num_warps=8)
+    else:
+        tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
+        _backward_kernel[-(-n_rows // tile_rows)](
+            dy_rows, y_rows, dx, *strides, n_rows, n_cols, tile_rows, tile_cols, num_warps=warps
+        )
+    return dx
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _forward(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return _backward(dy, *ctx.saved_tensors)
+
+
+def softmax(x: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """`exp(x) / sum(exp(x))` over the last dimension, computed in fp32 whatever the dtype of `x`.
+
+    Args:
+        x: (..., H), any strides; rows may be of any length.
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+
+    Returns:
+        (..., H) in the dtype of `x`. A row with a NaN, an inf, or nothing but -inf is NaN.
+
+    Raises:
+        ValueError: `backend` is unknown, or can't serve `x`.
+    """
+    return _Softmax.apply(x) if uses_triton(x, backend=backend) else reference(x)

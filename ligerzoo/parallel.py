@@ -1,0 +1,199 @@
+"""Operations over tensors that several processes hold together.
+
+`vocab_parallel_linear_cross_entropy` is `linear_cross_entropy` for a head whose rows are spread over a process group,
+as Megatron-LM's (Shoeybi et al. 2019, section 3) and `torch.distributed.tensor` spread them. Every process has all
+hidden states and targets, and the logits of its own classes. With l_r the logsumexp of process r's logits,
+
+    logsumexp = log sum_r exp(l_r),   loss = logsumexp - x_y,   and  d logsumexp / d l_r = exp(l_r - logsumexp),
+
+so two numbers a token travel, and every process then turns its own logits into their gradient in place. dhidden is
+summed over the processes; dweight stays where its rows are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ligerzoo.kernels.cross_entropy import Reduction, check_targets, reduce
+from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, uses_triton, wide
+from ligerzoo.kernels.head import Needs, head_for, rows_per_chunk
+from ligerzoo.kernels.scaled import scaled
+from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
+
+
+class _Options(NamedTuple):
+    group: dist.ProcessGroup | None
+    first_class: int
+    rows: int
+    terms: Terms
+    ignore_index: int
+    triton: bool
+
+
+def _sweep(
+    hidden: Tensor, weight: Tensor, target: Tensor, of_loss: Tensor | None, needs: Needs, options: _Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of all rows and, for an upstream gradient, dhidden and dweight."""
+    group, first_class, rows, terms, ignore_index, triton = options
+    counts = target != ignore_index
+    inside = (target >= first_class) & (target < first_class + weight.shape[0]) & counts
+    # A row whose target another process has is here a row of class 0, of which only the logsumexp is used.
+    own_target = torch.where(counts, torch.where(inside, target - first_class, 0), -100)
+    losses = torch.zeros_like(target, dtype=wide(hidden.dtype))
+    own = empty_results(target, losses.dtype, entropy=False, argmax=False)
+    of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
+    if weight.shape[0] == 0:  # all of this process's classes are padding
+        own.logsumexp.fill_(-torch.inf)
+    head = head_for(hidden, weight, counts, rows, needs)
+    walk = functools.partial(
+        walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0),
+        order=head.order, count=head.count, triton=triton,
+    )  # fmt: skip
+    for start in range(0, hidden.shape[0], rows):
+        logits = head.logits(start)
+        chunk: Any = slice(start, start + rows) if head.order is None else head.order[start : start + rows]
+        if weight.shape[0]:
+            walk(logits, first_row=start)
+        own_logsumexp, own_logp, mine = own.logsumexp[chunk], own.logp[chunk], inside[chunk]
+        largest = own_logsumexp.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        share = torch.stack([(own_logsumexp - largest).exp(), torch.where(mine, own_logp + own_logsumexp, 0.0)])
+        dist.all_reduce(share, dist.ReduceOp.SUM, group)
+        logsumexp, x_target = largest + share[0].log(), share[1]
+        losses[chunk] = torch.where(counts[chunk], logsumexp - x_target + terms.z_loss * logsumexp.square(), 0.0)
+        if of_loss is not None and any(needs):
+            # x_y = logp + l_r where the target is here, so that l_r has the two of them to answer for.
+            g = of_loss[chunk]
+            of_x_target = torch.where(mine, -g, 0.0)
+            of_logp[chunk] = of_x_target
+            of_logsumexp[chunk] = (
+                g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + of_x_target
+            )
+            if weight.shape[0]:
+                walk(logits, upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits, first_row=start)
+            head.take_gradient(start, logits)
+    dhidden, dweight, _ = head.gradients()
+    if needs.hidden and of_loss is not None:
+        dist.all_reduce(dhidden, dist.ReduceOp.SUM, group)
+    return losses, dhidden, dweight
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Gradients are made in the forward sweep, as in `linear_cross_entropy`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, options: _Options) -> Tensor:
+        needs = Needs(*ctx.needs_input_grad[:2])
+        ones = hidden.new_ones((), dtype=wide(hidden.dtype)).expand(target.shape)
+        losses, dhidden, dweight = _sweep(hidden, weight, target, ones, needs, options)
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.needs, ctx.dtypes = needs, (hidden.dtype, weight.dtype)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dweight = (
+            scaled(gradient, upstream, dtype) if needed else None
+            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs[:2], strict=True)
+        )
+        return dhidden, dweight, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Backward sweeps again, with the upstream gradient of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, options: _Options) -> Tensor:
+        ctx.save_for_backward(hidden, weight, target)
+        ctx.options = options
+        return _sweep(hidden, weight, target, None, Needs(False, False), options)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, target = ctx.saved_tensors
+        needs = Needs(*ctx.needs_input_grad[:2])
+        _, dhidden, dweight = _sweep(hidden, weight, target, upstream.contiguous(), needs, ctx.options)
+        return dhidden if needs.hidden else None, dweight.to(weight.dtype) if needs.weight else None, None, None
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    logits_budget: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`linear_cross_entropy` with the classes spread over the processes of a group.
+
+    To be called by all processes alike, with the same hidden states and targets.
+
+    Args:
+        hidden: (..., H), or a `DTensor` replicated over the mesh.
+        weight: (V / processes, H), this process's classes: rank r has the r-th of as many equal parts. Or a `DTensor`
+            of (V, H), sharded over its rows on a one-dimensional mesh, whose group is then used.
+        target: (...) int64 in all of the vocabulary, or `ignore_index`.
+        group: the processes; None for all.
+        vocab_size: classes from this one on are padding, which no logit, loss or gradient knows of; None for none.
+        logits_budget: MiB of this process's logits that exist at a time; see `linear_cross_entropy` for this and the
+            other arguments.
+
+    Returns:
+        fp32 (fp64 for fp64 input), the same on all processes: 0-d, or of the targets' shape for "none".
+
+    Raises:
+        ValueError: shapes, dtypes or placements do not fit, or (on a CPU) a target is no class.
+    """
+    if isinstance(hidden, DTensor):
+        hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+    if isinstance(weight, DTensor):
+        if weight.placements != (Shard(0),):
+            raise ValueError(
+                f"vocab_parallel_linear_cross_entropy: weight is placed {weight.placements}; expected (Shard(0),)"
+            )
+        n_classes, group = weight.shape[0], weight.device_mesh.get_group()
+        part = -(-n_classes // dist.get_world_size(group))
+        weight = weight.to_local()
+    else:
+        part = weight.shape[0]
+        n_classes = part * dist.get_world_size(group)
+    n_classes = n_classes if vocab_size is None else vocab_size
+    hidden, weight = autocast(hidden, weight)
+    if hidden.shape[:-1] != target.shape or hidden.shape[-1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"vocab_parallel_linear_cross_entropy: hidden {tuple(hidden.shape)} {hidden.dtype}, this process's weight "
+            f"{tuple(weight.shape)} {weight.dtype}, target {tuple(target.shape)}; "
+            "expected (..., H), (V / processes, H) of one dtype, and (...)"
+        )
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    check_targets(targets, n_classes, ignore_index)
+    first_class = dist.get_rank(group) * part
+    options = _Options(
+        group, first_class,
+        rows_per_chunk(rows, weight.new_empty(0).expand(part, 0), rows.element_size(), logits_budget),
+        Terms(logit_scale, softcap, temperature, z_loss=z_loss), ignore_index,
+        uses_triton(rows, weight, backend=backend),
+    )  # fmt: skip
+    own_weight = weight[: max(0, n_classes - first_class)]
+    function: Any = _SummedLoss if reduction != "none" and torch.is_grad_enabled() else _TokenLosses
+    losses = function.apply(rows, own_weight, targets, options)
+    if reduction == "none":
+        losses = losses.view(target.shape)
+    return reduce(losses, target, reduction, ignore_index, num_items)

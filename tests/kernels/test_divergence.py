@@ -1,0 +1,318 @@
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import jsd, kl_div
+from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.divergence import Options, loss_then_gradient_
+from tests.kernels.helpers import (
+    DIVERGENCES,
+    DTYPES,
+    ON_GPU,
+    Recorder,
+    assert_as_exact_as,
+    divergence_oracle,
+    judge,
+    launch_nothing,
+    needs_triton,
+    numbers,
+    on_gpu_too,
+    targets,
+)
+
+every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
+
+
+def function_of(of: str, **options: Any) -> Callable[..., Tensor]:
+    return partial(DIVERGENCES[of][0], **options)
+
+
+def judge_with(of: str, student: Tensor, teacher: Tensor, target: Tensor | None = None, **options: Any) -> None:
+    inputs = [student, teacher.detach(), *([] if target is None else [target])]
+    judge(function_of(of, **options), partial(divergence_oracle, of, **options), inputs)
+
+
+SHAPES = on_gpu_too(
+    [(130,), (3, 1), (50, 2), (20, 33), (4, 3, 127), (2, 1, 2, 130), (2, 4097), (1, 9001)],
+    [(500, 32_003), (65, 151_936), (33, 262_147)],
+)
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, of: str, device: str) -> None:
+    student, teacher = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
+    judge_with(of, student, teacher, reduction="none")
+
+
+@every_divergence
+@pytest.mark.parametrize("student, teacher", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_mixed_dtypes(student: torch.dtype, teacher: torch.dtype, of: str, device: str) -> None:
+    judge_with(of, numbers(5, 33, dtype=student, device=device), numbers(5, 33, dtype=teacher, device=device))
+
+
+@every_divergence
+@pytest.mark.parametrize("temperature", [0.5, 3, 20.0])
+def test_temperature(temperature: float, of: str, device: str) -> None:
+    student, teacher = (numbers(5, 33, device=device, scale=3.0) for _ in range(2))
+    judge_with(of, student, teacher, temperature=temperature, reduction="none")
+
+
+@pytest.mark.parametrize("beta", [0, 0.0, 1e-3, 0.1, 0.5, 0.9, 1.0, 1])
+def test_beta(beta: float, device: str) -> None:
+    student, teacher = (numbers(5, 33, device=device, scale=2.0) for _ in range(2))
+    judge_with("jsd", student, teacher, beta=beta, temperature=2.0, reduction="none")
+
+
+@pytest.mark.parametrize("beta, reverse", [(0.0, False), (1.0, True)])
+def test_at_its_ends_jsd_is_a_kl_divergence(beta: float, reverse: bool, device: str) -> None:
+    """Which it tends to when divided by its share, though the formula itself is 0 there."""
+    student, teacher = numbers(5, 33, device=device).double(), numbers(5, 33, device=device).double().detach()
+    kl = kl_div(student, teacher, reverse=reverse, reduction="none")
+    assert torch.equal(jsd(student, teacher, beta=beta, reduction="none"), kl)
+    near = jsd(student, teacher, beta=abs(beta - 1e-7), reduction="none")
+    torch.testing.assert_close(near / 1e-7, kl, rtol=1e-5, atol=0)
+
+
+@every_divergence
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 10**6])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ignored_targets(reduction: str, ignore_index: int, ignored: float, of: str, device: str) -> None:
+    student, teacher = (numbers(4, 3, 33, device=device) for _ in range(2))
+    target = targets(4, 3, classes=33, device=device, ignored=ignored, ignore_index=ignore_index)
+    judge_with(of, student, teacher, target, ignore_index=ignore_index, reduction=reduction)
+    if ignored == 1.0:
+        loss = function_of(of, ignore_index=ignore_index, reduction=reduction)(student, teacher.detach(), target)
+        (dstudent,) = torch.autograd.grad(loss, student, torch.randn_like(loss))
+        assert not loss.any()
+        assert not dstudent.any()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_without_targets_every_token_counts(reduction: str, ignore_index: int, device: str) -> None:
+    student, teacher = (numbers(4, 3, 33, device=device) for _ in range(2))
+    judge_with("kl_div", student, teacher, ignore_index=ignore_index, reduction=reduction)
+
+
+@pytest.mark.parametrize("num_items", [7, torch.tensor(7), torch.tensor(2.5)], ids=str)
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_num_items_divides_the_sum(num_items: int | Tensor, with_targets: bool, device: str) -> None:
+    num_items = num_items.to(device) if isinstance(num_items, Tensor) else num_items
+    student, teacher = (numbers(4, 3, 33, device=device) for _ in range(2))
+    target = targets(4, 3, classes=33, device=device) if with_targets else None
+    judge_with("jsd", student, teacher, target, num_items=num_items)
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_losses_are_wide(dtype: torch.dtype, of: str, device: str) -> None:
+    student, teacher = (numbers(4, 33, dtype=dtype, device=device).detach() for _ in range(2))
+    assert function_of(of)(student, teacher).dtype == torch.float32
+    assert function_of(of, reduction="none")(student, teacher).dtype == torch.float32
+
+
+# Numbers that are hard
+
+
+@every_divergence
+@pytest.mark.parametrize("n_classes", [33, 5000])
+@pytest.mark.parametrize("options", [{}, {"temperature": 3.0}], ids=str)
+def test_a_student_equal_to_its_teacher(options: dict[str, Any], n_classes: int, of: str, device: str) -> None:
+    student = numbers(5, n_classes, device=device, scale=3.0)
+    for beta in (0.1, 0.5, 0.7) if of == "jsd" else (None,):
+        function = function_of(of, reduction="none", **options, **({} if beta is None else {"beta": beta}))
+        losses = function(student, student.detach().clone())
+        (dstudent,) = torch.autograd.grad(losses, student, torch.ones_like(losses))
+        assert not losses.any()
+        rounding = 0.0 if ON_GPU or INTERPRETING else 1e-6  # of torch's own derivative of a softmax
+        assert dstudent.abs().max() <= rounding
+
+
+@every_divergence
+@pytest.mark.parametrize("at", [1e4, -1e6])
+def test_logits_far_from_zero(at: float, of: str, device: str) -> None:
+    student, teacher = (at + torch.randn(5, 130, device=device) for _ in range(2))
+    judge_with(of, student.requires_grad_(), teacher - 3 * at, reduction="none")
+
+
+def probabilities_of_zero() -> list[tuple[float, float]]:
+    """A student's and a teacher's logit, beside some that are near 0."""
+    return [(-1e4, -1e4), (-1e4, 0.0), (0.0, -1e4), (-95.0, -1e4), (-1e4, -95.0), (-1e30, -1e4)]
+
+
+@every_divergence
+@pytest.mark.parametrize("student_logit, teacher_logit", probabilities_of_zero())
+def test_probabilities_that_underflow(student_logit: float, teacher_logit: float, of: str, device: str) -> None:
+    student, teacher = numbers(5, 33, device=device), numbers(5, 33, device=device)
+    with torch.no_grad():
+        student[:, ::3], teacher[:, ::3] = student_logit, teacher_logit
+    losses = function_of(of, reduction="none")(student, teacher.detach())
+    (dstudent,) = torch.autograd.grad(losses, student, torch.ones_like(losses))
+    assert losses.isfinite().all()
+    assert dstudent.isfinite().all()
+    truth = student.detach().double().requires_grad_()
+    true_losses = function_of(of, reduction="none")(truth, teacher.detach().double())
+    (true_dstudent,) = torch.autograd.grad(true_losses, truth, torch.ones_like(true_losses))
+    torch.testing.assert_close(losses.double(), true_losses, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(
+        dstudent.double(), true_dstudent, rtol=2e-6, atol=1e-6 * float(true_dstudent.abs().max())
+    )
+
+
+@every_divergence
+@pytest.mark.parametrize("n_classes", [33, 5000])
+def test_classes_ruled_out_by_minus_infinity(n_classes: int, of: str, device: str) -> None:
+    """In both they might as well not be there."""
+    student, teacher = numbers(5, n_classes, device=device), numbers(5, n_classes, device=device).detach()
+    smaller_student, smaller_teacher = student.detach()[:, :16].requires_grad_(), teacher[:, :16]
+    with torch.no_grad():
+        student[:, 16:] = teacher[:, 16:] = -torch.inf
+    function = function_of(of, reduction="none")
+    losses, expected = function(student, teacher), function(smaller_student, smaller_teacher)
+    (dstudent,) = torch.autograd.grad(losses, student, torch.ones_like(losses))
+    (expected_dstudent,) = torch.autograd.grad(expected, smaller_student, torch.ones_like(losses))
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(dstudent[:, :16], expected_dstudent, rtol=1e-5, atol=1e-7)
+    assert not dstudent[:, 16:].any()
+
+
+@every_divergence
+@pytest.mark.parametrize("which", ["student", "teacher"])
+def test_classes_ruled_out_in_one_alone(which: str, of: str, device: str) -> None:
+    student, teacher = numbers(5, 33, device=device), numbers(5, 33, device=device).detach()
+    with torch.no_grad():
+        (student if which == "student" else teacher)[:, 16:] = -torch.inf
+    losses = function_of(of, reduction="none")(student, teacher)
+    is_infinite = (of, which) in {("kl_div", "student"), ("kl_div-reverse", "teacher")}
+    assert (losses == torch.inf).all() if is_infinite else losses.isfinite().all()
+    if not is_infinite:
+        truth = function_of(of, reduction="none")(student.double(), teacher.double())
+        torch.testing.assert_close(losses.double(), truth, rtol=2e-6, atol=1e-6)
+        (dstudent,) = torch.autograd.grad(losses, student, torch.ones_like(losses))
+        assert dstudent.isfinite().all()
+
+
+@every_divergence
+@pytest.mark.parametrize("which", ["student", "teacher"])
+def test_a_row_that_is_not_finite_stays_alone(which: str, of: str, device: str) -> None:
+    student, teacher = numbers(7, 33, device=device), numbers(7, 33, device=device).detach()
+    logits = student if which == "student" else teacher
+    with torch.no_grad():
+        logits[1, 3], logits[2, 4], logits[3], logits[4] = torch.nan, torch.inf, -torch.inf, torch.nan
+    target = torch.tensor([1, 2, 3, 4, -100, 5, 6], device=device)
+    losses = function_of(of, reduction="none")(student, teacher, target)
+    (dstudent,) = torch.autograd.grad(losses, student, torch.randn_like(losses))
+    assert losses[[1, 2, 3]].isnan().all()
+    assert losses[4] == 0
+    if which == "student":
+        assert dstudent[[1, 2, 3]].isnan().any(-1).all()
+    for t in (losses, dstudent):
+        assert t[[0, 5, 6]].isfinite().all()
+
+
+def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
+    student, teacher = numbers(12, 33, device=device), numbers(12, 33, device=device).detach()
+    target = targets(12, classes=33, device=device, ignored=0.5)
+    valid = int((target != -100).sum())
+
+    def gradient(student: Tensor, pieces: int) -> Tensor:
+        parts = zip(*(t.chunk(pieces) for t in (student, teacher.to(student.dtype), target)), strict=True)
+        loss = sum(jsd(*part, num_items=valid) for part in parts)
+        return torch.autograd.grad(loss, student)[0]
+
+    truth = gradient(student.detach().double().requires_grad_(), 1)
+    reference = torch.autograd.grad(divergence_oracle("jsd", student, teacher, target), student)[0]
+    for pieces in (1, 2, 4, 6):
+        assert_as_exact_as(gradient(student, pieces), reference, truth)
+
+
+@pytest.mark.parametrize("of", ["kl_div", "kl_div-reverse"])
+@pytest.mark.parametrize("distance", [1e-3, 1e-2])
+def test_distributions_that_are_nearly_equal(distance: float, of: str, device: str) -> None:
+    """The textbook's sum errs by more than the whole divergence may be."""
+    teacher = torch.randn(16, 1000, device=device) * 3
+    student = teacher + distance * torch.randn_like(teacher)
+    losses = function_of(of, reduction="none")(student, teacher)
+    truth = divergence_oracle(of, student.double(), teacher.double(), reduction="none")
+    assert (losses >= 0).all()
+    torch.testing.assert_close(losses.double(), truth, rtol=0.0, atol=1e-7)
+
+
+# What it costs, and what it refuses
+
+
+@every_divergence
+def test_probabilities_are_never_made(of: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "divergence")
+    student, teacher = numbers(50, 330, device=device), numbers(50, 330, device=device).detach()
+    with Recorder() as recorder:
+        function_of(of)(student, teacher).backward()
+    large = [size for size in recorder.made if size > 50 * 5 * 4]
+    assert large == [50 * 330 * 4]
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, device: str) -> None:
+    options = Options(divergence, 0.3, 2.0, -100)
+    of = {"forward_kl": "kl_div", "reverse_kl": "kl_div-reverse"}.get(divergence, divergence)
+    student, teacher = numbers(9, 5000, device=device), numbers(9, 5000, device=device).detach()
+    target = targets(9, classes=33, device=device)
+    oracle = partial(divergence_oracle, of, beta=0.3, temperature=2.0, reduction="none")
+    expected = oracle(student, teacher, target)
+    (reference,) = torch.autograd.grad(expected.sum(), student)
+    true_student = student.detach().double().requires_grad_()
+    true_losses = oracle(true_student, teacher.double(), target)
+    (truth,) = torch.autograd.grad(true_losses.sum(), true_student)
+    buffer = student.detach().clone()
+    losses = loss_then_gradient_(buffer, teacher, target, options, fused)
+    assert_as_exact_as(losses, expected.detach(), true_losses.detach())
+    assert_as_exact_as(buffer, reference, truth)
+
+
+@every_divergence
+def test_a_teacher_that_expects_gradients(of: str, device: str) -> None:
+    student, teacher = numbers(5, 33, device=device), numbers(5, 33, device=device)
+    with pytest.raises(ValueError, match=r"teacher requires a gradient.*pass teacher\.detach\(\)"):
+        function_of(of)(student, teacher)
+    with torch.no_grad():
+        function_of(of)(student, teacher)
+
+
+@pytest.mark.parametrize(
+    "options", [{"beta": -0.1}, {"beta": 1.1}, {"temperature": 0.0}, {"temperature": -1.0}], ids=str
+)
+def test_options_out_of_range(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"jsd: beta=.*expected 0 <= beta <= 1 and temperature > 0"):
+        jsd(torch.ones(2, 33), torch.ones(2, 33), **options)
+
+
+@pytest.mark.parametrize("options", [{"reduction": "average"}, {"reduction": "none", "num_items": 3}], ids=str)
+def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"reduction='\w+' with num_items="):
+        kl_div(torch.ones(2, 33), torch.ones(2, 33), **options)
+
+
+@pytest.mark.parametrize(
+    "teacher, target", [((2, 3, 32), None), ((3, 33), None), ((2, 3, 33), (2,)), ((2, 3, 33), (2, 3, 33))]
+)
+def test_shapes_that_do_not_fit(teacher: tuple[int, ...], target: tuple[int, ...] | None) -> None:
+    message = re.escape(f"kl_div: student (2, 3, 33), teacher {teacher} and target {target}; expected")
+    with pytest.raises(ValueError, match=message):
+        kl_div(torch.ones(2, 3, 33), torch.ones(teacher), None if target is None else torch.zeros(target).long())
+
+
+@needs_triton
+@every_divergence
+def test_the_backends_agree(of: str, device: str) -> None:
+    student, teacher = numbers(5, 33, device=device), numbers(5, 33, device=device).detach()
+    triton, plain = (function_of(of, backend=backend)(student, teacher) for backend in ("triton", "torch"))
+    torch.testing.assert_close(triton, plain, rtol=1e-5, atol=1e-6)

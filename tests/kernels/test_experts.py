@@ -1,0 +1,295 @@
+import re
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import experts_mlp
+from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.experts import reference
+from ligerzoo.kernels.glu import ACTIVATIONS
+from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
+from ligerzoo.kernels.routing import collect, sort_by_expert, spread
+from tests.kernels.helpers import (
+    DOT_DTYPES,
+    DTYPES,
+    ON_GPU,
+    Recorder,
+    assert_as_exact_as,
+    assert_equal,
+    differentiate,
+    judge,
+    numbers,
+    offset,
+    on_gpu_too,
+    padded,
+    transposed,
+)
+
+FUSED = ON_GPU or INTERPRETING
+
+
+def routes(tokens: int, experts: int, slots: int, device: str) -> Tensor:
+    """Random experts, all different where there are enough."""
+    return torch.rand(tokens, max(experts, slots), device=device).argsort(-1)[:, :slots] % experts
+
+
+def make(
+    tokens: int, features: int, inner: int, experts: int, slots: int, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """x, expert_ids, expert_weights, gate_up and down."""
+    return [
+        numbers(tokens, features, dtype=dtype, device=device),
+        routes(tokens, experts, slots, device),
+        torch.rand(tokens, slots, device=device).to(dtype).requires_grad_(),
+        numbers(experts, 2 * inner, features, dtype=dtype, device=device, scale=features**-0.5),
+        numbers(experts, features, inner, dtype=dtype, device=device, scale=inner**-0.5),
+    ]
+
+
+# tokens, features, inner, experts, slots
+SHAPES = on_gpu_too(
+    [(1, 16, 8, 4, 3), (7, 1, 1, 3, 2), (64, 33, 17, 5, 1), (31, 40, 24, 9, 8), (9, 130, 70, 3, 2)],
+    [(3, 512, 256, 128, 8), (4095, 256, 136, 7, 2), (16384, 64, 64, 2, 1), (300, 500, 1023, 20, 4)],
+)
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    judge(experts_mlp, reference, make(*shape, dtype, device))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: Any, device: str) -> None:
+    function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
+    judge(function, oracle, make(20, 33, 17, 3, 2, torch.float32, device))
+
+
+@pytest.mark.parametrize("ids", [[0], [2], [1, 3], [3, 1, 0]], ids=str)
+def test_experts_without_tokens(ids: list[int], device: str) -> None:
+    x, expert_ids, *others = make(20, 33, 17, 4, 2, torch.float32, device)
+    inputs = [x, torch.tensor(ids, device=device)[expert_ids % len(ids)], *others]
+    judge(experts_mlp, reference, inputs)
+    _, gradients = differentiate(experts_mlp, inputs, [torch.randn_like(x)])
+    idle = sorted({0, 1, 2, 3} - set(ids))
+    for gradient in gradients[-2:]:
+        assert gradient is not None
+        assert torch.equal(gradient[idle], torch.zeros_like(gradient[idle]))
+
+
+def test_the_same_expert_twice(device: str) -> None:
+    x, expert_ids, *others = make(20, 33, 17, 3, 2, torch.float32, device)
+    judge(experts_mlp, reference, [x, expert_ids[:, :1].expand(20, 2), *others])
+
+
+def test_int32_ids_and_weights_in_fp32(device: str) -> None:
+    x, expert_ids, expert_weights, *matrices = make(40, 33, 17, 3, 2, torch.float16, device)
+    judge(experts_mlp, reference, [x, expert_ids.int(), expert_weights.detach().float().requires_grad_(), *matrices])
+
+
+def test_numbers_that_are_not_finite_stay_with_their_token_and_their_expert(device: str) -> None:
+    x, _, expert_weights, gate_up, down = make(6, 33, 17, 4, 1, torch.float32, device)
+    expert_ids = torch.tensor([[0], [0], [1], [2], [3], [3]], device=device)
+    with torch.no_grad():
+        x[0, 3], gate_up[1, 20, 5], down[2, 7, 16], expert_weights[4] = torch.nan, torch.nan, torch.inf, torch.nan
+    inputs = [x, expert_ids, expert_weights, gate_up, down]
+    (y,), (dx, *_, dgate_up, ddown) = differentiate(experts_mlp, inputs, [torch.randn_like(x)])
+    finite = torch.tensor([False, True, False, False, False, True], device=device)
+    assert torch.equal(y.isfinite().all(1), finite)
+    assert dx is not None
+    assert torch.equal(dx.isfinite().all(1), finite)
+    for gradient in (dgate_up, ddown):
+        assert gradient is not None
+        assert torch.equal(gradient[3].isnan().any(), torch.tensor(True, device=device))
+
+
+@pytest.mark.skipif(ON_GPU, reason="looking would wait for the GPU")
+@pytest.mark.parametrize("wrong", [-1, 3, 2**40])
+def test_an_expert_that_does_not_exist(wrong: int, device: str) -> None:
+    inputs = make(5, 33, 17, 3, 2, torch.float32, device)
+    inputs[1][3, 1] = wrong
+    message = re.escape(f"experts_mlp: slot 1 of token 3 goes to expert {wrong}; expected 0 to 2")
+    with pytest.raises(ValueError, match=message):
+        experts_mlp(*inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [-1, 3, 2**20])
+def test_an_expert_that_does_not_exist_on_a_gpu(wrong: int, device: str) -> None:
+    inputs = make(5, 33, 17, 3, 2, torch.float32, device)
+    inputs[1][3, 1] = wrong
+    (y,), (dx, _, dweights, *_) = differentiate(experts_mlp, inputs, [torch.randn_like(inputs[0])])
+    assert dx is not None
+    assert dweights is not None
+    for rows in (y, dx):
+        assert rows.isnan().any(1).nonzero().tolist() == [[3]]
+    assert dweights.isnan().nonzero().tolist() == [[3, 1]]
+
+
+def test_only_the_hidden_rows_are_kept(device: str) -> None:
+    inputs = make(64, 33, 17, 5, 2, torch.float32, device)
+    kept: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        experts_mlp(*inputs)
+    own = [t for t in kept if t.data_ptr() not in {i.data_ptr() for i in inputs}]
+    assert sorted(t.nbytes for t in own) == [6 * 4, 64 * 2 * 4, 64 * 2 * 2 * 17 * 4]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter copies what a kernel is given")
+def test_frozen_inputs_cost_nothing(device: str) -> None:
+    inputs = make(64, 36, 20, 5, 2, torch.float32, device)
+
+    def made_in_backward(*trainable: int) -> set[int]:
+        leaves = [t.detach().requires_grad_(i in trainable) for i, t in enumerate(inputs)]
+        y = experts_mlp(*leaves)
+        upstream = torch.ones_like(y)
+        with Recorder() as recorder:
+            torch.autograd.grad(y, [leaves[i] for i in trainable], upstream)
+        return set(recorder.made)
+
+    dx, dgate_up, ddown, dhidden = (4 * n for n in (64 * 36, 5 * 40 * 36, 5 * 36 * 20, 128 * 40))
+    sizes = {dx, dgate_up, ddown, dhidden}
+    assert made_in_backward(0, 2, 3, 4) & sizes == sizes
+    assert made_in_backward(0) & sizes == {dx, dhidden}
+    assert made_in_backward(2) & sizes == {dhidden}
+    assert made_in_backward(3) & sizes == {dgate_up, dhidden}
+    assert made_in_backward(4) & sizes == {ddown}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.ones(5, 32)},
+        {"x": torch.ones(1, 5, 33)},
+        {"x": torch.ones(5, 33, dtype=torch.float16)},
+        {"expert_ids": torch.zeros(4, 2, dtype=torch.int64)},
+        {"expert_ids": torch.zeros(5, dtype=torch.int64)},
+        {"expert_weights": torch.ones(5, 3)},
+        {"gate_up": torch.ones(3, 33, 33)},
+        {"gate_up": torch.ones(3, 34, 33, dtype=torch.float16)},
+        {"down": torch.ones(2, 33, 17)},
+        {"down": torch.ones(3, 33, 34)},
+    ],
+    ids=str,
+)
+def test_shapes_and_dtypes_that_do_not_fit(change: dict[str, Tensor]) -> None:
+    names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
+    inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
+    with pytest.raises(ValueError, match=r"experts_mlp: x \(.*expected \(T, H\), \(T, k\), \(T, k\), \(E, 2I, H\)"):
+        experts_mlp(**(inputs | change))
+
+
+def test_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match="experts_mlp: activation='relu'; expected 'silu' or 'gelu_tanh' or 'gelu'"):
+        experts_mlp(*make(5, 33, 17, 3, 2, torch.float32, "cpu"), activation="relu")
+
+
+# The parts
+
+
+def test_slots_are_sorted_by_expert_and_keep_their_order(device: str) -> None:
+    expert_ids = routes(50, 7, 3, device)
+    rows, bounds = sort_by_expert(expert_ids, 9)
+    ids = expert_ids.flatten()
+    assert torch.equal(rows.flatten().long(), ids.argsort(stable=True).argsort())
+    assert bounds.tolist() == [int((ids < expert).sum()) for expert in range(10)]
+
+
+@pytest.mark.parametrize("layout", [torch.clone, offset, padded, transposed], ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("features", on_gpu_too([1, 7, 64, 127, 2049], [4095, 16384]))
+def test_spread_and_collect(features: int, layout: Any, device: str) -> None:
+    x, (rows, bounds) = numbers(20, features, device=device).detach(), sort_by_expert(routes(20, 7, 3, device), 7)
+    values = spread(layout(x), rows, FUSED)
+    assert torch.equal(values[rows.flatten().long()], x.repeat_interleave(3, 0))
+    values = torch.randn_like(values)
+    truth = values.double()[rows.long()].sum(1)
+    assert_as_exact_as(collect(values, rows, bounds, FUSED), truth.float(), truth)
+
+
+def grouped(rows_of_groups: list[int], device: str) -> tuple[int, Tensor]:
+    ends = torch.tensor(rows_of_groups, device=device).cumsum(0).int()
+    return sum(rows_of_groups), ends
+
+
+GROUPS = on_gpu_too([[3], [0, 63, 65, 0, 129]], [[4000, 1], [0] * 300 + [511, 513], [1024, 1025]])
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (16, 64), (65, 33), (40, 2100)], ids=str)
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_grouped_products(groups: list[int], sizes: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    n_rows, ends = grouped(groups, device)
+    n_inner, n_cols = sizes
+    x, z = (numbers(n_rows, n, dtype=dtype, device=device).detach() for n in sizes)
+    w = numbers(len(groups), n_inner, n_cols, dtype=dtype, device=device).detach()
+    slices = [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
+    truth = torch.cat([x[rows].double() @ matrix.double() for rows, matrix in zip(slices, w, strict=True)])
+    expected = torch.cat([x[rows] @ matrix for rows, matrix in zip(slices, w, strict=True)])
+    for layout in (torch.clone, offset, padded, lambda t: t.mT.contiguous().mT):
+        assert_as_exact_as(grouped_product(x, layout(w), ends, FUSED), expected, truth)
+    truth = torch.stack([x[rows].double().T @ z[rows].double() for rows in slices])
+    expected = torch.stack([x[rows].T @ z[rows] for rows in slices])
+    assert_as_exact_as(grouped_outer_product(x, z, ends, FUSED), expected, truth)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_no_group_sees_another_one_s_numbers(is_transposed: bool, device: str) -> None:
+    n_rows, ends = grouped([65, 63, 70], device)
+    x, a = (numbers(n_rows, n, device=device).detach() for n in (33, 36))
+    w = numbers(3, 33, 70, device=device).detach()
+    expected = grouped_product(x, w, ends, FUSED), grouped_outer_product(x, a, ends, FUSED)
+    middle = slice(65, 128)
+    x[:65] = x[128:] = a[:65] = a[128:] = w[0] = w[2] = torch.nan
+    w = w.mT.contiguous().mT if is_transposed else w
+    assert_equal([grouped_product(x, w, ends, FUSED)[middle]], [expected[0][middle]])
+    assert_equal([grouped_outer_product(x, a, ends, FUSED)[1]], [expected[1][1]])
+
+
+@pytest.mark.gpu
+@pytest.mark.no_poison
+@pytest.mark.parametrize("tokens", [300, 5000])  # our own product, and torch's
+def test_a_graph_replays_with_other_routes(tokens: int) -> None:
+    inputs = make(tokens, 256, 136, 4, 2, torch.bfloat16, "cuda")
+    upstream = torch.randn_like(inputs[0])
+    leaves = [t for t in inputs if t.requires_grad]
+
+    def step() -> list[Tensor]:
+        y = experts_mlp(*inputs)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for _ in range(2):
+        inputs[1].copy_(routes(tokens, 4, 2, "cuda"))
+        graph.replay()
+        assert_equal(replayed, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_an_expert_without_waiting(dtype: torch.dtype) -> None:
+    """So many that torch's grouped product does what it can."""
+    inputs = make(3000, 64, 24, 4, 2, dtype, "cuda")
+    judge(experts_mlp, reference, inputs)
+    y = experts_mlp(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(experts_mlp(*inputs), [t for t in inputs if t.requires_grad], torch.ones_like(y))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

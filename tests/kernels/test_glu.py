@@ -1,0 +1,228 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels import geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.glu import ACTIVATIONS, Activation, linear_reference, reference
+from tests.kernels.helpers import (
+    DTYPES,
+    INTERPRETING,
+    ON_GPU,
+    Recorder,
+    differentiate,
+    judge,
+    launch_nothing,
+    needs_triton,
+    numbers,
+    on_gpu_too,
+    padded,
+)
+
+SHAPES = on_gpu_too(
+    [(1,), (7,), (3, 1), (5, 127), (2, 3, 130), (2, 2, 2, 33), (3, 2048), (1, 2049)],
+    [(1000, 4095), (17, 14336), (3, 100_001)],
+)
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+@every_activation
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, activation: Activation, device: str) -> None:
+    inputs = [numbers(*shape, dtype=dtype, device=device) for _ in range(2)]
+    judge(partial(glu, activation=activation), partial(reference, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype, device: str) -> None:
+    gate, up, bias = (numbers(*s, dtype=dtype, device=device) for s in (shape, shape, (13,)))
+    weight = numbers(13, shape[-1], dtype=dtype, device=device, scale=shape[-1] ** -0.5)
+    judge(glu_linear, linear_reference, [gate, up, weight, *([bias] if has_bias else [])])
+
+
+@pytest.mark.parametrize(
+    "function, torch_s",
+    [
+        (swiglu, F.silu),
+        (geglu, partial(F.gelu, approximate="tanh")),
+        (partial(geglu, approximate="none"), F.gelu),
+        (partial(glu, activation="gelu"), F.gelu),
+    ],
+)
+def test_the_activations_are_torch_s(function: Any, torch_s: Callable[[Tensor], Tensor], device: str) -> None:
+    """The two GELUs differ by 5e-4 at most."""
+    gate, up = torch.linspace(-6, 6, 1001, device=device), torch.ones(1001, device=device)
+    torch.testing.assert_close(function(gate, up), torch_s(gate), rtol=0, atol=2e-6)
+
+
+@every_activation
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_far_from_zero(scale: float, dtype: torch.dtype, activation: Activation, device: str) -> None:
+    gate, up = numbers(100, 33, dtype=dtype, device=device, scale=scale), numbers(100, 33, dtype=dtype, device=device)
+    judge(partial(glu, activation=activation), partial(reference, activation=activation), [gate, up])
+
+
+@every_activation
+def test_gates_at_infinity(activation: Activation, device: str) -> None:
+    """-inf * 0 is NaN for torch as well."""
+    inf = torch.inf
+    gate = torch.tensor([1e4, -1e4, 1e15, -1e15, inf, -inf, torch.nan], device=device).requires_grad_()
+    if activation == "gelu" and not (INTERPRETING or ON_GPU):
+        gate = gate.detach()[:4].requires_grad_()  # torch's error function of inf is NaN on a CPU
+    y = glu(gate, torch.full_like(gate, 3.0), activation=activation)
+    (slope,) = torch.autograd.grad(y, gate, torch.ones_like(y))
+    expected = torch.tensor([3e4, 0.0, 3e15, 0.0, inf, torch.nan, torch.nan], device=device)
+    torch.testing.assert_close(y.detach(), expected[: len(y)], equal_nan=True)
+    torch.testing.assert_close(slope[:4], torch.tensor([3.0, 0.0, 3.0, 0.0], device=device))
+
+
+@every_activation
+def test_numbers_that_are_not_finite_stay_alone(activation: Activation, device: str) -> None:
+    gate, up = numbers(5, 33, device=device), numbers(5, 33, device=device)
+    with torch.no_grad():
+        gate[1, 3], up[2, 5] = torch.nan, torch.inf
+    y = glu(gate, up, activation=activation)
+    gradients = torch.autograd.grad(y, [gate, up], torch.randn_like(y))
+    wrong = torch.zeros_like(y, dtype=torch.bool)
+    wrong[1, 3] = wrong[2, 5] = True
+    assert torch.equal(~y.isfinite(), wrong)
+    assert torch.equal(~(gradients[0].isfinite() & gradients[1].isfinite()), wrong)
+
+
+# The halves of a fused projection
+
+
+@pytest.mark.parametrize("shape", [(5, 66), (1, 2), (2, 3, 130), (3, 4100)], ids=str)
+def test_halves_of_one_projection(shape: tuple[int, ...], device: str) -> None:
+    def of_halves(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x: function(*x.chunk(2, -1))
+
+    judge(of_halves(swiglu), of_halves(reference), [numbers(*shape, device=device)], padded)
+
+
+def test_halves_of_one_projection_are_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "glu")
+    gate, up = (half.detach().requires_grad_() for half in torch.ones(64, 66, device=device).chunk(2, -1))
+    upstream = torch.ones(64, 66, device=device).chunk(2, -1)[0]
+    with Recorder() as recorder:
+        torch.autograd.grad(swiglu(gate, up), [gate, up], upstream)
+    assert recorder.made == [64 * 33 * 4] * 3
+
+
+# What is kept, and what is computed
+
+
+def test_the_linear_layer_keeps_no_product(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "glu")
+    inputs = [numbers(*shape, device=device) for shape in ((64, 33), (64, 33), (17, 33))]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()), lambda t: t):
+        glu_linear(*inputs)
+    assert kept == [t.data_ptr() for t in inputs]
+
+
+@pytest.mark.parametrize(
+    "trainable, made",
+    [
+        ("gate up", [1, 1, 1]),  # dy, dgate, dup
+        ("gate", [1, 1]),
+        ("up", [1, 1]),
+        ("gate up weight", [1, 1, 1, 1, 0]),  # the product and dweight as well
+        ("up weight", [1, 1, 1, 0]),
+        ("weight", [1, 0]),
+    ],
+)
+def test_what_is_frozen_costs_nothing(
+    trainable: str, made: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_nothing(monkeypatch, "glu")
+    shapes = {"gate": (64, 33), "up": (64, 33), "weight": (17, 33)}
+    inputs = {name: torch.ones(*shape, device=device) for name, shape in shapes.items()}
+    wanted = [inputs[name].requires_grad_() for name in trainable.split()]
+    z = glu_linear(**inputs)
+    upstream = torch.ones_like(z)
+    with Recorder() as recorder:
+        torch.autograd.grad(z, wanted, upstream)
+    assert recorder.made == [64 * 33 * 4 if activations else 17 * 33 * 4 for activations in made]
+
+
+@pytest.mark.parametrize("frozen", ["gate", "up"])
+def test_a_frozen_half_costs_nothing(frozen: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "glu")
+    gate, up = (torch.ones(64, 33, device=device, requires_grad=name != frozen) for name in ("gate", "up"))
+    y = swiglu(gate, up)
+    upstream = torch.ones_like(y)
+    with Recorder() as recorder:
+        torch.autograd.grad(y, up if frozen == "gate" else gate, upstream)
+    assert recorder.made == [64 * 33 * 4]
+
+
+def test_autocast_rounds_the_product_and_not_its_factors(device: str) -> None:
+    """Rounding fp32 factors first would cost up to three times as much as rounding their product."""
+    dtype = torch.float16 if INTERPRETING else torch.bfloat16
+    gate, up = torch.rand(64, 33, device=device) + 1, torch.rand(64, 33, device=device) + 1
+    with torch.autocast(device, dtype):
+        z = glu_linear(gate, up, torch.eye(33, device=device))
+    product = reference(gate.double(), up.double())
+    assert z.dtype == dtype
+    assert ((z.double() - product).abs() / product).max() <= 0.501 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("factors", [torch.float32, torch.float16], ids=str)
+def test_gradients_have_the_dtypes_of_the_inputs_under_autocast(factors: torch.dtype, device: str) -> None:
+    gate, up = (numbers(5, 33, dtype=factors, device=device) for _ in range(2))
+    weight, bias = numbers(17, 33, device=device), numbers(17, device=device)
+
+    def cast(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device, torch.float16):
+            return glu_linear(*inputs)
+
+    def reference_cast(*inputs: Tensor) -> Tensor:
+        with torch.autocast(device, torch.float16):
+            return F.linear(F.silu(inputs[0]) * inputs[1], *inputs[2:])
+
+    judge(cast, reference_cast, [gate, up, weight, bias])
+    _, gradients = differentiate(cast, [gate, up, weight, bias], [torch.ones(5, 17, device=device).half()])
+    assert [g.dtype for g in gradients if g is not None] == [factors, factors, torch.float32, torch.float32]
+
+
+def test_the_product_is_rounded_to_the_dtype_of_the_weight(device: str) -> None:
+    gate, up = (numbers(5, 33, device=device) for _ in range(2))
+    weight = numbers(17, 33, dtype=torch.float16, device=device)
+    judge(glu_linear, linear_reference, [gate, up, weight])
+    assert glu_linear(gate, up, weight).dtype == torch.float16
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("function", [swiglu, geglu, lambda gate, up: glu_linear(gate, up, torch.ones(3, 33))])
+@pytest.mark.parametrize("up", [torch.ones(5, 32), torch.ones(33), torch.ones(5, 33, dtype=torch.float16)])
+def test_gate_and_up_that_differ(function: Any, up: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"gate is \(5, 33\) torch.float32 and up .*; expected the same"):
+        function(torch.ones(5, 33), up)
+
+
+def test_unknown_activations() -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="activation='relu'; expected one of silu, gelu_tanh, gelu"):
+        glu(x, x, activation="relu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='approximate=\'Tanh\'; expected "tanh" or "none"'):
+        geglu(x, x, approximate="Tanh")  # type: ignore[arg-type]
+
+
+@needs_triton
+@pytest.mark.parametrize("function", [swiglu, geglu, lambda x, _, **how: glu_linear(x, x, x, **how)])
+def test_the_backend_is_a_matter_of_the_call(function: Any, device: str) -> None:
+    x = numbers(3, 3, device=device)
+    for backend, fused in (("auto", True), ("triton", True), ("torch", False)):
+        node = function(x, x, backend=backend).grad_fn
+        assert ("GLU" in type(node).__name__) == fused

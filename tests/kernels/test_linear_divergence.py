@@ -1,0 +1,336 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import linear_jsd, linear_kl_div
+from ligerzoo.kernels.dispatch import INTERPRETING
+from tests.kernels.helpers import (
+    DIVERGENCES,
+    DTYPES,
+    ON_GPU,
+    Recorder,
+    assert_as_exact_as,
+    differentiate,
+    in_fp64,
+    judge,
+    kernel_file,
+    linear_divergence_oracle,
+    numbers,
+    on_gpu_too,
+    targets,
+)
+
+every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
+SetChunk = Callable[[int], None]
+
+
+@pytest.fixture
+def rows_per_chunk(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
+    """Sets how many rows' logits exist at a time; the budget itself counts in MiB."""
+    return lambda rows: monkeypatch.setattr(kernel_file("linear_divergence"), "rows_per_chunk", lambda *_: rows)
+
+
+def head(rows: int, features: int, classes: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    weight = numbers(classes, features, dtype=dtype, device=device, scale=2 * features**-0.5)
+    return [numbers(rows, features, dtype=dtype, device=device), weight]
+
+
+def make(
+    rows: int, features: int, classes: int, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> list[Tensor]:
+    """The student's hidden and weight, the teacher's (of twice as many features), and target."""
+    teacher = (t.detach() for t in head(rows, 2 * features, classes, dtype, device))
+    target = targets(rows, classes=classes, device=device, **options)
+    return [*head(rows, features, classes, dtype, device), *teacher, target]
+
+
+def function_of(of: str, **options: Any) -> Callable[..., Tensor]:
+    return partial(DIVERGENCES[of][1], **options)
+
+
+def judge_with(of: str, inputs: list[Tensor], **options: Any) -> None:
+    judge(function_of(of, **options), partial(linear_divergence_oracle, of, **options), inputs)
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum", "temperature": 2.0}, {"num_items": 5, "ignore_index": 4}]
+
+
+@every_divergence
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_options(
+    options: dict[str, Any], ignored: float, rows: int, of: str, rows_per_chunk: SetChunk, device: str
+) -> None:
+    rows_per_chunk(rows)
+    ignore_index = options.get("ignore_index", -100)
+    inputs = make(7, 17, 33, device=device, ignored=ignored, ignore_index=ignore_index)
+    judge_with(of, inputs, **options)
+    judge_with(of, inputs[:4], **options)  # without targets every token counts
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.9, 1.0])
+def test_beta(beta: float, device: str) -> None:
+    judge_with("jsd", make(7, 17, 33, device=device), beta=beta)
+
+
+# rows, features, classes
+SHAPES = on_gpu_too(
+    [(1, 1, 1), (40, 7, 2), (5, 127, 130), (7, 16, 33)],
+    [(513, 1023, 2_003), (100, 64, 262_147), (1000, 512, 32_003)],
+)
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, of: str, device: str) -> None:
+    judge_with(of, make(*shape, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 1, 3)], ids=str)
+def test_leading_dimensions(leading: tuple[int, ...], device: str) -> None:
+    student, teacher = (
+        [numbers(*leading, 17, device=device), numbers(33, 17, device=device, scale=0.3)] for _ in range(2)
+    )
+    target = targets(*leading, classes=33, device=device, ignored=0.0)
+    judge_with("jsd", [*student, *(t.detach() for t in teacher), target])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("whose", ["student", "teacher", "both"])
+def test_biases(whose: str, dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(3)
+    inputs = make(7, 17, 33, dtype=dtype, device=device)
+    biases = {
+        f"{who}_bias": numbers(33, dtype=dtype, device=device)
+        for who in ("student", "teacher")
+        if whose in (who, "both")
+    }
+    if "teacher_bias" in biases:
+        biases["teacher_bias"] = biases["teacher_bias"].detach()
+
+    def with_biases(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: function(*args[:5], **dict(zip(biases, args[5:], strict=True)))
+
+    oracle = with_biases(partial(linear_divergence_oracle, "jsd"))
+    judge(with_biases(linear_jsd), oracle, [*inputs, *biases.values()])
+
+
+@pytest.mark.parametrize("student, teacher", [(torch.float32, torch.float16), (torch.float16, torch.float32)])
+def test_a_teacher_of_another_dtype(student: torch.dtype, teacher: torch.dtype, device: str) -> None:
+    inputs = make(7, 17, 33, device=device)
+    inputs[:4] = [t.detach().to(dtype) for t, dtype in zip(inputs, (student, student, teacher, teacher), strict=False)]
+    judge_with("kl_div", [t.requires_grad_(i < 2) if i < 4 else t for i, t in enumerate(inputs)])
+
+
+@every_divergence
+def test_the_chunks_leave_no_trace(of: str, rows_per_chunk: SetChunk, device: str) -> None:
+    inputs = make(9, 17, 33, device=device)
+    upstream = [torch.randn((), device=device)]
+    truth = differentiate(function_of(of), in_fp64(inputs), in_fp64(upstream))
+    reference = differentiate(function_of(of), inputs, upstream)
+    for rows in (1, 2, 4, 5, 8, 9, 100):
+        rows_per_chunk(rows)
+        outputs, gradients = differentiate(function_of(of), inputs, upstream)
+        for case in zip((*outputs, *gradients), (*reference[0], *reference[1]), (*truth[0], *truth[1]), strict=True):
+            assert_as_exact_as(*case)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the chunks are torch's work, as on any CPU, and the interpreter is slow")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
+    rows, features, classes = (8192, 512, 1000) if ON_GPU else (256, 16, 33)
+    inputs = make(rows, features, classes, dtype=dtype, device=device)
+    upstream = [torch.tensor(0.5, device=device)]
+    oracle = partial(linear_divergence_oracle, "jsd", reduction="sum")
+    truth = differentiate(oracle, in_fp64(inputs), in_fp64(upstream))
+
+    def error(chunks: int) -> float:
+        rows_per_chunk(rows // chunks)
+        _, (_, dweight, *_) = differentiate(partial(linear_jsd, reduction="sum"), inputs, upstream)
+        assert dweight is not None
+        assert dweight.dtype == dtype
+        return float((dweight.double() - truth[1][1]).norm())
+
+    unchunked = error(1)
+    for chunks in (16, 128):
+        assert error(chunks) <= 1.5 * unchunked
+
+
+def test_the_upstream_gradient_is_not_rounded(device: str) -> None:
+    hidden, *others = make(7, 17, 33, dtype=torch.float16, device=device)
+    loss = linear_jsd(hidden, *others, reduction="sum")
+    one = torch.ones((), device=device)
+    factor = 1.0004 * one  # fp16 has nothing between 1 and 1.00098
+    dhidden, scaled = (torch.autograd.grad(loss, hidden, g, retain_graph=True)[0] for g in (one, factor))
+    assert torch.equal(scaled, (dhidden.float() * factor).half())
+    assert not torch.equal(scaled, dhidden)
+
+
+# What it costs
+
+
+def run_of(inputs: list[Tensor], **options: Any) -> Recorder:
+    """What a forward and a backward pass run, and the memory they make."""
+    with Recorder() as recorder:
+        loss = linear_jsd(*inputs, **options)
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, 0.5))
+    return recorder
+
+
+def test_the_logits_of_both_fit_the_budget_together(device: str) -> None:
+    inputs = make(9, 2, 2**16, device=device)  # 2.25 MiB of logits each
+    sizes = run_of(inputs, logits_budget=2).made
+    assert max(sizes) == 2**16 * 4 * 4  # on a CPU of some copies of a chunk, too: 4 rows of 512 KiB for a pair
+    assert sizes.count(max(sizes)) >= 2
+    assert max(run_of(inputs).made) == 9 * 2**16 * 4
+
+
+def test_a_frozen_head_costs_nothing(rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(4)
+    hidden, weight, *others = make(8, 64, 130, device=device)
+    frozen = run_of([hidden, weight.detach(), *others])
+    assert 130 * 64 * 4 not in frozen.made
+    assert "addmm" not in frozen.names
+    trained = run_of([hidden, weight, *others])
+    assert 130 * 64 * 4 in trained.made
+    assert trained.names.count("addmm") == 2
+    assert 130 * 128 * 4 not in trained.made  # the teacher's
+
+
+def test_frozen_hidden_states_cost_nothing(rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(4)
+    hidden, weight, *others = make(8, 64, 33, device=device)
+    frozen = run_of([hidden.detach(), weight, *others])
+    assert 8 * 64 * 4 not in frozen.made
+    assert frozen.names.count("mm") == 4
+    trained = run_of([hidden, weight, *others])
+    assert 8 * 64 * 4 in trained.made
+    assert trained.names.count("mm") == 6
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+def test_evaluation_makes_no_gradients(mode: Any, rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(4)
+    inputs = make(8, 64, 130, device=device)
+    expected = linear_jsd(*inputs)
+    with mode():
+        recorder = run_of(inputs)
+        loss = linear_jsd(*inputs)
+    assert (recorder.names.count("mm"), recorder.names.count("addmm")) == (4, 0)
+    assert max(recorder.made) <= 4 * 130 * 4
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_no_tokens(device: str) -> None:
+    inputs = make(0, 17, 33, device=device)
+    bias = numbers(33, device=device)
+    loss = linear_jsd(*inputs, student_bias=bias)
+    assert loss == 0
+    for t, gradient in zip((*inputs[:2], bias), torch.autograd.grad(loss, (*inputs[:2], bias)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(t))
+
+
+def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(2)
+    for spoilt in (0, 2):  # the student's, the teacher's
+        inputs = make(7, 17, 33, device=device, ignored=0.0)
+        with torch.no_grad():
+            inputs[spoilt][2, 3], inputs[spoilt][5, 0] = torch.nan, torch.inf
+        (dhidden,) = torch.autograd.grad(linear_jsd(*inputs, reduction="sum"), inputs[0])
+        assert dhidden[[2, 5]].isnan().any(-1).all()
+        assert dhidden[[0, 1, 3, 4, 6]].isfinite().all()
+
+
+def test_autocast_casts_hidden_states_and_weight_alike(device: str) -> None:
+    def with_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: Tensor) -> Any:
+            with torch.autocast(device, torch.float16):
+                return function(*inputs)
+
+        return run
+
+    oracle = partial(linear_divergence_oracle, "jsd")
+    judge(with_autocast(linear_jsd), with_autocast(oracle), make(7, 17, 33, device=device))
+
+
+def test_the_meta_device() -> None:
+    assert linear_jsd(*(t.to("meta") for t in make(7, 17, 33))).shape == ()
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize("part", ["teacher_hidden", "teacher_weight", "teacher_bias"])
+def test_a_teacher_that_expects_gradients(part: str) -> None:
+    names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "teacher_bias")
+    arguments = dict(zip(names, [*make(7, 17, 33)[:4], torch.zeros(33)], strict=True))
+    arguments[part].requires_grad_()
+    with pytest.raises(ValueError, match=rf"linear_jsd: {part} requires a gradient.*pass {part}\.detach"):
+        linear_jsd(**arguments)
+    with torch.no_grad():
+        linear_jsd(**arguments)
+
+
+@pytest.mark.parametrize("reduction", ["none", "average"])
+def test_a_reduction_that_is_none(reduction: Any) -> None:
+    with pytest.raises(ValueError, match=f'linear_kl_div: reduction={reduction!r}; expected "mean" or "sum"'):
+        linear_kl_div(*make(7, 17, 33), reduction=reduction)
+
+
+SHAPES_THAT_FIT: dict[str, tuple[int, ...]] = {
+    "student_hidden": (2, 17), "student_weight": (33, 17), "student_bias": (33,),
+    "teacher_hidden": (2, 16), "teacher_weight": (33, 16), "teacher_bias": (33,), "target": (2,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("student_hidden", (2, 16)), ("student_hidden", (3, 17)), ("student_weight", (17,)), ("student_bias", (1, 33)),
+        ("student_weight", (1, 33, 17)), ("teacher_hidden", (3, 16)), ("teacher_hidden", (2, 17)),
+        ("teacher_weight", (34, 16)), ("teacher_bias", (32,)), ("target", (3,)), ("target", (2, 33)),
+    ],
+)  # fmt: skip
+def test_shapes_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
+    shapes = SHAPES_THAT_FIT | {name: shape}
+    with pytest.raises(ValueError, match=r"linear_jsd: (student_hidden|teacher_hidden|target) .*; expected"):
+        linear_jsd(
+            **{
+                name: torch.zeros(shape, dtype=torch.long if name == "target" else None)
+                for name, shape in shapes.items()
+            }
+        )
+
+
+@pytest.mark.parametrize("name", ["student_weight", "student_bias", "teacher_weight", "teacher_bias"])
+def test_dtypes_that_differ(name: str) -> None:
+    arguments = {name: torch.zeros(shape) for name, shape in SHAPES_THAT_FIT.items() if name != "target"}
+    arguments[name] = arguments[name].half()
+    with pytest.raises(ValueError, match=rf"{name} .*torch.float16.*of one dtype"):
+        linear_jsd(**arguments)
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu() -> None:
+    rows, features, classes, mib = 8192, 1024, 128_256, 2**20
+    inputs = make(rows, features, classes, dtype=torch.bfloat16, device="cuda")
+    linear_jsd(*make(8, features, classes, dtype=torch.bfloat16, device="cuda")).backward()  # workspaces
+
+    def peak_of(function: Callable[[], Any]) -> tuple[Any, int]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return function(), torch.cuda.max_memory_allocated() - before
+
+    loss, forward_peak = peak_of(lambda: linear_jsd(*inputs, logits_budget=256))
+    _, backward_peak = peak_of(loss.backward)
+    dhidden, dweight = 2 * rows * features, 2 * classes * features  # in bf16; dweight is first made in fp32
+    slack = 16 * mib
+    assert forward_peak <= 256 * mib + dhidden + 2 * dweight + slack
+    assert backward_peak <= dhidden + dweight + slack

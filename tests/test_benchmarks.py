@@ -1,0 +1,282 @@
+"""The benchmarks' bookkeeping, with providers made for it, and that the README says what the results say."""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import operations, report, scaling
+from benchmarks.measure import interleaved
+from benchmarks.row import (
+    DIRECTIONS,
+    OURS,
+    Floor,
+    Goal,
+    Machine,
+    Provider,
+    Row,
+    compare,
+    find_truth,
+    measure_row,
+    verdicts,
+)
+from benchmarks.suite import measure_suite, suite_command, summary
+
+MACHINE = Machine(bytes_per_second=1e9, flops_per_second=1e9)
+
+
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+def in_place(x: Tensor, weight: Tensor) -> Tensor:
+    y = scaled(x, weight)
+    x.detach().zero_()
+    return y
+
+
+def fails(x: Tensor, weight: Tensor) -> Tensor:
+    raise RuntimeError("first line\nsecond line")
+
+
+def missing() -> Callable[..., Any]:
+    return importlib.import_module("nowhere_to_be_found").function  # type: ignore[no-any-return]
+
+
+def row(**providers: Provider) -> Row:
+    def inputs() -> dict[str, Tensor]:
+        return {"x": torch.randn(5, 3, requires_grad=True), "weight": torch.randn(3, requires_grad=True)}
+
+    return Row(
+        "scaled", (5, 3), inputs, scaled, providers, Floor(1e6, 3e6), shared=frozenset({"weight"}), tokens_at_once=2
+    )
+
+
+def measure(**providers: Provider) -> dict[str, Any]:
+    return measure_row(row(**providers), device="cpu", machine=MACHINE, seconds=0.001)
+
+
+def test_a_row_has_times_errors_and_its_floor() -> None:
+    result = measure(ligerzoo=Provider(lambda: scaled), peer=Provider(lambda: scaled, "a note"))
+    ours, peer = result["providers"]["ligerzoo"], result["providers"]["peer"]
+    assert peer["note"] == "a note"
+    assert 0 < ours["forward_ms"] < 1000
+    assert 0 < ours["forward_backward_ms"] < 1000
+    assert set(ours["errors"]) == {"y", "dx", "dweight"}
+    assert max(ours["errors"].values()) < 1e-6
+    assert result["floor"] == {"unit": "bytes", "forward_ms": 1.0, "forward_backward_ms": 3.0}
+    comparison = result["comparison"]["forward_backward"]
+    assert comparison["fastest peer"] == "peer"
+    assert comparison["ours / fastest peer"] == ours["forward_backward_ms"] / peer["forward_backward_ms"]
+    assert comparison["ours / floor"] == ours["forward_backward_ms"] / 3.0
+    json.dumps(result)
+
+
+def test_a_wrong_provider_shows_in_its_errors() -> None:
+    errors = measure(ligerzoo=Provider(lambda: lambda x, weight: 2 * x * weight))["providers"]["ligerzoo"]["errors"]
+    assert errors == {"y": pytest.approx(1), "dx": pytest.approx(1), "dweight": pytest.approx(1)}
+
+
+def test_who_is_missing_or_fails_has_an_entry_that_says_so() -> None:
+    result = measure(
+        ligerzoo=Provider(lambda: scaled),
+        missing=Provider(missing),
+        fails=Provider(lambda: fails),
+        gpu=Provider(lambda: scaled, needs_gpu=True),
+    )
+    entries = result["providers"]
+    assert entries["missing"] == {"error": "not installed: nowhere_to_be_found"}
+    assert entries["fails"] == {"error": "RuntimeError: first line"}
+    assert entries["gpu"] == {"error": "needs a GPU"}
+    assert result["comparison"]["forward"]["fastest peer"] is None
+    assert result["comparison"]["forward"]["ours / fastest peer"] is None
+    assert "missing: not installed" in summary(result | {"goals": []})
+
+
+def test_who_takes_too_long_to_get_ready_has_an_entry_that_says_so() -> None:
+    def hangs(x: Tensor, weight: Tensor) -> Tensor:
+        while True:
+            pass
+
+    slow = row(ligerzoo=Provider(lambda: scaled), slow=Provider(lambda: hangs))
+    result = measure_row(slow, device="cpu", machine=MACHINE, seconds=0.001, patience=0.1)
+    assert result["providers"]["slow"] == {"error": "TimeoutError: not ready within 0 s"}
+    assert "forward_ms" in result["providers"]["ligerzoo"]
+
+
+def test_who_overwrites_its_inputs_has_its_own() -> None:
+    result = measure(peer=Provider(lambda: in_place, overwrites=True), ligerzoo=Provider(lambda: scaled))
+    assert max(result["providers"]["ligerzoo"]["errors"].values()) < 1e-6
+
+
+def test_the_truth_in_parts_is_the_truth_at_once() -> None:
+    target = torch.tensor([1, -100, 2, 0, 1, -100, 0])
+    inputs = {"hidden": torch.randn(7, 4, requires_grad=True), "weight": torch.randn(3, 4, requires_grad=True)}
+    made = {"hidden": inputs["hidden"], "weight": inputs["weight"], "target": target}
+    whole = Row(
+        "head", (7, 4, 3), lambda: made, operations.linear_cross_entropy, {}, Floor(1, 1), shared=operations.HEAD
+    )
+    truth = find_truth(whole, made)
+    parts = find_truth(replace(whole, tokens_at_once=3), made)
+    loss = operations.linear_cross_entropy(inputs["hidden"].double(), inputs["weight"].double(), target)
+    expected = [loss, *torch.autograd.grad(loss, [inputs["hidden"], inputs["weight"]])]
+    for found in (truth, parts):
+        for actual, exact in zip([*found.outputs, *found.gradients], expected, strict=True):
+            torch.testing.assert_close(actual.float(), exact.float())
+
+
+def test_providers_take_turns() -> None:
+    calls = ""
+
+    def call(name: str) -> Callable[[], None]:
+        def note() -> None:
+            nonlocal calls
+            calls += name
+
+        return note
+
+    interleaved({"a": call("a"), "b": call("b")}, device="cpu", rounds=3)
+    assert calls == "ababab"
+
+
+def test_the_fastest_peer_is_not_ourselves() -> None:
+    entries: dict[str, Any] = {
+        OURS: {"forward_ms": 1.0},
+        "a": {"forward_ms": 4.0},
+        "b": {"forward_ms": 2.0},
+        "c": {"error": "no"},
+    }
+    assert compare(entries, "forward", 0.5) == {
+        "fastest peer": "b",
+        "ours / fastest peer": 0.5,
+        "ours / floor": 2.0,
+    }
+
+
+def test_goals_are_judged_by_our_own_figures() -> None:
+    def result(ours: dict[str, float], waits: bool | None = None) -> dict[str, Any]:
+        peer = {"forward_ms": 2.0, "forward_backward_ms": 4.0}
+        entries: dict[str, Any] = {OURS: ours, "peer": peer}
+        comparison = {d: compare(entries, d, 1.0) for d in DIRECTIONS}
+        return {"providers": entries, "comparison": comparison, "waits_for_gpu": waits}
+
+    def met(goal: Goal, ours: dict[str, float], waits: bool | None = None) -> list[bool]:
+        before = {"full": result({"forward_ms": 1.0, "forward_backward_ms": 10.0})}
+        return [verdict["met"] for verdict in verdicts(goal, result(ours, waits), before)]
+
+    ours = {"forward_ms": 3.0, "forward_backward_ms": 4.0, "extra_mib": 5.0}
+    assert met(Goal(), ours) == [False, True]
+    assert met(Goal(of_peer=0.9, directions=("forward_backward",)), ours) == [False]
+    assert met(Goal(of_peer=None, of_floor=3.5), ours) == [True, False]
+    assert met(Goal(of_peer=None, ms=4.0, extra_mib=4.0), ours) == [True, False]
+    assert met(Goal(of_peer=None, of_row=("full", 0.4)), ours) == [True]
+    assert met(Goal(of_peer=None, of_row=("full", 0.3)), ours) == [False]
+    assert met(Goal(of_peer=None, of_row=("nowhere", 0.3)), ours) == [False]
+    assert met(Goal(of_peer=None), ours, waits=True) == [False]
+    assert met(Goal(of_peer=None), ours, waits=False) == [True]
+    assert met(Goal(of_floor=2.0, ms=1.0, extra_mib=1.0), {}) == [False] * 6
+
+
+def test_a_row_that_cannot_be_made_costs_no_other(tmp_path: Path) -> None:
+    def no_inputs() -> dict[str, Tensor]:
+        raise MemoryError("too large")
+
+    good = row(ligerzoo=Provider(lambda: scaled))
+    broken = Row("broken", (1,), no_inputs, scaled, good.providers, good.floor)
+    out = tmp_path / "results.json"
+    measure_suite([broken, good], out=out, what="", device="cpu", size=lambda n: min(n, 8), seconds=0.001, patience=10)
+    first, second = json.loads(out.read_text())["rows"]
+    assert first == {"name": "broken 1", "error": "MemoryError: too large"}
+    assert second["name"] == "scaled 5 x 3"
+
+
+def test_the_suites_have_a_row_of_every_goal() -> None:
+    rows = list(operations.rows(lambda n: n))
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    assert "linear_cross_entropy 8192 x 4096 x 128256, 75% ignored" in names
+    before: set[str] = set()
+    for row in rows:
+        assert row.goal.of_row is None or row.goal.of_row[0] in before
+        before.add(row.name)
+    assert len({row.name for row in scaling.rows(lambda n: n)}) == 9
+
+
+def test_the_readme_is_up_to_date() -> None:
+    report.main(["--check"])
+
+
+def test_the_report_rewrites_the_readme_and_draws_the_same_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    suites = {"operations": (operations.rows, "cross_entropy 128 x 500"), "scaling": (scaling.rows, "128 x 64 x")}
+    for name, (rows, only) in suites.items():
+        where = ["--out", str(tmp_path / f"{name}.json"), "--device", "cpu"]
+        suite_command(rows, what="", out=Path(), seconds=1.0, argv=["--quick", "--only", only, *where])
+    arguments = ["--readme", str(readme), "--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="out of date"):
+        report.main([*arguments, "--check"])
+
+    drawn = []
+    for _ in range(2):
+        report.main(arguments)
+        drawn.append([path.read_text() for path in sorted(tmp_path.glob("*.svg"))])
+    text = readme.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert "| cross entropy 128 x 500 |" in text
+    assert "| cross entropy 128 x 500, peaked |" not in text  # its random twin stands for it
+    assert "Whole models" not in text
+    assert len(drawn[0]) == 2
+    assert drawn[0] == drawn[1]
+    assert "<dc:date>" not in drawn[0][0]
+    report.main([*arguments, "--check"])
+
+
+def test_a_lead_is_bold_and_a_missing_figure_is_empty() -> None:
+    entries: dict[str, Any] = {
+        OURS: {"forward_backward_ms": 0.5, "errors": {"y": 2e-3}, "extra_mib": 3.0},
+        "torch": {"forward_backward_ms": 1.0, "errors": {"y": 1e-3}},
+        "liger-kernel": {"error": "not installed: liger_kernel"},
+    }
+    line = {
+        "op": "add_one",
+        "shape": [2, 3],
+        "variant": "",
+        "providers": entries,
+        "comparison": {"forward_backward": compare(entries, "forward_backward", 0.25)},
+    }
+    assert report.operation_line(line, ["torch", "liger-kernel"]) == [
+        "add one 2 x 3", "0.500", "1.00", "", "**0.50**", "2.00", "3",
+    ]  # fmt: skip
+    assert report.exactness([line]) == ""
+    entries["eager"] = entries["torch"]
+    assert "at most 2.00 times eager torch's (y of add one 2 x 3)" in report.exactness([line])
+
+
+def test_the_figures_of_whole_models() -> None:
+    environment = {"gpu": "GPU", "torch": "2.11.0", "liger-kernel": "not installed"}
+    step = {
+        "environment": environment | {"liger-kernel": "0.8.5"},
+        "shape": {"batch": 8, "length": 2048},
+        "providers": {
+            OURS: {"ms": 200.4, "tokens_per_s": 81760.0, "peak_gib": 20.0},
+            "transformers": {"ms": 300.0, "tokens_per_s": 54613.0, "peak_gib": 19.0},
+        },
+    }
+    seconds = {"raw safetensors": [0.0, 3.0], OURS: [0.1, 2.0], "transformers": [8.0, 2.0]}
+    loading = {"environment": environment, "gib": 15.0, "median_import_and_load_s": seconds}
+    text = report.figures({"training_step": step, "loading": loading})
+    assert "GPU; torch 2.11.0, liger-kernel 0.8.5" in text.replace("\n", " ")
+    assert "| **200 ms, 81,800 tokens/s** |  | 300 ms, 54,600 tokens/s |" in text
+    assert "| its peak memory | 20.0 GiB |  | **19.0 GiB** |" in text
+    assert "| **2.1 s** |  | 10.0 s |" in text
+    assert "Reading the same safetensors files raw takes 3.0 s." in text

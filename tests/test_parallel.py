@@ -1,0 +1,121 @@
+"""The vocabulary spread over processes gives what one process gives."""
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+from ligerzoo.kernels import linear_cross_entropy
+from ligerzoo.parallel import vocab_parallel_linear_cross_entropy
+
+PROCESSES = 2
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.distributed itself, in every version others
+
+
+def _process(rank: int, directory: str, work: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=PROCESSES)
+    try:
+        work(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_all_processes(work: Callable[[int], None]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(_process, (directory, work), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
+
+
+def make(classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 5, 17, requires_grad=True), torch.randn(classes, 17, requires_grad=True)
+    target = torch.randint(classes, (3, 5))
+    target[0, 1] = target[2, 4] = -100
+    return hidden, weight, target
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    upstream = torch.linspace(0.5, 1.5, loss.numel()).view_as(loss)
+    return loss.detach(), *torch.autograd.grad(loss, inputs, upstream)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "z_loss": 0.01},
+    {"reduction": "none", "softcap": 3.0, "temperature": 1.3, "logit_scale": 0.7, "z_loss": 0.01},
+    {"num_items": 7},
+    {"ignore_index": 0},
+]
+
+
+def shards(rank: int, vocab_size: int, padded: int) -> None:
+    hidden, weight, targets = make(vocab_size)
+    own_rows = slice(rank * padded // PROCESSES, (rank + 1) * padded // PROCESSES)
+    filler = torch.full((padded - vocab_size, 17), 100.0)  # would dominate any logit
+    for options in OPTIONS:
+        target = targets.where(targets != -100, options.get("ignore_index", -100))
+        for budget in (0, None):  # a row at a time, and all at once
+            own = torch.cat([weight.detach(), filler])[own_rows].requires_grad_()
+            found = gradients(
+                vocab_parallel_linear_cross_entropy(
+                    hidden, own, target, vocab_size=vocab_size, logits_budget=budget, **options
+                ),
+                hidden, own,
+            )  # fmt: skip
+            loss, dhidden, dweight = gradients(linear_cross_entropy(hidden, weight, target, **options), hidden, weight)
+            close(found[0], loss)
+            close(found[1], dhidden)
+            close(found[2], torch.cat([dweight, torch.zeros_like(filler)])[own_rows])
+
+
+@pytest.mark.parametrize("vocab_size, padded", [(34, 34), (33, 34), (20, 40), (31, 40)])
+def test_a_head_in_shards(vocab_size: int, padded: int) -> None:
+    """With padding in the last shard, or in nearly half of it, or in all of it."""
+    on_all_processes(functools.partial(shards, vocab_size=vocab_size, padded=padded))
+
+
+def dtensors(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for classes in (34, 33):  # even and uneven shards
+        hidden, weight, target = make(classes)
+        expected = gradients(linear_cross_entropy(hidden, weight, target), hidden, weight)
+        own_hidden, own_weight = (
+            distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+            for t, placement in ((hidden, Replicate()), (weight, Shard(0)))
+        )
+        found = gradients(vocab_parallel_linear_cross_entropy(own_hidden, own_weight, target), own_hidden, own_weight)
+        for actual, wanted in zip(found, expected, strict=True):
+            close(actual.full_tensor() if hasattr(actual, "full_tensor") else actual, wanted)
+        with pytest.raises(ValueError, match=r"weight is placed .*; expected \(Shard\(0\),\)"):
+            vocab_parallel_linear_cross_entropy(own_hidden, own_hidden[0], target)
+
+
+def test_a_dtensor() -> None:
+    on_all_processes(dtensors)
+
+
+def refusals(rank: int) -> None:
+    hidden, weight, target = make(34)
+    with pytest.raises(ValueError, match=r"this process's weight \(17, 16\)"):
+        vocab_parallel_linear_cross_entropy(hidden, weight[:17, :16], target)
+    target[0, 0] = 34
+    with pytest.raises(ValueError, match=r"the target at .* is 34; expected 0 to 33"):
+        vocab_parallel_linear_cross_entropy(hidden, weight[:17], target)
+
+
+def test_what_does_not_fit() -> None:
+    on_all_processes(refusals)
