@@ -1,0 +1,87 @@
+"""A suite of rows from the command line: measures one after the other, writes the JSON, prints a line for each."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.measure import medians_within, save_result
+from benchmarks.row import OURS, Machine, Row, measure_row, reason, verdicts
+
+Size = Callable[[int], int]
+
+
+def measure_machine(device: str, size: Size) -> Machine:
+    """The rate of a copy of 1 GiB, and of the product of two matrices of 8192 x 8192 in bf16."""
+    n = size(8192)
+    source = torch.empty(8, n, n, dtype=torch.bfloat16, device=device).zero_()
+    target = torch.empty_like(source)
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    functions: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    times = medians_within(1.0 if device == "cuda" else 0.01, functions, device=device)
+    return Machine(2 * source.nbytes / times["copy"] * 1e3, 2 * n**3 / times["product"] * 1e3)
+
+
+def measure_suite(
+    rows: Sequence[Row], *, out: Path, what: str, device: str, size: Size, seconds: float, patience: float
+) -> None:
+    """Measures the rows one after the other and writes what there is after each, so that no crash loses the others."""
+    machine = measure_machine(device, size)
+    rates = {"copy_tb_s": machine.bytes_per_second / 1e12, "bf16_tflop_s": machine.flops_per_second / 1e12}
+    results: dict[str, dict[str, Any]] = {}
+    for row in (progress := tqdm(rows, unit="row")):
+        progress.set_description(row.name)
+        try:
+            result = measure_row(row, device=device, machine=machine, seconds=seconds, patience=patience)
+            result["goals"] = verdicts(row.goal, result, results)
+        except Exception as error:
+            result = {"name": row.name, "error": reason(error)}
+        results[row.name] = result
+        save_result(out, {"what": what, "rates": rates, "rows": list(results.values())})
+    for result in results.values():
+        print(summary(result))
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """One row in one line, for the terminal."""
+    if "error" in result:
+        return f"{result['name']}: {result['error']}"
+    parts = []
+    for direction, comparison in result["comparison"].items():
+        ours, ratio = result["providers"][OURS].get(f"{direction}_ms"), comparison["ours / fastest peer"]
+        against = "" if ratio is None else f" ({ratio:.2f} x {comparison['fastest peer']})"
+        parts.append(f"{direction} {'-' if ours is None else f'{ours:.3f} ms'}{against}")
+    missed = [verdict["goal"] for verdict in result["goals"] if not verdict["met"]]
+    absent = [f"{name}: {entry['error']}" for name, entry in result["providers"].items() if "error" in entry]
+    return "; ".join([f"{result['name']}: {', '.join(parts)}", *(f"MISSED {goal}" for goal in missed), *absent])
+
+
+def suite_command(
+    rows: Callable[[Size], Iterable[Row]], *, what: str, out: Path, seconds: float, argv: Sequence[str] | None = None
+) -> None:
+    """The command line of a suite."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--only", metavar="NAME", default="", help="only the rows whose name contains this")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--quick", action="store_true", help="tiny shapes and hardly any time: does everything run?")
+    parser.add_argument("--patience", type=float, default=45.0, help="seconds that a provider may compile and tune for")
+    arguments = parser.parse_args(argv)
+
+    def size(n: int) -> int:
+        return max(min(n, 48), n // 64) if arguments.quick else n
+
+    measure_suite(
+        [row for row in rows(size) if arguments.only in row.name],
+        out=arguments.out,
+        what=what,
+        device=arguments.device,
+        size=size,
+        seconds=0.01 if arguments.quick else seconds,
+        patience=arguments.patience,
+    )
