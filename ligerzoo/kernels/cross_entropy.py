@@ -2,8 +2,8 @@
 
 `token_loss` has the formulas, forward and backward, and the kernel.
 
-Saved: the logits (the caller's own tensor, never written to) and the targets. Recomputed in backward: the statistics of
-each row, from the pass over it that is made anyway.
+Saved: the logits (the caller's own tensor, never written to), the targets, and the normalizer of each row (two fp32
+numbers).
 A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an error on a CPU or when LIGERZOO_DEBUG=1.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import DEBUG, Backend, as_rows, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.token_loss import TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
+from ligerzoo.kernels.token_loss import NOTHING, TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -23,51 +23,64 @@ Reduction = Literal["mean", "sum", "none"]
 def _forward_fake(
     logits: Tensor, target: Tensor, class_weight: Tensor | None,
     scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(target.shape, dtype=wide(logits.dtype))
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dtype = wide(logits.dtype)
+    return logits.new_empty(target.shape, dtype=dtype), logits.new_empty((2, target.numel()), dtype=dtype)
 
 
 @register(
     f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weight, {TERMS_SCHEMA}, int ignore_index) "
-    "-> Tensor",
+    "-> (Tensor, Tensor)",
     fake=_forward_fake,
 )
 def _forward(
     logits: Tensor, target: Tensor, class_weight: Tensor | None,
     scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_targets(target, logits.shape[-1], ignore_index)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
     results = empty_results(target.reshape(-1), wide(logits.dtype), entropy=False, argmax=False)
+    normalizer = results.loss.new_zeros((2, target.numel()))
     walk_rows_(
-        as_rows(logits), target.reshape(-1), results, Upstream(), terms, ignore_index, None, class_weight, triton=True
-    )
-    return results.loss.view(target.shape)
+        as_rows(logits), target.reshape(-1), results, NOTHING, terms, ignore_index, None, class_weight,
+        normalizer=normalizer, triton=True,
+    )  # fmt: skip
+    return results.loss.view(target.shape), normalizer
 
 
 def _backward_fake(
-    logits: Tensor, target: Tensor, upstream: Tensor, class_weight: Tensor | None,
+    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None,
     scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape)
 
 
 @register(
-    "cross_entropy_backward(Tensor logits, Tensor target, Tensor upstream, Tensor? class_weight, "
+    "cross_entropy_backward(Tensor logits, Tensor target, Tensor normalizer, Tensor upstream, Tensor? class_weight, "
     f"{TERMS_SCHEMA}, int ignore_index) -> Tensor",
     fake=_backward_fake,
 )
 def _backward(
-    logits: Tensor, target: Tensor, upstream: Tensor, class_weight: Tensor | None,
+    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None,
     scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    results = empty_results(target.reshape(-1), wide(logits.dtype), entropy=False, argmax=False)
+    targets = target.reshape(-1)
+    is_all_there_is_to_know = class_weight is None or label_smoothing == 0
     walk_rows_(
-        as_rows(logits), target.reshape(-1), results, Upstream(upstream.reshape(-1)), terms, ignore_index, None,
-        class_weight, out=dlogits.view(-1, logits.shape[-1]), triton=True,
-    )  # fmt: skip
+        as_rows(logits),
+        targets,
+        None if is_all_there_is_to_know else empty_results(targets, normalizer.dtype, entropy=False, argmax=False),
+        Upstream(upstream.reshape(-1)),
+        terms,
+        ignore_index,
+        None,
+        class_weight,
+        out=dlogits.view(-1, logits.shape[-1]),
+        normalizer=normalizer if is_all_there_is_to_know else None,
+        triton=True,
+    )
     return dlogits
 
 
@@ -76,15 +89,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int
     ) -> Tensor:
-        ctx.save_for_backward(logits, target, class_weight)
+        loss, normalizer = _forward(logits, target, class_weight, *terms, ignore_index)
+        ctx.save_for_backward(logits, target, normalizer, class_weight)
         ctx.terms, ctx.ignore_index = terms, ignore_index
-        return _forward(logits, target, class_weight, *terms, ignore_index)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, class_weight = ctx.saved_tensors
-        dlogits = _backward(logits, target, upstream, class_weight, *ctx.terms, ctx.ignore_index)
+        logits, target, normalizer, class_weight = ctx.saved_tensors
+        dlogits = _backward(logits, target, normalizer, upstream, class_weight, *ctx.terms, ctx.ignore_index)
         return dlogits, None, None, None, None
 
 

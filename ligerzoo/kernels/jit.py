@@ -5,7 +5,7 @@ only the reference. So both decorators keep the bare function. The first launch 
 of its file, which kernels call, to `triton.jit` and puts the results, and the true `tl`, into the file's namespace.
 
 Triton binds the arguments of every launch to the kernel's signature anew; of small launches that is most of the time.
-A `Kernel` remembers instead which compiled kernel served which kinds of arguments, and launches that one directly.
+A `Kernel` remembers instead which compiled kernel served which arguments, and launches that one directly.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs the real kernels on CPU tensors (for tests: it is thousands of times slower)."""
 
 
+_NUMBERS = frozenset({int, float, bool, type(None)})
+_MOST_KEYS = 4096  # where every batch has another length
+
+
 class _DeviceFunction:
     """A function that kernels call, until triton is imported."""
 
@@ -37,33 +41,46 @@ class _DeviceFunction:
 
 
 class Kernel:
-    """A kernel to be launched as `kernel[programs](*arguments, num_warps=...)`, its arguments by position."""
+    """A kernel to be launched as `kernel[programs](*arguments, num_warps=...)`, its arguments by position.
+
+    Its parameters that are `tl.constexpr` come last.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        code = function.__code__
-        names = code.co_varnames[: code.co_argcount]
-        self._is_constant = tuple("constexpr" in str(function.__annotations__.get(name)) for name in names)
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        constants = [name for name in names if "constexpr" in str(function.__annotations__.get(name))]
+        self._n_variable = len(names) - len(constants)
+        assert list(names[self._n_variable :]) == constants, f"{function.__name__}: constants come last"
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getitem__(self, programs: int) -> Callable[..., None]:
-        return functools.partial(self._launch, (programs, 1, 1))
+        return functools.partial(self._launch, programs)
 
-    def _launch(self, grid: tuple[int, int, int], *arguments: Any, **options: int) -> None:
+    def _launch(self, programs: int, *arguments: Any, **options: int) -> None:
         if INTERPRETING:
-            self._jitted[grid](*arguments, **options)
+            self._jitted[programs, 1, 1](*arguments, **options)
             return
-        # Whatever Triton specializes a kernel on must be part of the key.
-        key = (
-            torch.cuda.current_device(),
-            *options.values(),
-            *[a if c else _kind(a) for a, c in zip(arguments, self._is_constant, strict=True)],
-        )
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._jitted[grid](*arguments, **options)
-        else:
-            compiled[grid](*arguments)
+        device = torch.cuda.current_device()
+        # Whatever Triton specializes a kernel on must be part of the key: of numbers it is less than their value.
+        key = [device, *options.values(), *arguments[self._n_variable :]]
+        for argument in arguments[: self._n_variable]:
+            if type(argument) in _NUMBERS:
+                key.append(argument)
+            elif isinstance(argument, Tensor):
+                key += argument.dtype, argument.data_ptr() % 16
+            else:  # a tensor descriptor
+                key += argument.base.dtype, *argument.block_shape
+        compiled = self._compiled.get(tuple(key))
+        if compiled is not None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            compiled.run(
+                programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+            )
+            return
+        if len(self._compiled) >= _MOST_KEYS:
+            self._compiled.clear()
+        self._compiled[tuple(key)] = self._jitted[programs, 1, 1](*arguments, **options)
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -71,17 +88,6 @@ class Kernel:
 
         _bind_namespace(self.function.__globals__)
         return triton.jit(self.function)
-
-
-def _kind(argument: Any) -> Any:
-    """What Triton specializes a kernel on: dtypes, 16-byte alignment, integers that are 1, multiples of 16 or wide."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    if argument is None or isinstance(argument, float):
-        return type(argument)
-    return argument.base.dtype, *argument.block_shape  # a tensor descriptor
 
 
 def kernel(function: Callable[..., Any]) -> Any:

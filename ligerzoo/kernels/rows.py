@@ -4,6 +4,8 @@ them a program holds, and the sums over programs that make the gradient of a wei
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, multiprocessors, next_power_of_2
@@ -37,6 +39,7 @@ def fits(x: Tensor, backend: Backend) -> bool:
     return False
 
 
+@functools.cache
 def tile(n_cols: int, elements: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of one program that holds about so many elements: short rows share a program."""
     cols = next_power_of_2(n_cols)

@@ -19,7 +19,7 @@ from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, reg
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.rows import FORWARD_TILE, tile
 
-_MAX_COLUMNS = 16384  # of a row that is held in the registers of one program
+_MAX_COLUMNS = 32768  # of a row that is held in the registers of one program
 _BLOCK = 4096  # columns a step in a row that is not
 
 

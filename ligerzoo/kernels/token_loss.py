@@ -284,12 +284,13 @@ def _upstream(pointer, token, stride):
 @kernel
 def _rows_kernel(
     logits_ptr, out_ptr, target_ptr, bias_ptr, class_weight_ptr, order_ptr, count_ptr,
-    loss_ptr, logp_ptr, entropy_ptr, logsumexp_ptr, argmax_ptr,
+    loss_ptr, logp_ptr, entropy_ptr, logsumexp_ptr, argmax_ptr, normalizer_ptr,
     of_loss_ptr, of_logp_ptr, of_entropy_ptr, of_logsumexp_ptr, of_loss_stride,
-    logits_stride, out_stride, n_cols, first_row, ignore_index, scale, softcap, inverse_temperature, smoothing, z_loss,
-    SMOOTHING: tl.constexpr, ROW_TILE: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    logits_stride, out_stride, n_tokens, n_cols, first_row, ignore_index,
+    scale, softcap, inverse_temperature, smoothing, z_loss,
+    IS_KNOWN: tl.constexpr, SMOOTHING: tl.constexpr, ROW_TILE: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program walks one row: for its statistics, and once more (it is in the cache now) for its gradient."""
+    """One program walks one row: for its statistics, if they are not known, and for its gradient, if it is wanted."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     token = first_row + row if order_ptr is None else tl.load(order_ptr + first_row + row)
@@ -303,29 +304,37 @@ def _rows_kernel(
         cleared = row < tl.cdiv(count, ROW_TILE) * ROW_TILE  # nobody looks at the rows after those
 
     if counts:
-        m, s, entropy, argmax, mass, spread = _statistics(
-            row_ptr, bias_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
-            (entropy_ptr is not None) or (of_entropy_ptr is not None), argmax_ptr is not None, SMOOTHING, LANES, GROUP,
-        )  # fmt: skip
         inside = (target >= 0) & (target < n_cols)
         y = tl.where(inside, target, 0)
         x_y, slope_y = _at(row_ptr, bias_ptr, y, n_cols, scale, softcap, inverse_temperature, False)
         x_y = tl.where(inside, x_y, float("nan"))
         w_y = _class_weights(class_weight_ptr, y, n_cols)
-        nll = (m - x_y) + s
-        logsumexp = m + s
-        loss = (1.0 - smoothing) * w_y * nll
-        if SMOOTHING:
-            loss += smoothing / n_cols * (mass * logsumexp - spread)
-        if z_loss is not None:
-            loss += z_loss * logsumexp * logsumexp
-        tl.store(loss_ptr + token, loss)
-        tl.store(logp_ptr + token, -nll)
-        tl.store(logsumexp_ptr + token, logsumexp)
-        if entropy_ptr is not None:
-            tl.store(entropy_ptr + token, entropy)
-        if argmax_ptr is not None:
-            tl.store(argmax_ptr + token, argmax.to(tl.int64))
+        if IS_KNOWN:
+            m, s = tl.load(normalizer_ptr + token), tl.load(normalizer_ptr + n_tokens + token)
+            logsumexp, entropy, mass = m + s, 0.0, n_cols
+        else:
+            m, s, entropy, argmax, mass, spread = _statistics(
+                row_ptr, bias_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
+                (entropy_ptr is not None) or (of_entropy_ptr is not None), argmax_ptr is not None, SMOOTHING,
+                LANES, GROUP,
+            )  # fmt: skip
+            nll = (m - x_y) + s
+            logsumexp = m + s
+            loss = (1.0 - smoothing) * w_y * nll
+            if SMOOTHING:
+                loss += smoothing / n_cols * (mass * logsumexp - spread)
+            if z_loss is not None:
+                loss += z_loss * logsumexp * logsumexp
+            tl.store(loss_ptr + token, loss)
+            tl.store(logp_ptr + token, -nll)
+            tl.store(logsumexp_ptr + token, logsumexp)
+            if entropy_ptr is not None:
+                tl.store(entropy_ptr + token, entropy)
+            if argmax_ptr is not None:
+                tl.store(argmax_ptr + token, argmax.to(tl.int64))
+            if normalizer_ptr is not None:
+                tl.store(normalizer_ptr + token, m)
+                tl.store(normalizer_ptr + n_tokens + token, s)
 
         if out_ptr is not None:
             g = _upstream(of_loss_ptr, token, of_loss_stride)
@@ -379,7 +388,7 @@ def empty_results(target: Tensor, dtype: torch.dtype, *, entropy: bool, argmax: 
 def walk_rows_(
     logits: Tensor,
     target: Tensor,
-    results: RowResults,
+    results: RowResults | None,
     upstream: Upstream = NOTHING,
     terms: Terms = PLAIN,
     ignore_index: int = -100,
@@ -390,6 +399,7 @@ def walk_rows_(
     order: Tensor | None = None,
     count: Tensor | None = None,
     first_row: int = 0,
+    normalizer: Tensor | None = None,
     triton: bool,
 ) -> None:
     """Fills in `results`, which `empty_results` made, and `out` with the gradient for `upstream`.
@@ -401,13 +411,17 @@ def walk_rows_(
         order: row i belongs to token order[first_row + i]; without an order, to token first_row + i.
         count: (1,) int32; row i counts if first_row + i < count. Without, if its target is not `ignore_index`.
         first_row: the number of row 0.
-        triton: by Triton, or by plain torch.
+        normalizer: (2, T) fp32, filled in with m and s. Without `results`, what an earlier walk left there, which saves
+            this one a pass over the logits; but not for entropies, nor for smoothing with class weights.
+        triton: by Triton, or by plain torch, which has no use for a normalizer.
     """
     if triton:
         _launch(
-            logits, target, results, upstream, terms, ignore_index, bias, class_weight, out, order, count, first_row
-        )
+            logits, target, results, upstream, terms, ignore_index, bias, class_weight, out, order, count, first_row,
+            normalizer,
+        )  # fmt: skip
         return
+    assert results is not None
     rows = slice(first_row, first_row + logits.shape[0])
     tokens = rows if order is None else order[rows]
     entropy, argmax = bool(results.entropy.numel()), bool(results.argmax.numel())
@@ -421,22 +435,23 @@ def walk_rows_(
 
 
 def _launch(
-    logits: Tensor, target: Tensor, results: RowResults, upstream: Upstream, terms: Terms, ignore_index: int,
+    logits: Tensor, target: Tensor, results: RowResults | None, upstream: Upstream, terms: Terms, ignore_index: int,
     bias: Tensor | None, class_weight: Tensor | None, out: Tensor | None, order: Tensor | None, count: Tensor | None,
-    first_row: int,
+    first_row: int, normalizer: Tensor | None,
 ) -> None:  # fmt: skip
     n_rows, n_cols = logits.shape
     block = min(8192, next_power_of_2(n_cols))
     group = min(8, block)
-    entropy, argmax = (t if t.numel() else None for t in (results.entropy, results.argmax))
+    pointers = [None] * 5 if results is None else [t if t.numel() else None for t in results]
     of_loss, *others = upstream
     of_logp, of_entropy, of_logsumexp = (u if u is None else u.contiguous() for u in others)
     softcap, temperature = terms.softcap, terms.temperature
     _rows_kernel[n_rows](
         logits, out, target, bias, class_weight, order, count,
-        results.loss, results.logp, entropy, results.logsumexp, argmax,
+        *pointers, normalizer,
         of_loss, of_logp, of_entropy, of_logsumexp, 0 if of_loss is None else of_loss.stride(0),
-        logits.stride(0), 0 if out is None else out.stride(0), n_cols, first_row, ignore_index,
+        logits.stride(0), 0 if out is None else out.stride(0), target.shape[0], n_cols, first_row, ignore_index,
         terms.scale, softcap, 1.0 / temperature, terms.label_smoothing, terms.z_loss or None,
-        terms.label_smoothing > 0, ROW_TILE, block // group, group, num_warps=min(16, max(4, block // 512)),
+        results is None, terms.label_smoothing > 0, ROW_TILE, block // group, group,
+        num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip

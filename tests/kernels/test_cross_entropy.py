@@ -1,5 +1,6 @@
 import re
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,22 @@ from tests.kernels.helpers import (
 
 def judge_with(logits: Tensor, target: Tensor, **options: Any) -> None:
     judge(partial(cross_entropy, **options), partial(cross_entropy_oracle, **options), [logits, target])
+
+
+def test_every_combination_of_options(device: str) -> None:
+    logits, target = numbers(5, 33, device=device), targets(5, classes=33, device=device)
+    token_weight, class_weight = numbers(5, device=device), torch.rand(33, device=device) + 0.5
+    amounts = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
+    amounts |= {"class_weight": class_weight}
+    for chosen in product([False, True], repeat=len(amounts)):
+        options: dict[str, Any] = {name: v for (name, v), on in zip(amounts.items(), chosen, strict=True) if on}
+        options["reduction"] = "none"
+        judge_with(logits, target, **options)
+        judge(
+            lambda x, y, w, options=options: cross_entropy(x, y, token_weight=w, **options),
+            lambda x, y, w, options=options: cross_entropy_oracle(x, y, w, **options),
+            [logits, target, token_weight],
+        )
 
 
 SHAPES = on_gpu_too(

@@ -103,9 +103,9 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (logits[:0], target[:0], None, *plain, -100),
         ],
         "cross_entropy_backward": [
-            (logits, target, upstream, None, *plain, -100),
-            (transposed(logits).half(), other_target, summed, weight[:, 0], *options, 5),
-            (logits[:0], target[:0], no_upstream, None, *plain, -100),
+            (logits, target, new(2, 5), upstream, None, *plain, -100),
+            (transposed(logits).half(), other_target, new(2, 5), summed, weight[:, 0], *options, 5),
+            (logits[:0], target[:0], new(2, 0), no_upstream, None, *plain, -100),
         ],
         "linear_cross_entropy_sweep": [
             (hidden, weight, target, None, None, upstream, None, None, None, *plain, -100, 0, fused, False, False,
