@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.cross_entropy import Reduction, check_targets, reduce
 from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, uses_triton, wide
 from ligerzoo.kernels.head import Needs, head_for, rows_per_chunk
-from ligerzoo.kernels.scaled import scaled
 from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
 
 
@@ -84,26 +84,13 @@ def _sweep(
     return losses, dhidden, dweight
 
 
-class _SummedLoss(torch.autograd.Function):
-    """Gradients are made in the forward sweep, as in `linear_cross_entropy`."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, options: _Options) -> Tensor:
-        needs = Needs(*ctx.needs_input_grad[:2])
+def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _Options) -> Tensor:
+    """Gradients are made in this one sweep, as in `linear_cross_entropy`."""
+    needs = Needs(hidden.requires_grad, weight.requires_grad)
+    with torch.no_grad():
         ones = hidden.new_ones((), dtype=wide(hidden.dtype)).expand(target.shape)
         losses, dhidden, dweight = _sweep(hidden, weight, target, ones, needs, options)
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.needs, ctx.dtypes = needs, (hidden.dtype, weight.dtype)
-        return losses.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight = (
-            scaled(gradient, upstream, dtype) if needed else None
-            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs[:2], strict=True)
-        )
-        return dhidden, dweight, None, None
+    return with_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -192,8 +179,9 @@ def vocab_parallel_linear_cross_entropy(
         uses_triton(rows, weight, backend=backend),
     )  # fmt: skip
     own_weight = weight[: max(0, n_classes - first_class)]
-    function: Any = _SummedLoss if reduction != "none" and torch.is_grad_enabled() else _TokenLosses
-    losses = function.apply(rows, own_weight, targets, options)
-    if reduction == "none":
+    if reduction == "none" or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
+        losses: Tensor = _TokenLosses.apply(rows, own_weight, targets, options)  # type: ignore[no-untyped-call]
         losses = losses.view(target.shape)
+    else:
+        losses = _summed_loss(rows, own_weight, targets, options)
     return reduce(losses, target, reduction, ignore_index, num_items)

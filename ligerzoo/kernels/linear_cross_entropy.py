@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.cross_entropy import Reduction, check_class_weight, check_targets, reduce
 from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.head import Needs, gradient_dtype, head_for, rows_per_chunk
-from ligerzoo.kernels.scaled import scaled
 from ligerzoo.kernels.token_loss import (
     PLAIN,
     TERMS_SCHEMA,
@@ -114,41 +114,20 @@ def _sweep(
     return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
 
 
-class _SummedLoss(torch.autograd.Function):
-    """The sum of the tokens' weighted losses, and their results as constants; gradients are made in the forward
-    sweep."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_weight: Tensor | None, target: Tensor,
-        class_weight: Tensor | None, options: _Options,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        terms, *others = options
-        needs_hidden, needs_weight, needs_bias, needs_token_weight, *_ = ctx.needs_input_grad
-        of_loss = torch.ones((), device=hidden.device).expand(target.shape) if token_weight is None else token_weight
+def _summed_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, token_weight: Tensor | None, target: Tensor,
+    class_weight: Tensor | None, options: _Options,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The sum of the tokens' weighted losses, and their results as constants; gradients are made in this one sweep."""
+    terms, *others = options
+    of_loss = torch.ones((), device=hidden.device).expand(target.shape) if token_weight is None else token_weight
+    needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    with torch.no_grad():
         *results, dhidden, dweight, dbias = _sweep(
-            hidden, weight, target, bias, class_weight, of_loss, None, None, None, *terms, *others,
-            needs_hidden, needs_weight, needs_bias,
-        )  # fmt: skip
-        losses = results[0]
-        ctx.save_for_backward(dhidden, dweight, dbias, losses if needs_token_weight else None)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(*results)
-        return (losses if token_weight is None else losses * token_weight).sum(), *results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, dbias, losses = ctx.saved_tensors
-        hidden_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        return (
-            scaled(dhidden, upstream, hidden_dtype) if needs_hidden else None,
-            scaled(dweight, upstream, weight_dtype) if needs_weight else None,
-            scaled(dbias, upstream, bias_dtype) if needs_bias else None,
-            None if losses is None else losses * upstream,
-            *(None,) * 3,
+            hidden, weight, target, bias, class_weight, of_loss.detach(), None, None, None, *terms, *others, *needs
         )
+    loss = (results[0] * of_loss).sum()
+    return with_gradients(loss, (hidden, dhidden), (weight, dweight), (bias, dbias)), results
 
 
 class _TokenResults(torch.autograd.Function):
@@ -311,7 +290,7 @@ def linear_cross_entropy(  # type: ignore[misc]
         if token_weight is not None:
             losses = losses * token_weight
     else:
-        losses, *results = _SummedLoss.apply(rows, weight, bias, weights, targets, class_weight, options)
+        losses, results = _summed_loss(rows, weight, bias, weights, targets, class_weight, options)
     loss = reduce(losses, target, reduction, ignore_index, num_items, class_weight, token_weight)
     if return_statistics:
         return loss, _statistics([t.detach() for t in results], target, ignore_index)

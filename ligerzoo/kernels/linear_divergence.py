@@ -16,14 +16,15 @@ Saved: the gradients with respect to the student's hidden, weight and bias that 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.cross_entropy import reduce
-from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import Backend, autocast, register, uses_triton, wide
 from ligerzoo.kernels.divergence import (
     OPTIONS_SCHEMA,
     Divergence,
@@ -36,7 +37,6 @@ from ligerzoo.kernels.divergence import (
 )
 from ligerzoo.kernels.divergence import reference as divergence_reference
 from ligerzoo.kernels.head import DenseHead, Needs, rows_per_chunk
-from ligerzoo.kernels.scaled import scaled
 
 
 def reference(
@@ -95,32 +95,20 @@ def _sweep(
     return losses, *student.gradients()
 
 
-class _SummedDivergence(torch.autograd.Function):
-    """The sum of the tokens' divergences; gradients are made in the forward sweep, if there are to be any."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
-        teacher_weight: Tensor, teacher_bias: Tensor | None, target: Tensor, options: Options, budget: int | None,
-        triton: bool, differentiable: bool,
-    ) -> Tensor:  # fmt: skip
-        ctx.needs = tuple(needed and differentiable for needed in ctx.needs_input_grad[:3])
+def _summed_divergence(
+    student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
+    teacher_weight: Tensor, teacher_bias: Tensor | None, target: Tensor, options: Options, budget: int | None,
+    triton: bool,
+) -> Tensor:  # fmt: skip
+    """The sum of the tokens' divergences; gradients are made in this one sweep, if there are to be any."""
+    students = (student_hidden, student_weight, student_bias)
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in students]
+    with torch.no_grad():
         losses, *gradients = _sweep(
             student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias, teacher_bias,
-            *options, budget, triton, *ctx.needs,
+            *options, budget, triton, *needs,
         )  # fmt: skip
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = tuple(t if t is None else t.dtype for t in (student_hidden, student_weight, student_bias))
-        return losses.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (
-            scaled(gradient, upstream, dtype) if needed else None
-            for gradient, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
-        )
-        return *gradients, *(None,) * 8
+    return with_gradients(losses.sum(), *zip(students, gradients, strict=True))
 
 
 def _linear_divergence(
@@ -139,10 +127,10 @@ def _linear_divergence(
     )  # fmt: skip
     if target is None:
         target, options = every_token_counts(student_hidden, options)
-    total = _SummedDivergence.apply(
+    total = _summed_divergence(
         student_hidden.reshape(-1, student_hidden.shape[-1]), student_weight, student_bias,
         teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), teacher_weight, teacher_bias, target.reshape(-1), options,
-        logits_budget, uses_triton(student_hidden, teacher_hidden, backend=backend), torch.is_grad_enabled(),
+        logits_budget, uses_triton(student_hidden, teacher_hidden, backend=backend),
     )  # fmt: skip
     return reduce(total, target, reduction, options.ignore_index, num_items)
 
