@@ -1,6 +1,7 @@
 """The parts to compose a transformer from: plain numbers in, `nn.Module`s out."""
 
 from ligerzoo.layers.attention import Attention, attend
+from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import PreNormBlock
 from ligerzoo.layers.cache import KVCache, LayerCache
 from ligerzoo.layers.decoder import Decoder
@@ -24,4 +25,5 @@ __all__ = [
     "attend",
     "causal_mask",
     "sectioned",
+    "set_backend",
 ]
