@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.cross_entropy import Reduction, check_targets, reduce
 from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, uses_triton, wide
-from ligerzoo.kernels.head import Needs, head_for, rows_per_chunk
+from ligerzoo.kernels.head import Needs, head_type, rows_per_chunk
 from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
 
 
@@ -50,12 +50,12 @@ def _sweep(
     of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
     if weight.shape[0] == 0:  # all of this process's classes are padding
         own.logsumexp.fill_(-torch.inf)
-    head = head_for(hidden, weight, counts, rows, needs)
+    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
     walk = functools.partial(
         walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0),
         order=head.order, count=head.count, triton=triton,
     )  # fmt: skip
-    for start in range(0, hidden.shape[0], rows):
+    for start in range(0, head.n_rows, rows):
         logits = head.logits(start)
         chunk: Any = slice(start, start + rows) if head.order is None else head.order[start : start + rows]
         if weight.shape[0]:

@@ -1,6 +1,6 @@
 """The matrix products of a loss head, swept in chunks of rows: logits, and what their gradient adds to the head's.
 
-`Head` makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
+A head makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
 the chunks of dlogits.T @ x in at least 24 bits. There are two: `DenseHead` for any device and dtype, and `SkippingHead`
 for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows`.
 """
@@ -60,30 +60,35 @@ def rows_per_chunk(hidden: Tensor, weight: Tensor, bytes_per_logit: int, budget:
     return max(rows for rows in candidates if waves(rows) <= 1.1 * fewest)
 
 
-def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which a head hands on the sum of dweight."""
-    return weight.dtype if valid_rows.serves(weight) else wide(weight.dtype)
+def gradient_dtype(*weights: Tensor) -> torch.dtype:
+    """The dtype in which the head of the first weight hands on the sum of dweight."""
+    return weights[0].dtype if all(map(valid_rows.serves, weights)) else wide(weights[0].dtype)
 
 
-def head_for(hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs) -> DenseHead | SkippingHead:
-    """The head that serves (M, H) hidden states and a (V, H) weight in chunks of so many rows.
-
-    `counts`, (M,) bool, says which rows do.
-    """
-    if hidden.shape[0] and valid_rows.serves(weight):
-        return SkippingHead(hidden, weight, counts, rows, needs)
-    return DenseHead(hidden, weight, rows, needs)
+def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[SkippingHead]:
+    """The head for so many rows; several weights are those of heads that sweep the same rows together."""
+    return SkippingHead if n_rows and all(map(valid_rows.serves, weights)) else DenseHead
 
 
 class DenseHead:
-    """Computes all rows alike."""
+    """Computes all rows alike; on a CPU, where to look costs no wait, those alone that count.
 
-    order = count = None
+    Attributes:
+        order: row i of those that are swept is row order[i] of `hidden`; None if all are swept as they come.
+        count: (1,) int32, how many of them count; None if that is for the targets to say.
+    """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, needs: Needs, bias: Tensor | None = None) -> None:
-        self.hidden, self.weight, self.rows, self.needs, self.bias = hidden, weight, rows, needs, bias
-        self.buffer = hidden.new_empty((min(rows, hidden.shape[0]), weight.shape[0]))
-        self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
+    count = None
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None
+    ) -> None:
+        self.order = counts.nonzero()[:, 0] if counts.device.type == "cpu" else None
+        self.hidden = hidden if self.order is None else hidden[self.order]
+        self.weight, self.rows, self.needs, self.bias, self.shape = weight, rows, needs, bias, hidden.shape
+        self.n_rows = self.hidden.shape[0]
+        self.buffer = hidden.new_empty((min(rows, self.n_rows), weight.shape[0]))
+        self.dhidden = hidden.new_empty(self.hidden.shape if needs.hidden else (0,))
         self.dweight = weight.new_empty(weight.shape if needs.weight else (0,), dtype=wide(weight.dtype))
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=wide(weight.dtype))
 
@@ -106,8 +111,10 @@ class DenseHead:
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """dhidden, dweight and dbias."""
-        if self.hidden.shape[0] == 0:
+        if self.n_rows == 0:
             self.dweight.zero_()
+        if self.needs.hidden and self.order is not None:
+            self.dhidden = self.dhidden.new_zeros(self.shape).index_copy_(0, self.order, self.dhidden)
         return self.dhidden, self.dweight, self.dbias
 
 
@@ -123,20 +130,33 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 class SkippingHead:
-    """Sorts the rows that count to the front and computes those alone, though the host never learns how many."""
+    """Sorts the rows that count to the front and computes those alone, though the host never learns how many.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs) -> None:
-        self.hidden, self.weight, self.rows, self.needs, self.counts = hidden, weight, rows, needs, counts
+    At least one row. Its attributes are those of `DenseHead`.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None
+    ) -> None:
+        self.hidden, self.weight, self.counts, self.rows, self.needs, self.bias = (
+            hidden,
+            weight,
+            counts,
+            rows,
+            needs,
+            bias,
+        )
+        self.n_rows = hidden.shape[0]
         self.order = torch.argsort(counts.to(torch.uint8), descending=True, stable=True)
         self.count = counts.sum(dtype=torch.int32).view(1)
         # Where no row stands that counts stands one more copy of the first: it meets zeros, so it must be finite.
         places = torch.arange(self.order.shape[0], device=hidden.device)
         self.source = torch.where(places < self.count, self.order, self.order[0])
         self.x = hidden  # of the present chunk
-        self.buffer = valid_rows.row_buffer(hidden, min(rows, hidden.shape[0]), weight.shape[0])
+        self.buffer = valid_rows.row_buffer(hidden, min(rows, self.n_rows), weight.shape[0])
         self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
         self.dweight = weight.new_empty(weight.shape if needs.weight else (0,))
-        several = rows < hidden.shape[0]
+        several = rows < self.n_rows
         self.low = torch.empty(self.dweight.shape if several else (0,), dtype=torch.uint8, device=weight.device)
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=torch.float32)
 
@@ -144,7 +164,7 @@ class SkippingHead:
         self.x = self.hidden.index_select(0, self.source[start : start + self.rows])
         logits = self.buffer[: self.x.shape[0]]
         valid_rows.product_(logits, self.x, self.weight.T, self.count, start)
-        return logits
+        return logits if self.bias is None else logits.add_(self.bias)
 
     def take_gradient(self, start: int, dlogits: Tensor) -> None:
         if self.needs.hidden:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.cross_entropy import Reduction, check_class_weight, check_targets, reduce
 from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.head import Needs, gradient_dtype, head_for, rows_per_chunk
+from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chunk
 from ligerzoo.kernels.token_loss import (
     PLAIN,
     TERMS_SCHEMA,
@@ -96,21 +96,17 @@ def _sweep(
     needs = Needs(needs_hidden, needs_weight, needs_bias)
     results = empty_results(target, wide(hidden.dtype), entropy=entropy, argmax=argmax)
     counts = target != ignore_index
-    tokens = counts.nonzero()[:, 0] if target.device.type == "cpu" and not triton else None  # to look costs no wait
     rows = rows_per_chunk(hidden, weight, hidden.element_size(), budget)
-    head = head_for(hidden if tokens is None else hidden[tokens], weight, counts, rows, needs)
-    for start in range(0, head.hidden.shape[0], rows):
+    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
+    for start in range(0, head.n_rows, rows):
         logits = head.logits(start)
         walk_rows_(
             logits, target, results, upstream, terms, ignore_index, bias, class_weight,
-            out=logits if any(needs) else None, order=head.order if tokens is None else tokens, count=head.count,
-            first_row=start, triton=triton,
+            out=logits if any(needs) else None, order=head.order, count=head.count, first_row=start, triton=triton,
         )  # fmt: skip
         if any(needs):
             head.take_gradient(start, logits)
     dhidden, dweight, dbias = head.gradients()
-    if needs.hidden and tokens is not None:
-        dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format).index_copy_(0, tokens, dhidden)
     return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
 
 

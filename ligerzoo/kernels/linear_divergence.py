@@ -36,7 +36,7 @@ from ligerzoo.kernels.divergence import (
     losses_of,
 )
 from ligerzoo.kernels.divergence import reference as divergence_reference
-from ligerzoo.kernels.head import DenseHead, Needs, rows_per_chunk
+from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chunk
 
 
 def reference(
@@ -57,9 +57,9 @@ def _sweep_fake(
     losses = student_hidden.new_empty(target.shape, dtype=wide(either))
     dhidden = student_hidden.new_empty(student_hidden.shape if needs_dhidden else (0,))
     classes, features = student_weight.shape
-    accumulated = wide(student_weight.dtype)
-    dweight = student_weight.new_empty((classes, features) if needs_dweight else (0,), dtype=accumulated)
-    dbias = student_weight.new_empty((classes,) if needs_dbias else (0,), dtype=accumulated)
+    dweight_dtype = gradient_dtype(student_weight, teacher_weight)
+    dweight = student_weight.new_empty((classes, features) if needs_dweight else (0,), dtype=dweight_dtype)
+    dbias = student_weight.new_empty((classes,) if needs_dbias else (0,), dtype=wide(student_weight.dtype))
     return losses, dhidden, dweight, dbias
 
 
@@ -81,18 +81,22 @@ def _sweep(
     needs = Needs(needs_dhidden, needs_dweight, needs_dbias)
     itemsize = student_hidden.element_size() + teacher_hidden.element_size()
     rows = rows_per_chunk(student_hidden, student_weight, itemsize, budget)
-    student = DenseHead(student_hidden, student_weight, rows, needs, student_bias)
-    teacher = DenseHead(teacher_hidden, teacher_weight, rows, Needs(False, False), teacher_bias)
-    losses = target.new_empty(target.shape, dtype=wide(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)))
-    for start in range(0, target.shape[0], rows):
+    counts = target != ignore_index
+    head = head_type(target.shape[0], student_weight, teacher_weight)
+    student = head(student_hidden, student_weight, counts, rows, needs, student_bias)
+    teacher = head(teacher_hidden, teacher_weight, counts, rows, Needs(False, False), teacher_bias)
+    losses = target.new_zeros(target.shape, dtype=wide(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)))
+    for start in range(0, student.n_rows, rows):
         chunk = slice(start, start + rows)
+        tokens = chunk if student.order is None else student.order[chunk]
         logits, teacher_logits = student.logits(start), teacher.logits(start)
         if any(needs):
-            losses[chunk] = loss_then_gradient_(logits, teacher_logits, target[chunk], options, triton)
+            losses[tokens] = loss_then_gradient_(logits, teacher_logits, target[tokens], options, triton)
             student.take_gradient(start, logits)
         else:
-            losses[chunk] = losses_of(logits, teacher_logits, target[chunk], options, triton)
-    return losses, *student.gradients()
+            losses[tokens] = losses_of(logits, teacher_logits, target[tokens], options, triton)
+    dhidden, dweight, dbias = student.gradients()
+    return losses, dhidden, dweight.to(gradient_dtype(student_weight, teacher_weight)), dbias
 
 
 def _summed_divergence(
