@@ -17,19 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligerzoo.kernels.ahead import with_gradients
-from ligerzoo.kernels.cross_entropy import Reduction, check_targets, reduce
-from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, uses_triton, wide
+from ligerzoo.kernels.dispatch import Backend, autocast, cdiv, once_differentiable, uses_triton, wide
 from ligerzoo.kernels.head import Needs, head_type, rows_per_chunk
 from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
+from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, reduce
+
+_IGNORED = -100  # among a process's own targets, where any number that is not negative may be a class
 
 
 class _Options(NamedTuple):
     group: dist.ProcessGroup | None
     first_class: int
+    is_padding: bool
     rows: int
     terms: Terms
     ignore_index: int
@@ -40,32 +44,33 @@ def _sweep(
     hidden: Tensor, weight: Tensor, target: Tensor, of_loss: Tensor | None, needs: Needs, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of all rows and, for an upstream gradient, dhidden and dweight."""
-    group, first_class, rows, terms, ignore_index, triton = options
+    group, first_class, is_padding, rows, terms, ignore_index, triton = options
     counts = target != ignore_index
-    inside = (target >= first_class) & (target < first_class + weight.shape[0]) & counts
+    inside = (target >= first_class) & (target < first_class + weight.shape[0]) & counts & (not is_padding)
     # A row whose target another process has is here a row of class 0, of which only the logsumexp is used.
-    own_target = torch.where(counts, torch.where(inside, target - first_class, 0), -100)
+    own_target = torch.where(counts, torch.where(inside, target - first_class, 0), _IGNORED)
     losses = torch.zeros_like(target, dtype=wide(hidden.dtype))
-    own = empty_results(target, losses.dtype, entropy=False, argmax=False)
+    own = empty_results(target, losses.dtype, statistics=False)
     of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
-    if weight.shape[0] == 0:  # all of this process's classes are padding
-        own.logsumexp.fill_(-torch.inf)
     head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
     walk = functools.partial(
-        walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0),
+        walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
         order=head.order, count=head.count, triton=triton,
     )  # fmt: skip
     for start in range(0, head.n_rows, rows):
         logits = head.logits(start)
         chunk: Any = slice(start, start + rows) if head.order is None else head.order[start : start + rows]
-        if weight.shape[0]:
-            walk(logits, first_row=start)
+        walk(logits, first_row=start)
         own_logsumexp, own_logp, mine = own.logsumexp[chunk], own.logp[chunk], inside[chunk]
+        if is_padding:
+            own_logsumexp = torch.full_like(own_logsumexp, -torch.inf)
         largest = own_logsumexp.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        share = torch.stack([(own_logsumexp - largest).exp(), torch.where(mine, own_logp + own_logsumexp, 0.0)])
-        dist.all_reduce(share, dist.ReduceOp.SUM, group)
-        logsumexp, x_target = largest + share[0].log(), share[1]
+        x_target = torch.where(mine, own_logp + own_logsumexp, 0.0)
+        shares = torch.stack([(own_logsumexp - largest).exp(), x_target, mine.to(x_target.dtype)])
+        dist.all_reduce(shares, dist.ReduceOp.SUM, group)
+        logsumexp = largest + shares[0].log()
+        x_target = torch.where(shares[2] > 0, shares[1], torch.nan)  # a target that nobody has is no class
         losses[chunk] = torch.where(counts[chunk], logsumexp - x_target + terms.z_loss * logsumexp.square(), 0.0)
         if of_loss is not None and any(needs):
             # x_y = logp + l_r where the target is here, so that l_r has the two of them to answer for.
@@ -75,8 +80,7 @@ def _sweep(
             of_logsumexp[chunk] = (
                 g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + of_x_target
             )
-            if weight.shape[0]:
-                walk(logits, upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits, first_row=start)
+            walk(logits, upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits, first_row=start)
             head.take_gradient(start, logits)
     dhidden, dweight, _ = head.gradients()
     if needs.hidden and of_loss is not None:
@@ -111,6 +115,20 @@ class _TokenLosses(torch.autograd.Function):
         return dhidden if needs.hidden else None, dweight.to(weight.dtype) if needs.weight else None, None, None
 
 
+@functools.cache
+def _equal_part(name: str, part: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """How many rows each process has; asks the others, once. ValueError on all of them if they differ."""
+    sizes = torch.tensor([part, -part], device=device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
+    most, least = int(sizes[0]), -int(sizes[1])
+    if most != least:
+        raise ValueError(
+            f"{name}: the processes have {least} to {most} rows of weight; expected equal parts: "
+            "pad the last ones and say vocab_size"
+        )
+    return part
+
+
 def vocab_parallel_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -130,7 +148,8 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor:
     """`linear_cross_entropy` with the classes spread over the processes of a group.
 
-    To be called by all processes alike, with the same hidden states and targets.
+    To be called by all processes alike, with the same hidden states and targets. It has no bias, smoothing, weights or
+    statistics.
 
     Args:
         hidden: (..., H), or a `DTensor` replicated over the mesh.
@@ -146,42 +165,55 @@ def vocab_parallel_linear_cross_entropy(
         fp32 (fp64 for fp64 input), the same on all processes: 0-d, or of the targets' shape for "none".
 
     Raises:
-        ValueError: shapes, dtypes or placements do not fit, or (on a CPU) a target is no class.
+        ValueError: shapes, dtypes or placements do not fit, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is no
+            class.
     """
+    name = "vocab_parallel_linear_cross_entropy"
     if isinstance(hidden, DTensor):
         hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
     if isinstance(weight, DTensor):
         if weight.placements != (Shard(0),):
-            raise ValueError(
-                f"vocab_parallel_linear_cross_entropy: weight is placed {weight.placements}; expected (Shard(0),)"
-            )
+            raise ValueError(f"{name}: weight is placed {weight.placements}; expected (Shard(0),)")
         n_classes, group = weight.shape[0], weight.device_mesh.get_group()
-        part = -(-n_classes // dist.get_world_size(group))
+        part = cdiv(n_classes, dist.get_world_size(group))
         weight = weight.to_local()
     else:
-        part = weight.shape[0]
+        part = _equal_part(name, weight.shape[0], weight.device, group)
         n_classes = part * dist.get_world_size(group)
-    n_classes = n_classes if vocab_size is None else vocab_size
+    if vocab_size is not None:
+        if vocab_size > n_classes:
+            raise ValueError(
+                f"{name}: vocab_size={vocab_size}; expected at most {n_classes}, the rows of all processes"
+            )
+        n_classes = vocab_size
     hidden, weight = autocast(hidden, weight)
     if hidden.shape[:-1] != target.shape or hidden.shape[-1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
         raise ValueError(
-            f"vocab_parallel_linear_cross_entropy: hidden {tuple(hidden.shape)} {hidden.dtype}, this process's weight "
-            f"{tuple(weight.shape)} {weight.dtype}, target {tuple(target.shape)}; "
+            f"{name}: hidden {tuple(hidden.shape)} {hidden.dtype}, this process's weight {tuple(weight.shape)} "
+            f"{weight.dtype}, target {tuple(target.shape)}; "
             "expected (..., H), (V / processes, H) of one dtype, and (...)"
         )
+    terms = Terms(logit_scale, softcap, temperature, z_loss=z_loss)
+    check_terms(name, terms)
+    target = as_targets(name, target, n_classes, ignore_index)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    check_targets(targets, n_classes, ignore_index)
     first_class = dist.get_rank(group) * part
+    # One row at least, and whole units of memory to begin at: all processes must take the rows in the same order.
+    own_weight = weight[: max(1, n_classes - first_class)] if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))
+    if own_weight.storage_offset() % 8:
+        own_weight = own_weight.clone()
     options = _Options(
-        group, first_class,
-        rows_per_chunk(rows, weight.new_empty(0).expand(part, 0), rows.element_size(), logits_budget),
-        Terms(logit_scale, softcap, temperature, z_loss=z_loss), ignore_index,
+        group,
+        first_class,
+        first_class >= n_classes,
+        rows_per_chunk(rows, part, rows.element_size(), logits_budget),
+        terms,
+        ignore_index,
         uses_triton(rows, weight, backend=backend),
-    )  # fmt: skip
-    own_weight = weight[: max(0, n_classes - first_class)]
+    )
     if reduction == "none" or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
         losses: Tensor = _TokenLosses.apply(rows, own_weight, targets, options)  # type: ignore[no-untyped-call]
         losses = losses.view(target.shape)
     else:
         losses = _summed_loss(rows, own_weight, targets, options)
-    return reduce(losses, target, reduction, ignore_index, num_items)
+    return reduce(name, losses, target, reduction, ignore_index, num_items)

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, at import
 
 import pytest
 import torch
+import torch.utils._device
 from torch import Tensor
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
@@ -70,7 +71,8 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within tests/kernels, uninitialized floating-point memory is NaN, unless the test is marked `no_poison`."""
     if request.path.is_relative_to(KERNEL_TESTS) and not request.node.get_closest_marker("no_poison"):
-        # Dynamo finds its rules for torch's functions by name, once: it must not find the poisoned ones.
+        # Dynamo and `with torch.device(...)` look torch's functions up once: they must not find the poisoned ones.
         torch._dynamo.trace_rules.get_torch_obj_rule_map()
+        torch.utils._device._device_constructors()
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))

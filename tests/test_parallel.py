@@ -90,7 +90,7 @@ def test_a_head_in_shards(vocab_size: int, padded: int) -> None:
 
 def dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    for classes in (34, 33):  # even and uneven shards
+    for classes in (34, 33, 1):  # even shards, uneven ones, and one without a row
         hidden, weight, target = make(classes)
         expected = gradients(linear_cross_entropy(hidden, weight, target), hidden, weight)
         own_hidden, own_weight = (
@@ -112,6 +112,10 @@ def refusals(rank: int) -> None:
     hidden, weight, target = make(34)
     with pytest.raises(ValueError, match=r"this process's weight \(17, 16\)"):
         vocab_parallel_linear_cross_entropy(hidden, weight[:17, :16], target)
+    with pytest.raises(ValueError, match="have 16 to 18 rows of weight; expected equal parts: pad"):
+        vocab_parallel_linear_cross_entropy(hidden, weight[: 16 + 2 * rank], target)
+    with pytest.raises(ValueError, match="vocab_size=35; expected at most 34"):
+        vocab_parallel_linear_cross_entropy(hidden, weight[:17], target, vocab_size=35)
     target[0, 0] = 34
     with pytest.raises(ValueError, match=r"the target at .* is 34; expected 0 to 33"):
         vocab_parallel_linear_cross_entropy(hidden, weight[:17], target)

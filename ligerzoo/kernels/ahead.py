@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import cdiv, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.jit import kernel, tl
 
 _BLOCK = 2048
@@ -45,28 +45,35 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if not (uses_triton(x) and factor.is_cuda == x.is_cuda):
         return reference(x, factor, dtype)
     y = x.new_empty(x.shape, dtype=dtype)
-    _scaled_kernel[-(-y.numel() // _BLOCK)](x.contiguous(), factor, y, y.numel(), _BLOCK, num_warps=4)
+    _scaled_kernel[cdiv(y.numel(), _BLOCK)](x.contiguous(), factor, y, y.numel(), _BLOCK, num_warps=4)
     return y
 
 
 class _Carrier(torch.autograd.Function):
+    """A zero, whose backward hands on a gradient that is already there."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
+    def forward(ctx: Any, x: Tensor, gradient: Tensor, factor: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gradient, factor)
         ctx.dtype = x.dtype
         return gradient.new_zeros((), dtype=wide(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return scaled(gradient, upstream, ctx.dtype), None
+        gradient, factor = ctx.saved_tensors
+        return scaled(gradient, upstream if factor is None else upstream * factor, ctx.dtype), None, None
 
 
-def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor]) -> Tensor:
-    """A 0-d loss that was computed where autograd did not look, with what its gradients with respect to some tensors
-    are: (tensor, gradient) for each. None, and tensors that want no gradient, are passed over."""
+def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:
+    """Lets backward give each tensor its gradient, times the upstream one.
+
+    Args:
+        loss: 0-d, a constant to these tensors.
+        gradients: (tensor, gradient) for each; None, and what wants no gradient, is passed over.
+        factor: 0-d, multiplies all gradients as well.
+    """
     for x, gradient in gradients:
-        if x is not None and x.requires_grad:
-            loss = loss + _Carrier.apply(x, gradient)  # a zero
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            loss = loss + _Carrier.apply(x, gradient, factor)
     return loss

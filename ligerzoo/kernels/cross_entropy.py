@@ -9,15 +9,14 @@ A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an e
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import DEBUG, Backend, as_rows, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.token_loss import NOTHING, TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
-
-Reduction = Literal["mean", "sum", "none"]
+from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, check_weights, reduce
 
 
 def _forward_fake(
@@ -37,13 +36,12 @@ def _forward(
     logits: Tensor, target: Tensor, class_weight: Tensor | None,
     scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_targets(target, logits.shape[-1], ignore_index)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    results = empty_results(target.reshape(-1), wide(logits.dtype), entropy=False, argmax=False)
+    results = empty_results(target.reshape(-1), wide(logits.dtype), statistics=False)
     normalizer = results.loss.new_zeros((2, target.numel()))
     walk_rows_(
-        as_rows(logits), target.reshape(-1), results, NOTHING, terms, ignore_index, None, class_weight,
-        normalizer=normalizer, triton=True,
+        as_rows(logits), target.reshape(-1), results, NOTHING, terms, ignore_index,
+        class_weight=class_weight, normalizer=normalizer, triton=True,
     )  # fmt: skip
     return results.loss.view(target.shape), normalizer
 
@@ -67,18 +65,18 @@ def _backward(
     dlogits = logits.new_empty(logits.shape)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
     targets = target.reshape(-1)
-    is_all_there_is_to_know = class_weight is None or label_smoothing == 0
+    # Smoothing with class weights needs sums of these over the row, too.
+    normalizer_suffices = class_weight is None or label_smoothing == 0
     walk_rows_(
         as_rows(logits),
         targets,
-        None if is_all_there_is_to_know else empty_results(targets, normalizer.dtype, entropy=False, argmax=False),
+        None if normalizer_suffices else empty_results(targets, normalizer.dtype, statistics=False),
         Upstream(upstream.reshape(-1)),
         terms,
         ignore_index,
-        None,
-        class_weight,
+        class_weight=class_weight,
         out=dlogits.view(-1, logits.shape[-1]),
-        normalizer=normalizer if is_all_there_is_to_know else None,
+        normalizer=normalizer if normalizer_suffices else None,
         triton=True,
     )
     return dlogits
@@ -100,65 +98,6 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, normalizer, class_weight = ctx.saved_tensors
         dlogits = _backward(logits, target, normalizer, upstream, class_weight, *ctx.terms, ctx.ignore_index)
         return dlogits, None, None, None, None
-
-
-def check_targets(target: Tensor, n_classes: int, ignore_index: int) -> None:
-    """Raises ValueError for a target that is neither a class nor the ignored one, where looking costs no wait for a
-    GPU.
-
-    On a GPU the check runs only when LIGERZOO_DEBUG=1; without it such a row's loss and gradient are NaN.
-    """
-    if DEBUG or target.device.type == "cpu":
-        wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
-        if bool(wrong.any()):
-            position = tuple(int(i) for i in wrong.nonzero()[0])
-            raise ValueError(
-                f"cross entropy: the target at {position} is {int(target[position])}; "
-                f"expected 0 to {n_classes - 1}, or {ignore_index} for a token that does not count"
-            )
-
-
-def check_class_weight(class_weight: Tensor | None, n_classes: int) -> None:
-    """Raises ValueError for class weights of another shape than (V,), or that want a gradient."""
-    if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
-        raise ValueError(
-            f"cross entropy: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
-            f"{class_weight.requires_grad}; expected {(n_classes,)}, a constant"
-        )
-
-
-def reduce(
-    losses: Tensor,
-    target: Tensor,
-    reduction: Reduction,
-    ignore_index: int,
-    num_items: int | Tensor | None,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-) -> Tensor:
-    """Reduces the weighted losses of the tokens, or their sum, as `cross_entropy` says; no valid token gives 0."""
-    match reduction:
-        case "none" if num_items is None:
-            return losses
-        case "mean" if num_items is not None:
-            return losses.sum() / num_items
-        case "mean":
-            counts = target != ignore_index
-            if class_weight is None and token_weight is None:
-                return losses.sum() / counts.sum().clamp(min=1)
-            weights = counts.to(losses.dtype)
-            if class_weight is not None:
-                weights = weights * class_weight[torch.where(counts, target, 0)]
-            if token_weight is not None:
-                weights = weights * token_weight
-            total = weights.sum()
-            return losses.sum() / torch.where(counts.any(), total, 1.0)
-        case "sum" if num_items is None:
-            return losses.sum()
-    raise ValueError(
-        f"cross entropy: reduction={reduction!r} with num_items={num_items!r}; "
-        f'expected "mean", "sum" or "none", and num_items only with "mean"'
-    )
 
 
 def cross_entropy(
@@ -186,38 +125,42 @@ def cross_entropy(
         label_smoothing: the share of a target spread evenly over all classes.
         class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. A constant.
         token_weight: (...), a factor for the loss of each token; differentiable.
-        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss.
+        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss, whatever its class's weight.
         softcap: c, for logits `c tanh(logits / c)`.
         logit_scale: multiplies the logits, before the softcap.
         temperature: divides the logits, after the softcap.
         reduction: "mean" over the tokens that count (by their weights, if there are any), "sum", or "none" for the loss
             of each token.
-        num_items: divides the sum in place of the number of tokens that count (an int or a 0-d tensor): the same number
-            for all micro-batches of a step makes gradient accumulation exact.
+        num_items: with "mean", divides the sum in place of the number of tokens that count (an int or a 0-d tensor):
+            the same number for all micro-batches of a step makes gradient accumulation exact.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:
-        fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none". Without a token that counts, "mean" is 0.
+        fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none". Without a token that counts,
+        or a weight that is not 0, "mean" is 0.
 
     Raises:
         ValueError: the shapes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is
             no class.
     """
+    name = "cross_entropy"
     if logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)}; expected (..., V) and (...)"
+            f"{name}: logits {tuple(logits.shape)} and target {tuple(target.shape)}; expected (..., V) and (...)"
         )
-    check_class_weight(class_weight, logits.shape[-1])
+    n_classes = logits.shape[-1]
     terms = Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
+    check_terms(name, terms)
+    check_weights(name, target, n_classes, class_weight, token_weight)
+    target = as_targets(name, target, n_classes, ignore_index)
+    if token_weight is not None:
+        token_weight = torch.where(target == ignore_index, 0.0, token_weight)
     if uses_triton(logits, backend=backend):
         losses = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index)
     else:
-        if not torch.compiler.is_compiling():
-            check_targets(target, logits.shape[-1], ignore_index)
-        rows = logits.reshape(-1, logits.shape[-1])
-        losses = reference(
-            rows, target.flatten(), terms, ignore_index, class_weight=class_weight, entropy=False, argmax=False
-        ).loss.view(target.shape)
+        rows, targets = logits.reshape(-1, n_classes), target.flatten()
+        results = reference(rows, targets, terms, ignore_index, class_weight=class_weight, statistics=False)
+        losses = results.loss.view(target.shape)
     if token_weight is not None:
         losses = losses * token_weight
-    return reduce(losses, target, reduction, ignore_index, num_items, class_weight, token_weight)
+    return reduce(name, losses, target, reduction, ignore_index, num_items, class_weight, token_weight)

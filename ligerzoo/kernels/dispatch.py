@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,17 +28,23 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _library = torch.library.Library("ligerzoo", "DEF")
 
 
+def check_backend(backend: Backend) -> Backend:
+    """The backend; a ValueError if there is none of that name."""
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"')
+    return backend
+
+
 def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
     """Whether the Triton kernels serve these tensors: on a GPU, in a dtype whose arithmetic fp32 covers.
 
     Raises:
         ValueError: `backend` is unknown, or is "triton" and Triton can't serve the tensors.
     """
+    check_backend(backend)
     served = all((t.is_cuda or INTERPRETING) and t.dtype in _FUSED_DTYPES for t in tensors)
     if backend == "auto":
         return served
-    if backend not in get_args(Backend):
-        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"')
     if backend == "triton" and not served:
         got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise ValueError(
@@ -129,6 +135,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
@@ -141,3 +152,13 @@ def multiprocessors(tensor: Tensor) -> int:
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def is_hopper(tensor: Tensor) -> bool:
+    """Whether the tensor is on a GPU with Hopper's matrix products and tensor copies, for which tiles were chosen."""
+    return tensor.is_cuda and _capability(tensor.get_device())[0] == 9
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

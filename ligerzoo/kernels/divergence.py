@@ -34,7 +34,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.cross_entropy import Reduction, reduce
 from ligerzoo.kernels.dispatch import (
     Backend,
     as_rows,
@@ -46,6 +45,7 @@ from ligerzoo.kernels.dispatch import (
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
+from ligerzoo.kernels.tokens import Reduction, reduce
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 
@@ -292,18 +292,18 @@ def _backward(
     return dstudent
 
 
-def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options, fused: bool) -> Tensor:
-    """The divergence of each row of (M, V) logits, outside autograd; by Triton if `fused`."""
-    return _forward(student, teacher, target, *options)[0] if fused else reference(student, teacher, target, options)
+def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options, triton: bool) -> Tensor:
+    """The divergence of each row of (M, V) logits, outside autograd; by Triton, or by plain torch."""
+    return _forward(student, teacher, target, *options)[0] if triton else reference(student, teacher, target, options)
 
 
-def loss_then_gradient_(student: Tensor, teacher: Tensor, target: Tensor, options: Options, fused: bool) -> Tensor:
+def loss_then_gradient_(student: Tensor, teacher: Tensor, target: Tensor, options: Options, triton: bool) -> Tensor:
     """Returns each row's divergence and overwrites `student`, a private contiguous (M, V) buffer, with its gradient.
 
     For the linear divergences, which make logits only to differentiate them at once.
     """
     divergence, beta, temperature, ignore_index = options
-    if fused:
+    if triton:
         loss = student.new_empty(target.shape, dtype=torch.float32)
         n_rows, n_cols = student.shape
         block, warps = _block(n_cols)
@@ -374,7 +374,7 @@ def _divergence(
         if uses_triton(student, teacher, backend=backend)
         else reference(student, teacher, target, options)
     )
-    return reduce(losses, target, reduction, options.ignore_index, num_items)
+    return reduce(name, losses, target, reduction, options.ignore_index, num_items)
 
 
 def every_token_counts(student: Tensor, options: Options) -> tuple[Tensor, Options]:

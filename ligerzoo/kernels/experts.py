@@ -55,7 +55,7 @@ def _forward_fake(
     gate_up: Tensor,
     down: Tensor,
     activation: Activation,
-    fused: bool,
+    triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n_experts, n_hidden, _ = gate_up.shape
     hidden = x.new_empty((expert_ids.numel(), n_hidden))
@@ -65,7 +65,7 @@ def _forward_fake(
 
 @register(
     "experts_forward(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, str activation, "
-    "bool fused) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool triton) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_forward_fake,
 )
 def _forward(
@@ -75,19 +75,19 @@ def _forward(
     gate_up: Tensor,
     down: Tensor,
     activation: Activation,
-    fused: bool,
+    triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, the hidden rows, and what `sort_by_expert` gives."""
     _check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
-    hidden = grouped_product(spread(x, rows, fused), gate_up.mT, bounds[1:], fused)
-    active = weighted_glu(hidden, expert_weights, rows, activation, fused)
-    return collect(grouped_product(active, down.mT, bounds[1:], fused), rows, bounds, fused), hidden, rows, bounds
+    hidden = grouped_product(spread(x, rows, triton), gate_up.mT, bounds[1:], triton)
+    active = weighted_glu(hidden, expert_weights, rows, activation, triton)
+    return collect(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton), hidden, rows, bounds
 
 
 def _backward_fake(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
-    bounds: Tensor, activation: Activation, fused: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
+    bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
     needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dx, dweights, dgate_up, ddown = (
@@ -99,34 +99,34 @@ def _backward_fake(
 
 @register(
     "experts_backward(Tensor dy, Tensor x, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor hidden, "
-    "Tensor rows, Tensor bounds, str activation, bool fused, "
+    "Tensor rows, Tensor bounds, str activation, bool triton, "
     "bool needs_x, bool needs_weights, bool needs_gate_up, bool needs_down) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_backward_fake,
 )
 def _backward(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
-    bounds: Tensor, activation: Activation, fused: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
+    bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
     needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, expert_weights, gate_up and down, empty where not needed."""
     dx, dweights, dgate_up, ddown = (t.new_empty(0) for t in (x, expert_weights, gate_up, down))
-    ends, dy_rows = bounds[1:], spread(dy, rows, fused)
+    ends, dy_rows = bounds[1:], spread(dy, rows, triton)
     if needs_x or needs_weights or needs_gate_up:
-        dactive = grouped_product(dy_rows, down, ends, fused)
+        dactive = grouped_product(dy_rows, down, ends, triton)
         dhidden, dw, active = weighted_glu_backward(
-            dactive, hidden, expert_weights, rows, bounds, activation, needs_down, fused
+            dactive, hidden, expert_weights, rows, bounds, activation, needs_down, triton
         )
         dweights = dw if needs_weights else dweights
         del dactive
     else:
-        active = weighted_glu(hidden, expert_weights, rows, activation, fused)
+        active = weighted_glu(hidden, expert_weights, rows, activation, triton)
     if needs_down:
-        ddown = grouped_outer_product(dy_rows, active, ends, fused)
+        ddown = grouped_outer_product(dy_rows, active, ends, triton)
     del dy_rows, active  # before the largest of the gradients is made
     if needs_x:
-        dx = collect(grouped_product(dhidden, gate_up, ends, fused), rows, bounds, fused)
+        dx = collect(grouped_product(dhidden, gate_up, ends, triton), rows, bounds, triton)
     if needs_gate_up:
-        dgate_up = grouped_outer_product(dhidden, spread(x, rows, fused), ends, fused)
+        dgate_up = grouped_outer_product(dhidden, spread(x, rows, triton), ends, triton)
     return dx, dweights, dgate_up, ddown
 
 
@@ -140,11 +140,11 @@ class _ExpertsMLP(torch.autograd.Function):
         down: Tensor,
         expert_ids: Tensor,
         activation: Activation,
-        fused: bool,
+        triton: bool,
     ) -> Tensor:
-        y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, activation, fused)
+        y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, activation, triton)
         ctx.save_for_backward(x, expert_weights, gate_up, down, hidden, rows, bounds)
-        ctx.options = activation, fused
+        ctx.options = activation, triton
         return y
 
     @staticmethod
@@ -215,5 +215,5 @@ def experts_mlp(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"experts_mlp: activation={activation!r}; expected {' or '.join(map(repr, ACTIVATIONS))}")
-    fused = uses_triton(x, expert_weights, gate_up, down, backend=backend)
-    return _ExpertsMLP.apply(x, expert_weights, gate_up, down, expert_ids, activation, fused)
+    triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)
+    return _ExpertsMLP.apply(x, expert_weights, gate_up, down, expert_ids, activation, triton)

@@ -27,6 +27,7 @@ from ligerzoo.kernels.dispatch import (
     Backend,
     as_rows,
     autocast,
+    cdiv,
     next_power_of_2,
     once_differentiable,
     register,
@@ -34,6 +35,7 @@ from ligerzoo.kernels.dispatch import (
 )
 from ligerzoo.kernels.elementwise import sigmoid
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.rows import row_and_columns
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -90,18 +92,11 @@ def activate(x, ACTIVATION: tl.constexpr):
         return _gelu(x)
 
 
-@jit
-def _place(n_cols, BLOCK: tl.constexpr):
-    """The row and the columns of this program."""
-    program, blocks = tl.program_id(0), tl.cdiv(n_cols, BLOCK)
-    return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-
-
 @kernel
 def _forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    row, cols = _place(n_cols, BLOCK)
+    row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
@@ -115,7 +110,7 @@ def _backward_kernel(
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, NEEDS_Y: tl.constexpr,
 ):  # fmt: skip
-    row, cols = _place(n_cols, BLOCK)
+    row, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     target = row * n_cols + cols
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
@@ -142,7 +137,7 @@ def _tiled(*tensors: Tensor) -> tuple[tuple[Tensor, ...], int, int, int]:
         tensors = tuple(as_rows(t) for t in tensors)
         n_rows, n_cols = tensors[0].shape
     block = min(_BLOCK, next_power_of_2(n_cols))
-    return tensors, n_cols, block, n_rows * -(-n_cols // block)
+    return tensors, n_cols, block, n_rows * cdiv(n_cols, block)
 
 
 def _forward_fake(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
@@ -160,26 +155,26 @@ def _forward(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtyp
 
 
 def _backward_fake(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_dgate: bool, needs_dup: bool, needs_y: bool
+    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate = gate.new_empty(gate.shape if needs_dgate else (0,))
-    dup = up.new_empty(up.shape if needs_dup else (0,))
+    dgate = gate.new_empty(gate.shape if needs_gate else (0,))
+    dup = up.new_empty(up.shape if needs_up else (0,))
     return dgate, dup, dy.new_empty(dy.shape if needs_y else (0,))
 
 
 @register(
-    "glu_backward(Tensor dy, Tensor gate, Tensor up, str activation, bool needs_dgate, bool needs_dup, bool needs_y)"
+    "glu_backward(Tensor dy, Tensor gate, Tensor up, str activation, bool needs_gate, bool needs_up, bool needs_y)"
     " -> (Tensor, Tensor, Tensor)",
     fake=_backward_fake,
 )
 def _backward(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_dgate: bool, needs_dup: bool, needs_y: bool
+    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate, dup, y = _backward_fake(dy, gate, up, activation, needs_dgate, needs_dup, needs_y)
+    dgate, dup, y = _backward_fake(dy, gate, up, activation, needs_gate, needs_up, needs_y)
     (dy, gate, up), n_cols, block, programs = _tiled(dy, gate, up)
     _backward_kernel[programs](
         dy, gate, up, dgate, dup, y, dy.stride(0), gate.stride(0), up.stride(0), n_cols, block, activation,
-        needs_dgate, needs_dup, needs_y, num_warps=_WARPS,
+        needs_gate, needs_up, needs_y, num_warps=_WARPS,
     )  # fmt: skip
     return dgate, dup, y
 

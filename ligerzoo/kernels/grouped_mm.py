@@ -13,7 +13,6 @@ and backward at 128 rows a group, against 2.00 with torch's, and the same at 512
 
 from __future__ import annotations
 
-import functools
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import next_power_of_2
+from ligerzoo.kernels.dispatch import cdiv, is_hopper, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 
@@ -104,19 +103,13 @@ def _precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
 def _suits_torch(a: Tensor, b: Tensor) -> bool:
     """Whether torch's grouped_mm takes these two and multiplies them without a look at the counts from the host."""
     return (
-        a.is_cuda
+        is_hopper(a)
         and a.dtype == torch.bfloat16
         and a.shape[0] > 0
         and all(t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (a, b))
-        and _is_hopper(a.get_device())
     )
 
 
@@ -136,18 +129,18 @@ def _descriptor(t: Tensor, tile: list[int]) -> Any:
     return TensorDescriptor.from_tensor(t, tile)
 
 
-def grouped_product(x: Tensor, w: Tensor, ends: Tensor, fused: bool) -> Tensor:
+def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
     """(R, K) times (E, K, N), each row with the matrix of its group: (R, N). Rows from ends[-1] on are undefined.
 
     Args:
         x: (R, K), contiguous, its rows sorted by group.
         w: (E, K, N), in the dtype of `x`. Copied if neither it nor `w.mT` is contiguous.
         ends: (E,) int32, the row after each group's last.
-        fused: whether the kernels serve these tensors.
+        triton: whether the kernels serve these tensors.
     """
     (n_rows, n_inner), (n_groups, _, n_cols) = x.shape, w.shape
     y = x.new_empty((n_rows, n_cols))
-    if not fused:
+    if not triton:
         for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
             torch.mm(x[start:end], w[group], out=y[start:end])
         return y
@@ -157,7 +150,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, fused: bool) -> Tensor:
         return F.grouped_mm(x, stored.mT if is_transposed else stored, offs=ends)
     if n_rows > 0:
         rows, cols, inner, warps, stages = _tile(x.dtype)
-        programs = (n_rows // rows + n_groups) * -(-n_cols // cols)
+        programs = (n_rows // rows + n_groups) * cdiv(n_cols, cols)
         _product_kernel[programs](
             _descriptor(x, [rows, inner]),
             _descriptor(stored, [1, cols, inner] if is_transposed else [1, inner, cols]),
@@ -167,22 +160,22 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, fused: bool) -> Tensor:
     return y
 
 
-def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, fused: bool) -> Tensor:
+def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, triton: bool) -> Tensor:
     """The sum over each group's rows of the outer products of (R, M) and (R, N): (E, M, N), 0 for an empty group.
 
     Args:
         a: (R, M), contiguous, its rows sorted by group.
         b: (R, N), contiguous, in the dtype of `a`.
         ends: (E,) int32, the row after each group's last.
-        fused: whether the kernels serve these tensors.
+        triton: whether the kernels serve these tensors.
     """
-    if fused and _suits_torch(a, b):
+    if triton and _suits_torch(a, b):
         return F.grouped_mm(a.T, b, offs=ends)
     n_groups, n_rows, n_cols = ends.shape[0], a.shape[1], b.shape[1]
     z = a.new_empty((n_groups, n_rows, n_cols))
-    if fused:
+    if triton:
         rows, cols, inner, warps, stages = _tile(a.dtype)
-        programs = n_groups * -(-n_rows // rows) * -(-n_cols // cols)
+        programs = n_groups * cdiv(n_rows, rows) * cdiv(n_cols, cols)
         _outer_product_kernel[programs](
             a, b, ends, z, n_rows, n_cols, rows, cols, inner, _precision(), num_warps=warps, num_stages=stages
         )

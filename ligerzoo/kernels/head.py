@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import valid_rows
-from ligerzoo.kernels.dispatch import multiprocessors, wide
+from ligerzoo.kernels.dispatch import cdiv, multiprocessors, wide
 
 
 class Needs(NamedTuple):
@@ -34,26 +34,30 @@ def set_logits_budget(mebibytes: int) -> None:
         ValueError: `mebibytes` is negative.
     """
     global _logits_budget
-    if mebibytes < 0:
-        raise ValueError(f"set_logits_budget: got {mebibytes} MiB; expected 0 or more")
-    _logits_budget = mebibytes
+    _logits_budget = _checked(mebibytes)
 
 
-def rows_per_chunk(hidden: Tensor, weight: Tensor, bytes_per_logit: int, budget: int | None) -> int:
+def _checked(budget: int) -> int:
+    if budget < 0:
+        raise ValueError(f"logits budget: got {budget} MiB; expected 0 or more")
+    return budget
+
+
+def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
     """How many of (M, H) hidden states to take at a time, so that their logits fit the budget.
 
     Where it allows, a multiple of 128 (a tile of the matrix products), chosen so that few tiles of dhidden, which are
     the longest, wait for the last ones of a chunk.
     """
-    (n_rows, hidden_size), n_classes = hidden.shape, weight.shape[0]
-    budget = _logits_budget if budget is None else budget
+    n_rows, hidden_size = hidden.shape
+    budget = _logits_budget if budget is None else _checked(budget)
     most = max(1, budget * 2**20 // (max(1, n_classes) * bytes_per_logit))
     if n_rows <= most or most < 128:
         return max(1, min(n_rows, most))
-    tiles_of_128_rows, at_a_time = -(-hidden_size // 256), multiprocessors(hidden)
+    tiles_of_128_rows, at_a_time = cdiv(hidden_size, 256), multiprocessors(hidden)
 
     def waves(rows: int) -> int:
-        return -(-n_rows // rows) * -(-rows // 128 * tiles_of_128_rows // at_a_time)
+        return cdiv(n_rows, rows) * cdiv(cdiv(rows, 128) * tiles_of_128_rows, at_a_time)
 
     candidates = range(128, most + 1, 128)
     fewest = min(map(waves, candidates))

@@ -66,7 +66,7 @@ class Kernel:
         key = [device, *options.values(), *arguments[self._n_variable :]]
         for argument in arguments[: self._n_variable]:
             if type(argument) in _NUMBERS:
-                key.append(argument)
+                key += type(argument), argument
             elif isinstance(argument, Tensor):
                 key += argument.dtype, argument.data_ptr() % 16
             else:  # a tensor descriptor

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, cdiv, once_differentiable, register, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.rows import (
     BACKWARD_TILE,
@@ -126,7 +126,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
     group = group_size(x)
     x, group_stride, row_stride = grouped(x, group)
     tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-    _forward_kernel[-(-n_rows // tile_rows)](
+    _forward_kernel[cdiv(n_rows, tile_rows)](
         x, weight.contiguous(), None if bias is None else bias.contiguous(), y, mean, rstd, group, group_stride,
         row_stride, n_rows, n_cols, eps, tile_rows, tile_cols, num_warps=warps,
     )  # fmt: skip
@@ -135,33 +135,33 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
 
 def _backward_fake(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
+    needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx = x.new_empty(x.shape if needs_dx else (0,))
-    dweight = weight.new_empty(weight.shape if needs_dweight else (0,))
-    return dx, dweight, weight.new_empty(weight.shape if needs_dbias else (0,))
+    dx = x.new_empty(x.shape if needs_x else (0,))
+    dweight = weight.new_empty(weight.shape if needs_weight else (0,))
+    return dx, dweight, weight.new_empty(weight.shape if needs_bias else (0,))
 
 
 @register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool needs_dx, "
-    "bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool needs_x, "
+    "bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
     fake=_backward_fake,
 )
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    needs_dx: bool, needs_dweight: bool, needs_dbias: bool,
+    needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dweight, dbias = _backward_fake(dy, x, weight, mean, rstd, needs_dx, needs_dweight, needs_dbias)
+    dx, dweight, dbias = _backward_fake(dy, x, weight, mean, rstd, needs_x, needs_weight, needs_bias)
     n_rows, n_cols = rstd.numel(), x.shape[-1]
     group = group_size(dy, x)
     dy, dy_group_stride, dy_row_stride = grouped(dy, group)
     x, x_group_stride, x_row_stride = grouped(x, group)
     tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
     programs = persistent_programs(n_rows, tile_rows, x)
-    weight_partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_dweight else None
-    bias_partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_dbias else None
+    weight_partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
+    bias_partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_bias else None
     _backward_kernel[programs](
-        dy, x, weight.contiguous(), mean, rstd, dx if needs_dx else None, weight_partial, bias_partial, group,
+        dy, x, weight.contiguous(), mean, rstd, dx if needs_x else None, weight_partial, bias_partial, group,
         dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows, n_cols, tile_rows, tile_cols,
         num_warps=warps,
     )  # fmt: skip
@@ -182,9 +182,9 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = _backward(dy, *ctx.saved_tensors, needs_dx, needs_dweight, needs_dbias)
-        return dx if needs_dx else None, dweight if needs_dweight else None, dbias if needs_dbias else None, None
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = _backward(dy, *ctx.saved_tensors, needs_x, needs_weight, needs_bias)
+        return dx if needs_x else None, dweight if needs_weight else None, dbias if needs_bias else None, None
 
 
 def layer_norm(

@@ -19,11 +19,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.ahead import with_gradients
-from ligerzoo.kernels.cross_entropy import reduce
 from ligerzoo.kernels.dispatch import Backend, autocast, register, uses_triton, wide
 from ligerzoo.kernels.divergence import (
     OPTIONS_SCHEMA,
@@ -35,52 +33,43 @@ from ligerzoo.kernels.divergence import (
     loss_then_gradient_,
     losses_of,
 )
-from ligerzoo.kernels.divergence import reference as divergence_reference
 from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chunk
-
-
-def reference(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
-    student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options,
-) -> Tensor:  # fmt: skip
-    """The divergence of each row in plain torch, all logits at once: the specification and the tests' oracle."""
-    student = F.linear(student_hidden, student_weight, student_bias)
-    return divergence_reference(student, F.linear(teacher_hidden, teacher_weight, teacher_bias), target, options)
+from ligerzoo.kernels.tokens import reduce
 
 
 def _sweep_fake(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
     student_bias: Tensor | None, teacher_bias: Tensor | None, divergence: Divergence, beta: float, temperature: float,
-    ignore_index: int, budget: int | None, triton: bool, needs_dhidden: bool, needs_dweight: bool, needs_dbias: bool,
+    ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     either = torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)
     losses = student_hidden.new_empty(target.shape, dtype=wide(either))
-    dhidden = student_hidden.new_empty(student_hidden.shape if needs_dhidden else (0,))
+    dhidden = student_hidden.new_empty(student_hidden.shape if needs_hidden else (0,))
     classes, features = student_weight.shape
     dweight_dtype = gradient_dtype(student_weight, teacher_weight)
-    dweight = student_weight.new_empty((classes, features) if needs_dweight else (0,), dtype=dweight_dtype)
-    dbias = student_weight.new_empty((classes,) if needs_dbias else (0,), dtype=wide(student_weight.dtype))
+    dweight = student_weight.new_empty((classes, features) if needs_weight else (0,), dtype=dweight_dtype)
+    dbias = student_weight.new_empty((classes,) if needs_bias else (0,), dtype=wide(student_weight.dtype))
     return losses, dhidden, dweight, dbias
 
 
 @register(
     "linear_divergence_sweep(Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, "
     "Tensor teacher_weight, Tensor target, Tensor? student_bias, Tensor? teacher_bias, "
-    f"{OPTIONS_SCHEMA}, int? budget, bool triton, bool needs_dhidden, bool needs_dweight, bool needs_dbias) "
+    f"{OPTIONS_SCHEMA}, int? budget, bool triton, bool needs_hidden, bool needs_weight, bool needs_bias) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_sweep_fake,
 )
 def _sweep(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
     student_bias: Tensor | None, teacher_bias: Tensor | None, divergence: Divergence, beta: float, temperature: float,
-    ignore_index: int, budget: int | None, triton: bool, needs_dhidden: bool, needs_dweight: bool, needs_dbias: bool,
+    ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The losses of all rows, and the gradients of their sum with respect to hidden, weight and bias (empty where not
     needed)."""
     options = Options(divergence, beta, temperature, ignore_index)
-    needs = Needs(needs_dhidden, needs_dweight, needs_dbias)
+    needs = Needs(needs_hidden, needs_weight, needs_bias)
     itemsize = student_hidden.element_size() + teacher_hidden.element_size()
-    rows = rows_per_chunk(student_hidden, student_weight, itemsize, budget)
+    rows = rows_per_chunk(student_hidden, student_weight.shape[0], itemsize, budget)
     counts = target != ignore_index
     head = head_type(target.shape[0], student_weight, teacher_weight)
     student = head(student_hidden, student_weight, counts, rows, needs, student_bias)
@@ -136,7 +125,7 @@ def _linear_divergence(
         teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), teacher_weight, teacher_bias, target.reshape(-1), options,
         logits_budget, uses_triton(student_hidden, teacher_hidden, backend=backend),
     )  # fmt: skip
-    return reduce(total, target, reduction, options.ignore_index, num_items)
+    return reduce(name, total, target, reduction, options.ignore_index, num_items)
 
 
 def _check_shapes(name: str, target: Tensor | None, **heads: tuple[Tensor, Tensor, Tensor | None]) -> None:

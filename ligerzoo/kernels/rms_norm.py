@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import Backend, cdiv, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.rows import (
     BACKWARD_TILE,
@@ -39,9 +39,10 @@ def reference(
     """The same in plain torch: the specification, the CPU path and the tests' oracle."""
     wide_x = x.to(wide(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+    scale = weight_offset + weight.to(wide(weight.dtype))
     if round_before_scale:
-        return (weight_offset + weight) * normalized.to(x.dtype)
-    return (normalized * (weight_offset + weight.to(wide(weight.dtype)))).to(x.dtype)
+        return (scale * normalized.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
+    return (normalized * scale).to(x.dtype)
 
 
 def add_reference(
@@ -133,7 +134,7 @@ def _launch_forward(
     group = group_size(x)
     x, group_stride, row_stride = grouped(x, group)
     tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-    _forward_kernel[-(-n_rows // tile_rows)](
+    _forward_kernel[cdiv(n_rows, tile_rows)](
         x, residual, weight.contiguous(), y, summed, rstd, group, group_stride, row_stride, n_rows, n_cols, eps,
         weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
     )  # fmt: skip
@@ -184,32 +185,30 @@ def _add_forward(
 
 def _backward_fake(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float,
-    round_before_scale: bool, needs_dx: bool, needs_dweight: bool,
+    round_before_scale: bool, needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape if needs_dx else (0,)), weight.new_empty(weight.shape if needs_dweight else (0,))
+    return x.new_empty(x.shape if needs_x else (0,)), weight.new_empty(weight.shape if needs_weight else (0,))
 
 
 @register(
     "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor x, Tensor weight, Tensor rstd, float weight_offset, "
-    "bool round_before_scale, bool needs_dx, bool needs_dweight) -> (Tensor, Tensor)",
+    "bool round_before_scale, bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
     fake=_backward_fake,
 )
 def _backward(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float,
-    round_before_scale: bool, needs_dx: bool, needs_dweight: bool,
+    round_before_scale: bool, needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dweight = _backward_fake(
-        dy, dsummed, x, weight, rstd, weight_offset, round_before_scale, needs_dx, needs_dweight
-    )
+    dx, dweight = _backward_fake(dy, dsummed, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
     n_rows, n_cols = rstd.numel(), x.shape[-1]
     group = group_size(dy, x)
     dy, dy_group_stride, dy_row_stride = grouped(dy, group)
     x, x_group_stride, x_row_stride = grouped(x, group)
     tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
     programs = persistent_programs(n_rows, tile_rows, x)
-    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_dweight else None
+    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
     _backward_kernel[programs](
-        dy, None if dsummed is None else dsummed.contiguous(), x, weight.contiguous(), rstd, dx if needs_dx else None,
+        dy, None if dsummed is None else dsummed.contiguous(), x, weight.contiguous(), rstd, dx if needs_x else None,
         partial, group, dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows, n_cols, weight_offset,
         tile_rows, tile_cols, round_before_scale, num_warps=warps,
     )  # fmt: skip
@@ -231,9 +230,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
-        dx, dweight = _backward(dy, None, *ctx.saved_tensors, *ctx.options, needs_dx, needs_dweight)
-        return dx if needs_dx else None, dweight if needs_dweight else None, None, None, None
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        dx, dweight = _backward(dy, None, *ctx.saved_tensors, *ctx.options, needs_x, needs_weight)
+        return dx if needs_x else None, dweight if needs_weight else None, None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -257,13 +256,13 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
-        needs_dx, needs_dresidual, needs_dweight = ctx.needs_input_grad[:3]
+        needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
         dsum, dweight = _backward(
-            dy, dsummed, *ctx.saved_tensors, *ctx.options, needs_dx or needs_dresidual, needs_dweight
+            dy, dsummed, *ctx.saved_tensors, *ctx.options, needs_x or needs_residual, needs_weight
         )
         # One tensor for both, as of a sum in torch: autograd casts it to each one's dtype, and copies before it writes.
         return (
-            dsum if needs_dx else None, dsum if needs_dresidual else None, dweight if needs_dweight else None,
+            dsum if needs_x else None, dsum if needs_residual else None, dweight if needs_weight else None,
             None, None, None,
         )  # fmt: skip
 

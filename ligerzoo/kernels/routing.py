@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import as_rows, next_power_of_2, wide
+from ligerzoo.kernels.dispatch import as_rows, cdiv, next_power_of_2, wide
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.rows import row_and_columns
 
 _MAX_BLOCK = 2048
 
@@ -34,9 +35,7 @@ def sort_by_expert(expert_ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _spread_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    blocks = tl.cdiv(n_cols, BLOCK)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    token, cols = row_and_columns(n_cols, BLOCK)
     x = tl.load(x_ptr + token * x_stride + cols, mask=cols < n_cols, other=0.0)
     for slot in tl.static_range(SLOTS):
         row = tl.load(row_ptr + token * SLOTS + slot).to(tl.int64)
@@ -47,9 +46,7 @@ def _spread_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constexp
 def _collect_kernel(
     values_ptr, row_ptr, bounds_ptr, y_ptr, n_cols, n_experts, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    blocks = tl.cdiv(n_cols, BLOCK)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    token, cols = row_and_columns(n_cols, BLOCK)
     first, end = tl.load(bounds_ptr), tl.load(bounds_ptr + n_experts)
     y = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(SLOTS):
@@ -59,24 +56,24 @@ def _collect_kernel(
     tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def spread(x: Tensor, rows: Tensor, fused: bool) -> Tensor:
+def spread(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
     """(T, H), any strides -> (T * k, H)."""
     out = x.new_empty((rows.numel(), x.shape[1]))
-    if fused:
+    if triton:
         x, n_cols, block = as_rows(x), x.shape[1], min(_MAX_BLOCK, next_power_of_2(x.shape[1]))
-        programs = x.shape[0] * -(-n_cols // block)
+        programs = x.shape[0] * cdiv(n_cols, block)
         _spread_kernel[programs](x, rows, out, x.stride(0), n_cols, rows.shape[1], block, num_warps=4)
     else:
         out[rows.flatten()] = x.repeat_interleave(rows.shape[1], 0)
     return out
 
 
-def collect(values: Tensor, rows: Tensor, bounds: Tensor, fused: bool) -> Tensor:
+def collect(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
     """(T * k, H), contiguous -> (T, H); NaN for a token with a slot of no expert."""
     n_cols = values.shape[1]
-    if not fused:
+    if not triton:
         return values[rows.flatten()].view(*rows.shape, n_cols).sum(1, dtype=wide(values.dtype)).to(values.dtype)
     y, block = values.new_empty((rows.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
-    programs = rows.shape[0] * -(-n_cols // block)
+    programs = rows.shape[0] * cdiv(n_cols, block)
     _collect_kernel[programs](values, rows, bounds, y, n_cols, len(bounds) - 1, rows.shape[1], block, num_warps=4)
     return y

@@ -8,7 +8,7 @@ import functools
 
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, multiprocessors, next_power_of_2
+from ligerzoo.kernels.dispatch import Backend, cdiv, multiprocessors, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 MAX_COLUMNS = 65536
@@ -49,7 +49,7 @@ def tile(n_cols: int, elements: int) -> tuple[int, int, int]:
 def persistent_programs(n_rows: int, tile_rows: int, x: Tensor) -> int:
     """How many programs walk the tiles of a backward kernel; one at least, which writes zeros for a weight's gradient
     where there are no rows."""
-    return max(1, min(-(-n_rows // tile_rows), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x)))
+    return max(1, min(cdiv(n_rows, tile_rows), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x)))
 
 
 def group_size(*tensors: Tensor) -> int:
@@ -95,4 +95,11 @@ def column_sums_(sums: Tensor, addends: Tensor) -> None:
     """Writes the sums over the first dimension of `addends`, (programs, H) fp32, to `sums`, each rounded once."""
     n_rows, n_cols = addends.shape
     rows, cols = 64, 32
-    _column_sums_kernel[-(-n_cols // cols)](addends, sums, n_rows, n_cols, rows, cols, num_warps=4)
+    _column_sums_kernel[cdiv(n_cols, cols)](addends, sums, n_rows, n_cols, rows, cols, num_warps=4)
+
+
+@jit
+def row_and_columns(n_cols, BLOCK: tl.constexpr):
+    """Of a program that takes a part of a row: the row and its columns."""
+    program, blocks = tl.program_id(0), tl.cdiv(tl.cast(n_cols, tl.int64), BLOCK)
+    return program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, register, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.rows import FORWARD_TILE, tile
 
@@ -112,7 +112,7 @@ def _forward(x: Tensor) -> Tensor:
         _long_forward_kernel[n_rows](rows, y, rows.stride(0), n_cols, _BLOCK, num_warps=8)
     else:
         tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-        _forward_kernel[-(-n_rows // tile_rows)](
+        _forward_kernel[cdiv(n_rows, tile_rows)](
             rows, y, rows.stride(0), n_rows, n_cols, tile_rows, tile_cols, num_warps=warps
         )
     return y
@@ -132,7 +132,7 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
         _long_backward_kernel[n_rows](dy_rows, y_rows, dx, *strides, n_cols, _BLOCK, num_warps=8)
     else:
         tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
-        _backward_kernel[-(-n_rows // tile_rows)](
+        _backward_kernel[cdiv(n_rows, tile_rows)](
             dy_rows, y_rows, dx, *strides, n_rows, n_cols, tile_rows, tile_cols, num_warps=warps
         )
     return dx

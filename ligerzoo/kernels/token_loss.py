@@ -76,6 +76,15 @@ def _transformed(logits: Tensor, bias: Tensor | None, terms: Terms) -> tuple[Ten
     return t * (terms.softcap / terms.temperature), (1 - t * t) * (terms.scale / terms.temperature)
 
 
+def _looked_up(
+    x: Tensor, target: Tensor, ignore_index: int, class_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(whether a row counts, whether its target is a class, (M, 1) columns of the targets, class weights)."""
+    valid, inside = target != ignore_index, (target >= 0) & (target < x.shape[-1])
+    y = torch.where(valid & inside, target, 0)[:, None]
+    return valid, inside, y, x.new_ones(x.shape[-1]) if class_weight is None else class_weight.to(x.dtype)
+
+
 def reference(
     logits: Tensor,
     target: Tensor,
@@ -84,16 +93,16 @@ def reference(
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     *,
-    entropy: bool = True,
-    argmax: bool = True,
+    statistics: bool = True,
 ) -> RowResults:
-    """The results of (M, V) logits in plain torch, differentiable: the specification and the tests' oracle."""
+    """The results of (M, V) logits in plain torch, differentiable: the specification and the tests' oracle.
+
+    Without `statistics` there are neither entropies nor argmaxes.
+    """
     x, _ = _transformed(logits, bias, terms)
-    valid = target != ignore_index
-    y = torch.where(valid, target, 0)[:, None]
-    weights = x.new_ones(x.shape[-1]) if class_weight is None else class_weight.to(x.dtype)
+    valid, inside, y, weights = _looked_up(x, target, ignore_index, class_weight)
     logps = x.log_softmax(-1)
-    logp = logps.gather(-1, y)[:, 0]
+    logp = torch.where(inside, logps.gather(-1, y)[:, 0], torch.nan)
     logsumexp = x.logsumexp(-1)
     loss = -(1 - terms.label_smoothing) * weights[y[:, 0]] * logp
     if terms.label_smoothing:
@@ -103,9 +112,9 @@ def reference(
     return RowResults(
         torch.where(valid, loss, 0.0),
         torch.where(valid, logp, 0.0),
-        torch.where(valid, _entropy(logps), 0.0) if entropy else x.new_empty(0),
+        torch.where(valid, _entropy(logps), 0.0) if statistics else x.new_empty(0),
         torch.where(valid, logsumexp, 0.0),
-        torch.where(valid, x.argmax(-1), 0) if argmax else target.new_empty(0),
+        torch.where(valid, x.argmax(-1), 0) if statistics else target.new_empty(0),
     )
 
 
@@ -125,14 +134,12 @@ def reference_gradient(
 ) -> Tensor:
     """The gradient with respect to (M, V) logits in plain torch, in fp32 (fp64 for fp64 logits)."""
     x, slope = _transformed(logits, bias, terms)
-    valid = target != ignore_index
-    y = torch.where(valid, target, 0)[:, None]
-    weights = x.new_ones(x.shape[-1]) if class_weight is None else class_weight.to(x.dtype)
+    valid, inside, y, weights = _looked_up(x, target, ignore_index, class_weight)
     zero = x.new_zeros(x.shape[0])
     g, of_logp, of_entropy, of_logsumexp = (zero if u is None else u.to(x.dtype) for u in upstream)
     logps = x.log_softmax(-1)
     probabilities = logps.exp()
-    smoothing, target_weight = terms.label_smoothing, weights[y[:, 0]]
+    smoothing, target_weight = terms.label_smoothing, torch.where(inside, weights[y[:, 0]], torch.nan)
     a = g * ((1 - smoothing) * target_weight + smoothing * weights.mean() + 2 * terms.z_loss * x.logsumexp(-1))
     dx = probabilities * (a - of_logp + of_logsumexp)[:, None]
     if upstream.entropy is not None:
@@ -374,14 +381,15 @@ def _rows_kernel(
         _clear(cleared, out_ptr + row * out_stride, n_cols, LANES, GROUP)
 
 
-def empty_results(target: Tensor, dtype: torch.dtype, *, entropy: bool, argmax: bool) -> RowResults:
-    """Zeros to be filled by `walk_rows_`, of no elements where a result is not wanted."""
+def empty_results(target: Tensor, dtype: torch.dtype, *, statistics: bool) -> RowResults:
+    """Zeros to be filled by `walk_rows_`; without `statistics` no entropies and argmaxes."""
+    wanted = target.shape if statistics else (0,)
     return RowResults(
         loss=target.new_zeros(target.shape, dtype=dtype),
         logp=target.new_zeros(target.shape, dtype=dtype),
-        entropy=target.new_zeros(target.shape if entropy else (0,), dtype=dtype),
+        entropy=target.new_zeros(wanted, dtype=dtype),
         logsumexp=target.new_zeros(target.shape, dtype=dtype),
-        argmax=target.new_zeros(target.shape if argmax else (0,)),
+        argmax=target.new_zeros(wanted),
     )
 
 
@@ -424,8 +432,8 @@ def walk_rows_(
     assert results is not None
     rows = slice(first_row, first_row + logits.shape[0])
     tokens = rows if order is None else order[rows]
-    entropy, argmax = bool(results.entropy.numel()), bool(results.argmax.numel())
-    of_rows = reference(logits, target[tokens], terms, ignore_index, bias, class_weight, entropy=entropy, argmax=argmax)
+    statistics = bool(results.argmax.numel())
+    of_rows = reference(logits, target[tokens], terms, ignore_index, bias, class_weight, statistics=statistics)
     for result, values in zip(results, of_rows, strict=True):
         if result.numel():
             result[tokens] = values
@@ -440,6 +448,8 @@ def _launch(
     first_row: int, normalizer: Tensor | None,
 ) -> None:  # fmt: skip
     n_rows, n_cols = logits.shape
+    target = target.contiguous()
+    bias, class_weight = (t if t is None else t.contiguous() for t in (bias, class_weight))
     block = min(8192, next_power_of_2(n_cols))
     group = min(8, block)
     pointers = [None] * 5 if results is None else [t if t.numel() else None for t in results]

@@ -1,8 +1,8 @@
 """Matrix products over the first `count` rows of a matrix, where only the GPU knows the count.
 
 Tokens that do not count need no logits, but how many do is known on the device alone, and asking would make the host
-wait. So these products read the count there. They are made for a loss head's sizes, where they are as fast as cuBLAS or
-a little faster (H200, 8192 x 4096 x 128256: 12.4 ms against 12.6 for logits, 12.1 against 12.4 for their way back).
+wait. So these products read the count there. They are made for a loss head's sizes: at 8192 x 4096 x 128256 on an H200
+the logits take 12.4 ms and their way back 12.1, where cuBLAS takes 12.6 and 12.4.
 
 The gradient of the weight is a sum over several chunks of rows. That sum is kept as a bf16 matrix (what it becomes in
 the end) and, beside it, a byte per element with the next 8 bits: 24 bits of an fp32 in three bytes. The last chunk
@@ -11,12 +11,10 @@ rounds to bf16. An fp32 sum would need another quarter.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import multiprocessors
+from ligerzoo.kernels.dispatch import cdiv, is_hopper, multiprocessors
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 ROW_TILE = 64
@@ -30,23 +28,17 @@ def serves(weight: Tensor) -> bool:
     """Whether these products can be had with a matrix: bf16 on a Hopper GPU, rows that begin at multiples of 16
     bytes."""
     return (
-        weight.is_cuda
+        is_hopper(weight)
         and weight.dtype == torch.bfloat16
         and weight.numel() > 0
         and weight.stride(1) == 1
         and weight.stride(0) % 8 == weight.shape[1] % 8 == weight.storage_offset() % 8 == 0
-        and _is_hopper(weight.device)
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def row_buffer(like: Tensor, n_rows: int, n_cols: int) -> Tensor:
     """(M, N) uninitialized, with rows that begin at multiples of 16 bytes."""
-    return like.new_empty((n_rows, -(-n_cols // 8) * 8))[:, :n_cols]
+    return like.new_empty((n_rows, cdiv(n_cols, 8) * 8))[:, :n_cols]
 
 
 @jit

@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import next_power_of_2, wide
+from ligerzoo.kernels.dispatch import cdiv, next_power_of_2, wide
 from ligerzoo.kernels.glu import ACTIVATIONS, Activation, activate
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.routing import spread
+from ligerzoo.kernels.rows import row_and_columns
 
 _MAX_BLOCK, _MAX_BACKWARD_BLOCK = 1024, 256
 
@@ -24,9 +25,7 @@ _MAX_BLOCK, _MAX_BACKWARD_BLOCK = 1024, 256
 def _forward_kernel(
     hidden_ptr, weight_ptr, row_ptr, active_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    blocks = tl.cdiv(n_cols, BLOCK)
-    slot = (tl.program_id(0) // blocks).to(tl.int64)
-    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    slot, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
     row = tl.load(row_ptr + slot).to(tl.int64)
     weight = tl.load(weight_ptr + slot).to(tl.float32)
@@ -76,24 +75,24 @@ def _row_weights(expert_weights: Tensor, rows: Tensor) -> Tensor:
     return spread(expert_weights.reshape(-1, 1), rows.view(-1, 1), False)
 
 
-def weighted_glu(hidden: Tensor, expert_weights: Tensor, rows: Tensor, activation: Activation, fused: bool) -> Tensor:
+def weighted_glu(hidden: Tensor, expert_weights: Tensor, rows: Tensor, activation: Activation, triton: bool) -> Tensor:
     """(T * k, 2I) -> (T * k, I): what the down projections take."""
-    if not fused:
+    if not triton:
         weight, (gate, up) = _row_weights(expert_weights, rows), hidden.to(wide(hidden.dtype)).chunk(2, -1)
         return (weight * ACTIVATIONS[activation](gate) * up).to(hidden.dtype)
     n_cols = hidden.shape[1] // 2
     active, block = hidden.new_empty((hidden.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
-    programs = hidden.shape[0] * -(-n_cols // block)
+    programs = hidden.shape[0] * cdiv(n_cols, block)
     _forward_kernel[programs](hidden, expert_weights.contiguous(), rows, active, n_cols, block, activation, num_warps=4)
     return active
 
 
 def weighted_glu_backward(
     dactive: Tensor, hidden: Tensor, expert_weights: Tensor, rows: Tensor, bounds: Tensor, activation: Activation,
-    needs_active: bool, fused: bool,
+    needs_active: bool, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the hidden rows and of the experts' weights, and again what `weighted_glu` gave."""
-    if not fused:
+    if not triton:
         weight, (gate, up) = _row_weights(expert_weights, rows), hidden.to(wide(hidden.dtype)).chunk(2, -1)
         activated = ACTIVATIONS[activation](gate)
         dweights = (dactive * activated * up).sum(-1)[rows].to(expert_weights.dtype)

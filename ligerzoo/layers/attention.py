@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligerzoo.kernels import rope
-from ligerzoo.kernels.dispatch import Backend, wide
+from ligerzoo.kernels.dispatch import Backend, check_backend, wide
 from ligerzoo.layers.cache import LayerCache
 
 # Asked for by name: which one a plain call gets differs between versions of torch, and cuDNN's is 1.7 times as fast on
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or hidden_size // num_heads
-        self.backend: Backend = backend
+        self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
             raise ValueError(f"Attention: {num_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim

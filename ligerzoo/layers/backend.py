@@ -1,10 +1,8 @@
 """Choosing what computes the operations of a whole model."""
 
-from typing import get_args
-
 from torch import nn
 
-from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.dispatch import Backend, check_backend
 
 
 def set_backend(module: nn.Module, backend: Backend) -> None:
@@ -15,8 +13,7 @@ def set_backend(module: nn.Module, backend: Backend) -> None:
     Raises:
         ValueError: `backend` is unknown, or no layer within the module has one.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f'set_backend: backend={backend!r}; expected "auto", "triton" or "torch"')
+    check_backend(backend)
     layers = [layer for layer in module.modules() if hasattr(layer, "backend")]
     if not layers:
         raise ValueError(f"set_backend: {type(module).__name__} holds no layer of ligerzoo that has a backend")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linear_cross_entropy
-from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.dispatch import Backend, check_backend
 
 
 class LMHead(nn.Module):
@@ -33,7 +33,7 @@ class LMHead(nn.Module):
     ) -> None:
         super().__init__()
         self.logits_budget = logits_budget
-        self.backend = backend
+        self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import glu, glu_linear
-from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.glu import Activation
 
 
@@ -32,7 +32,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation: Activation = activation
-        self.backend: Backend = backend
+        self.backend: Backend = check_backend(backend)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import layer_norm, rms_norm
-from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.dispatch import Backend, check_backend
 
 
 class RMSNorm(nn.Module):
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight_offset = weight_offset
         self.round_before_scale = round_before_scale
-        self.backend: Backend = backend
+        self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -79,7 +79,7 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.backend: Backend = backend
+        self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

@@ -17,6 +17,7 @@ from tests.kernels.helpers import (
     ON_GPU,
     Recorder,
     assert_as_exact_as,
+    assert_equal,
     differentiate,
     in_fp64,
     judge,
@@ -127,6 +128,67 @@ def test_the_gradient_of_token_weights_in_a_weighted_mean(device: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_second_derivative_through_token_weights_is_refused(reduction: str, device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device)
+    token_weight = torch.rand(7, device=device).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target, token_weight=token_weight, reduction=reduction)
+    with pytest.raises(RuntimeError, match="differentiated only once"):
+        torch.autograd.grad(loss, token_weight, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_weights_of_tokens_that_do_not_count(reduction: str, device: str) -> None:
+    """They may be anything; and weights that are all 0 make the mean 0."""
+    hidden, weight, target = make(7, 17, 33, device=device, ignored=0.0)
+    target[[1, 4]] = -100
+    token_weight = torch.rand(7, device=device)
+    wild = token_weight.clone()
+    wild[1], wild[4] = torch.nan, torch.inf
+    results = [
+        gradients_and_loss(hidden, weight, target, token_weight=w, reduction=reduction) for w in (token_weight, wild)
+    ]
+    assert_equal(*results)
+    nothing = gradients_and_loss(hidden, weight, target, token_weight=torch.zeros_like(wild), reduction=reduction)
+    assert not any(t.any() for t in nothing)
+
+
+def gradients_and_loss(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    loss = linear_cross_entropy(hidden, weight, target, **options)
+    return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the same matrix products as without")
+def test_small_weights_in_fp16(device: str) -> None:
+    """They are scaled up with the loss, as for any fp16 training, but only in backward."""
+    hidden, weight, target = make(64, 32, 400, dtype=torch.float16, device=device, ignored=0.0)
+    small = torch.full((64,), 1e-5, device=device)
+    loss = linear_cross_entropy(hidden, weight, target, token_weight=small, reduction="sum") * 65536
+    expected = linear_cross_entropy(hidden, weight, target, reduction="sum") * (65536 * 1e-5)
+    for actual, wanted in zip(
+        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_strided_vectors(backend: Any, device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device)
+    bias, class_weight, token_weight = (torch.rand(n, device=device) for n in (33, 33, 7))
+
+    def losses(*vectors: Tensor) -> tuple[Tensor, ...]:
+        target, bias, class_weight, token_weight = vectors
+        options: dict[str, Any] = {"class_weight": class_weight, "token_weight": token_weight, "backend": backend}
+        return (
+            linear_cross_entropy(hidden, weight, target, bias, **options),
+            linear_cross_entropy(hidden, weight, target, bias, **options, reduction="none"),
+            kernels.cross_entropy(hidden @ weight.T, target, **options),
+        )
+
+    vectors = (target, bias, class_weight, token_weight)
+    assert_equal(losses(*(torch.stack([v, v.flip(0)], 1)[:, 0] for v in vectors)), losses(*vectors))
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3}], ids=str)
 def test_statistics(transform: dict[str, float], chunk: int, rows_per_chunk: SetChunk, device: str) -> None:
@@ -234,8 +296,8 @@ def test_the_chunks_leave_no_trace(reduction: str, rows_per_chunk: SetChunk, dev
 def test_chunks_fit_the_budget(bytes_per_logit: int) -> None:
     rows_per_chunk = kernel_file("head").rows_per_chunk
     for n_rows, n_classes, budget in product([1, 127, 128, 1000, 16384], [1, 33, 32_003, 262_147], [0, 1, 64, 512]):
-        hidden, weight = torch.empty(n_rows, 2304, device="meta"), torch.empty(n_classes, 2304, device="meta")
-        rows = rows_per_chunk(hidden, weight, bytes_per_logit, budget)
+        hidden = torch.empty(n_rows, 2304, device="meta")
+        rows = rows_per_chunk(hidden, n_classes, bytes_per_logit, budget)
         most = budget * 2**20 // (n_classes * bytes_per_logit)
         assert 1 <= rows <= max(1, most)
         assert rows % 128 == 0 or rows >= n_rows or most < 128
@@ -243,12 +305,12 @@ def test_chunks_fit_the_budget(bytes_per_logit: int) -> None:
 
 def test_the_budget_of_all_calls() -> None:
     rows_per_chunk = kernel_file("head").rows_per_chunk
-    hidden, weight = torch.empty(16384, 64, device="meta"), torch.empty(2**18, 64, device="meta")
-    assert rows_per_chunk(hidden, weight, 2, None) == 1024
+    hidden = torch.empty(16384, 64, device="meta")
+    assert rows_per_chunk(hidden, 2**18, 2, None) == 1024
     kernels.set_logits_budget(256)
     try:
-        assert rows_per_chunk(hidden, weight, 2, None) == 512
-        assert rows_per_chunk(hidden, weight, 2, 512) == 1024
+        assert rows_per_chunk(hidden, 2**18, 2, None) == 512
+        assert rows_per_chunk(hidden, 2**18, 2, 512) == 1024
     finally:
         kernels.set_logits_budget(512)
     with pytest.raises(ValueError, match="got -1 MiB; expected 0 or more"):
@@ -408,8 +470,7 @@ def test_a_target_that_is_no_class(wrong: int, reduction: str) -> None:
 
 @needs_triton
 def test_a_target_that_nobody_looked_at_is_loud(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cross_entropy", "linear_cross_entropy"):
-        monkeypatch.setattr(kernel_file(name), "check_targets", lambda *_: None)
+    monkeypatch.setattr(kernel_file("linear_cross_entropy"), "as_targets", lambda _, target, *__: target)
     hidden, weight, target = make(7, 17, 33, device=device, ignored=0.0)
     target[5] = 33
     losses = linear_cross_entropy(hidden, weight, target, reduction="none")

@@ -13,7 +13,17 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from ligerzoo.kernels import add_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.rms_norm import add_reference, reference
-from tests.kernels.helpers import DTYPES, GEMMA, Recorder, judge, kernel_file, launch_nothing, numbers, on_gpu_too
+from tests.kernels.helpers import (
+    DTYPES,
+    GEMMA,
+    Recorder,
+    assert_as_exact_as,
+    judge,
+    kernel_file,
+    launch_nothing,
+    numbers,
+    on_gpu_too,
+)
 
 SHAPES = on_gpu_too(
     [(1,), (7,), (1, 1), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64), (2, 3, 2, 80)],
@@ -258,3 +268,18 @@ def test_a_weight_of_another_shape(weight_shape: tuple[int, ...], function: Call
 def test_a_residual_of_another_shape(residual_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"add_rms_norm: residual has shape .*; expected \(5, 33\)"):
         add_rms_norm(torch.ones(5, 33), torch.ones(residual_shape), torch.ones(33))
+
+
+@pytest.mark.parametrize("round_before_scale", [False, True])
+def test_the_offset_is_added_in_fp32(round_before_scale: bool, device: str) -> None:
+    """To small weights in half precision, where the sum would lose them."""
+    x, weight = numbers(5, 64, dtype=torch.float16, device=device), numbers(64, device=device, scale=0.01).half()
+    options: dict[str, Any] = {"weight_offset": 1.0, "round_before_scale": round_before_scale}
+    truth = rms_norm(x.double(), weight.double(), **options)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    wide = wide.half().float() if round_before_scale else wide
+    expected = (wide * (1.0 + weight.float())).half()
+    for backend in ("auto", "torch"):
+        actual = rms_norm(x, weight, **options, backend=backend)
+        assert_as_exact_as(actual.detach(), expected.detach(), truth.detach())
+        assert (actual != expected).float().mean() < 0.05

@@ -1,0 +1,106 @@
+"""What all losses over tokens have in common: their targets, their weights, and how they are reduced.
+
+`name` is the function that an error is about.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import DEBUG
+from ligerzoo.kernels.token_loss import Terms
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> Tensor:
+    """The targets in int64.
+
+    Raises:
+        ValueError: they are no integers; or one is neither a class nor the ignored one, where looking costs no wait
+            for a GPU. There the check is made only when LIGERZOO_DEBUG=1; without it such a token's loss and gradient
+            are NaN.
+    """
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"{name}: target is {target.dtype}; expected int64, the number of a class for each token")
+    if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
+        wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
+        if bool(wrong.any()):
+            position = tuple(int(i) for i in wrong.nonzero()[0])
+            raise ValueError(
+                f"{name}: the target at {position} is {int(target[position])}; "
+                f"expected 0 to {n_classes - 1}, or {ignore_index} for a token that does not count"
+            )
+    return target.long()
+
+
+def check_weights(
+    name: str, target: Tensor, n_classes: int, class_weight: Tensor | None, token_weight: Tensor | None
+) -> None:
+    """Raises ValueError for weights of another shape than (V,) and the targets', or class weights that want a
+    gradient."""
+    if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
+        raise ValueError(
+            f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
+            f"{class_weight.requires_grad}; expected {(n_classes,)}, a constant"
+        )
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(
+            f"{name}: token_weight has shape {tuple(token_weight.shape)}; expected the targets', {tuple(target.shape)}"
+        )
+
+
+def check_terms(name: str, terms: Terms) -> None:
+    """Raises ValueError for numbers that would give no loss."""
+    _, softcap, temperature, label_smoothing, _ = terms
+    if temperature <= 0 or (softcap is not None and softcap <= 0) or not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"{name}: temperature={temperature}, softcap={softcap}, label_smoothing={label_smoothing}; "
+            "expected more than 0, more than 0 or None, and 0 to 1"
+        )
+
+
+def reduce(
+    name: str,
+    losses: Tensor,
+    target: Tensor,
+    reduction: Reduction,
+    ignore_index: int,
+    num_items: int | Tensor | None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+) -> Tensor:
+    """Reduces the weighted losses of the tokens, or their sum, as `cross_entropy` says; no valid token gives 0.
+
+    Raises:
+        ValueError: the reduction is unknown or has no use for `num_items`, or that is no number above 0.
+    """
+    is_no_number = isinstance(num_items, Tensor) and num_items.dim() > 0
+    if is_no_number or (isinstance(num_items, int | float) and num_items <= 0):
+        raise ValueError(f"{name}: num_items={num_items!r}; expected a number above 0, or a 0-d tensor of one")
+    match reduction:
+        case "none" if num_items is None:
+            return losses
+        case "sum" if num_items is None:
+            return losses.sum()
+        case "mean" if num_items is not None:
+            return losses.sum() / num_items
+        case "mean":
+            counts = target != ignore_index
+            if class_weight is None and token_weight is None:
+                return losses.sum() / counts.sum().clamp(min=1)
+            weights = counts.to(losses.dtype)
+            if class_weight is not None:
+                known = torch.where(counts, target, 0).clamp(0, class_weight.shape[0] - 1)  # of others the loss is NaN
+                weights = weights * class_weight[known].to(losses.dtype)
+            if token_weight is not None:
+                weights = weights * token_weight
+            total = weights.sum()
+            return losses.sum() / torch.where(total == 0, 1.0, total)
+    raise ValueError(
+        f"{name}: reduction={reduction!r} with num_items={num_items!r}; "
+        f'expected "mean", "sum" or "none", and num_items only with "mean"'
+    )
