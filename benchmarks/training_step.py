@@ -2,8 +2,9 @@
 
     python -m benchmarks.training_step --out benchmarks/results/training_step.json
 
-bf16 weights and AdamW states, random token ids. The providers take turns for several rounds in one process; each turn
-builds its model anew, from the same seed, so that a turn's peak memory is its own and the first losses can be compared.
+bf16 weights and AdamW states, random token ids. Plain transformers runs once, before liger-kernel patches it; the
+others take turns for several rounds in the same process. Each turn builds its model anew, from the same seed, so that a
+turn's peak memory is its own and the first losses can be compared.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Fused operations, in the style of `torch.nn.functional`: Triton on a GPU, the plain-torch reference elsewhere.
 
-Each file holds one operation: its formula, its reference, its Triton kernels, and the public function.
+A file holds one operation: its formula, its reference, its Triton kernels, and the public function. What several share
+has files of its own. Over several processes: `ligerzoo.parallel`.
 """
 
 from ligerzoo.kernels.cross_entropy import cross_entropy
+from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
-from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.glu import Activation, geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.head import set_logits_budget
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import TokenStatistics, linear_cross_entropy, token_logps, token_statistics
@@ -14,8 +16,12 @@ from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear
 from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.softmax import softmax
+from ligerzoo.kernels.tokens import Reduction
 
 __all__ = [
+    "Activation",
+    "Backend",
+    "Reduction",
     "TokenStatistics",
     "add_rms_norm",
     "cross_entropy",

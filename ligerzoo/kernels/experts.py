@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import DEBUG, Backend, autocast, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.glu import ACTIVATIONS, Activation
+from ligerzoo.kernels.glu import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.routing import collect, sort_by_expert, spread
 from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
@@ -188,7 +188,7 @@ def experts_mlp(
         gate_up: (E, 2I, H), the rows of the gate first, in the dtype of `x`.
         down: (E, H, I), in the dtype of `x`.
         activation: of the gate: "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu".
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where it can), "triton" or "torch" (the same steps in plain torch).
 
     Returns:
         (T, H), contiguous, in the dtype of `x`.
@@ -207,13 +207,14 @@ def experts_mlp(
         or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
         or down.shape[:-1] != (n_experts, n_features)
         or not x.dtype == gate_up.dtype == down.dtype
+        or expert_ids.is_floating_point()
     ):
         raise ValueError(
-            f"experts_mlp: x {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)}, expert_weights "
-            f"{tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, down {tuple(down.shape)} "
-            f"{down.dtype}; expected (T, H), (T, k), (T, k), (E, 2I, H) and (E, H, I), three of one dtype"
+            f"experts_mlp: x {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
+            f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
+            f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
+            "(E, H, I), x and the experts of one dtype"
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"experts_mlp: activation={activation!r}; expected {' or '.join(map(repr, ACTIVATIONS))}")
+    check_activation(activation)
     triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)
     return _ExpertsMLP.apply(x, expert_weights, gate_up, down, expert_ids, activation, triton)

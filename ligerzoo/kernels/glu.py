@@ -219,12 +219,18 @@ class _GLULinear(torch.autograd.Function):
         return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None
 
 
-def _check(gate: Tensor, up: Tensor, activation: str) -> None:
+def check_activation(activation: Activation) -> Activation:
+    """The activation; a ValueError if there is none of that name."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"gated linear unit: activation={activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
+    return activation
+
+
+def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
+    check_activation(activation)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"gated linear unit: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
+            f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
             "expected the same of both"
         )
 
@@ -244,7 +250,7 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation = "silu", backend: B
     Raises:
         ValueError: shapes or dtypes differ, or the activation is unknown.
     """
-    _check(gate, up, activation)
+    _check("glu", gate, up, activation)
     if uses_triton(gate, up, backend=backend):
         return _GLU.apply(gate, up, activation)
     return reference(gate, up, activation)
@@ -291,7 +297,12 @@ def glu_linear(
     Raises:
         ValueError: the shapes or dtypes of `gate` and `up` differ, or the activation is unknown.
     """
-    _check(gate, up, activation)
+    _check("glu_linear", gate, up, activation)
+    if weight.shape[1:] != gate.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(
+            f"glu_linear: gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "
+            f"{None if bias is None else tuple(bias.shape)}; expected (..., I), (H, I) and (H,)"
+        )
     weight, bias = autocast(weight, bias)
     if uses_triton(gate, up, weight, backend=backend):
         return _GLULinear.apply(gate, up, weight, bias, activation)

@@ -19,7 +19,7 @@ from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiabl
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.rows import FORWARD_TILE, tile
 
-_MAX_COLUMNS = 32768  # of a row that is held in the registers of one program
+_LONGEST_ROW_HELD = 32768  # of a row that is held in the registers of one program
 _BLOCK = 4096  # columns a step in a row that is not
 
 
@@ -108,7 +108,7 @@ def _forward(x: Tensor) -> Tensor:
     y = _forward_fake(x)
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    if n_cols > _MAX_COLUMNS:
+    if n_cols > _LONGEST_ROW_HELD:
         _long_forward_kernel[n_rows](rows, y, rows.stride(0), n_cols, _BLOCK, num_warps=8)
     else:
         tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
@@ -128,7 +128,7 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
     dy_rows, y_rows = as_rows(dy), as_rows(y)
     n_rows, n_cols = y_rows.shape
     strides = dy_rows.stride(0), y_rows.stride(0)
-    if n_cols > _MAX_COLUMNS:
+    if n_cols > _LONGEST_ROW_HELD:
         _long_backward_kernel[n_rows](dy_rows, y_rows, dx, *strides, n_cols, _BLOCK, num_warps=8)
     else:
         tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)

@@ -10,7 +10,7 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 
 
 class LMHead(nn.Module):
-    """A linear layer over the vocabulary that, given targets, returns the loss without making all logits.
+    """A linear layer over the vocabulary that, given a target, returns the loss without making all logits.
 
     Tie it to an embedding with `head.weight = embedding.weight`.
 
@@ -41,21 +41,21 @@ class LMHead(nn.Module):
         """Draws the weight from N(0, 0.02^2)."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, num_items: int | Tensor | None = None) -> Tensor:
-        """Logits (..., V) in the dtype of `hidden`; or, given `targets`, the loss, 0-d fp32.
+    def forward(self, hidden: Tensor, target: Tensor | None = None, num_items: int | Tensor | None = None) -> Tensor:
+        """Logits (..., V) in the dtype of `hidden`; or, given `target`, the loss, 0-d fp32.
 
         Args:
             hidden: (..., H).
-            targets: (...) token ids, -100 for a token that does not count: what each hidden state should predict
+            target: (...) token ids, -100 for a token that does not count: what each hidden state should predict
                 (already shifted).
             num_items: divides the summed loss in place of the number of tokens that count.
         """
-        if targets is None:
+        if target is None:
             return nn.functional.linear(hidden, self.weight)
         return linear_cross_entropy(
             hidden,
             self.weight,
-            targets,
+            target,
             num_items=num_items,
             logits_budget=self.logits_budget,
             backend=self.backend,

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import glu, glu_linear
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.glu import Activation
+from ligerzoo.kernels.glu import Activation, check_activation
 
 
 class GatedMLP(nn.Module):
@@ -31,7 +31,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation: Activation = activation
+        self.activation: Activation = check_activation(activation)
         self.backend: Backend = check_backend(backend)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)

@@ -53,7 +53,8 @@ class RMSNorm(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return f"{self.weight.shape[0]}, eps={self.eps}{offset}"
 
 
 class LayerNorm(nn.Module):

@@ -173,23 +173,24 @@ def test_frozen_inputs_cost_nothing(device: str) -> None:
         {"x": torch.ones(5, 33, dtype=torch.float16)},
         {"expert_ids": torch.zeros(4, 2, dtype=torch.int64)},
         {"expert_ids": torch.zeros(5, dtype=torch.int64)},
+        {"expert_ids": torch.zeros(5, 2)},
         {"expert_weights": torch.ones(5, 3)},
         {"gate_up": torch.ones(3, 33, 33)},
         {"gate_up": torch.ones(3, 34, 33, dtype=torch.float16)},
         {"down": torch.ones(2, 33, 17)},
         {"down": torch.ones(3, 33, 34)},
     ],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )
 def test_shapes_and_dtypes_that_do_not_fit(change: dict[str, Tensor]) -> None:
     names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
     inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
-    with pytest.raises(ValueError, match=r"experts_mlp: x \(.*expected \(T, H\), \(T, k\), \(T, k\), \(E, 2I, H\)"):
+    with pytest.raises(ValueError, match=r"experts_mlp: x \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\), \(E,"):
         experts_mlp(**(inputs | change))
 
 
 def test_an_unknown_activation() -> None:
-    with pytest.raises(ValueError, match="experts_mlp: activation='relu'; expected 'silu' or 'gelu_tanh' or 'gelu'"):
+    with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu', 'gelu_tanh', 'gelu'"):
         experts_mlp(*make(5, 33, 17, 3, 2, torch.float32, "cpu"), activation="relu")
 
 

@@ -213,7 +213,7 @@ def test_gate_and_up_that_differ(function: Any, up: Tensor) -> None:
 
 def test_unknown_activations() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match="activation='relu'; expected one of silu, gelu_tanh, gelu"):
+    with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu', 'gelu_tanh', 'gelu'"):
         glu(x, x, activation="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='approximate=\'Tanh\'; expected "tanh" or "none"'):
         geglu(x, x, approximate="Tanh")  # type: ignore[arg-type]

@@ -107,3 +107,10 @@ def test_a_parametrization_counts() -> None:
     before = mlp(x)
     parametrize.register_parametrization(mlp.down_proj, "weight", Halved())
     torch.testing.assert_close(mlp(x), before / 2)
+
+
+def test_what_is_no_activation_or_backend() -> None:
+    with pytest.raises(ValueError, match="activation='gelu_pytorch_tanh'; expected one of 'silu'"):
+        GatedMLP(24, 50, activation="gelu_pytorch_tanh")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend='cuda'; expected"):
+        GatedMLP(24, 50, backend="cuda")  # type: ignore[arg-type]

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# What only a GPU can show of the kernels. Each step leaves its log under OUT (default: build/on_gpu). Where pytest-timeout
+# is installed, TEST_TIMEOUT gives a test so many seconds.
+#
+#   tools/on_gpu.sh suite        the whole test suite
+#   tools/on_gpu.sh slow         the tests beyond 2^31 elements
+#   tools/on_gpu.sh sanitizer    compute-sanitizer's memcheck and racecheck over the kernels' small tests
+#   tools/on_gpu.sh benchmarks   every operation against its peers; operations.json and scaling.json in OUT
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${OUT:-build/on_gpu}
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+pytest=(python3 -m pytest -q -p no:cacheprovider --tb=short ${TEST_TIMEOUT:+--timeout "$TEST_TIMEOUT"})
+
+case ${1:-} in
+  suite) "${pytest[@]}" --numprocesses "${WORKERS:-8}" tests "${@:2}" |& tee "$out/suite.log" | tail -40 ;;
+  slow) "${pytest[@]}" --run-slow -m slow tests "${@:2}" |& tee "$out/slow.log" | tail -40 ;;
+  sanitizer)
+    # Without torch's cache every tensor is an allocation of its own, and what lies beside it is no one's.
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    for tool in memcheck racecheck; do
+      compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 --launch-timeout 600 \
+        "${pytest[@]}" tests/kernels/test_properties.py tests/kernels/test_valid_rows.py \
+        -k "test_outputs_and_gradients and 1- or test_products or test_sums" "${@:2}" \
+        |& tee "$out/$tool.log" | tail -15
+    done
+    ;;
+  benchmarks)
+    python3 -m benchmarks.operations --out "$out/operations.json" |& tee "$out/operations.log" | tail -60
+    python3 -m benchmarks.scaling --out "$out/scaling.json" |& tee "$out/scaling.log" | tail -20
+    ;;
+  *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
