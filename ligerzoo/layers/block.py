@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.norm import add_and_normalize
 
 
 class PreNormBlock(nn.Module):
@@ -35,5 +36,6 @@ class PreNormBlock(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """x: (B, T, H) -> (B, T, H); the other arguments are those of `Attention`."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        attended = self.self_attn(self.input_layernorm(x), rotation, mask, cache)
+        normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
+        return x + self.mlp(normalized)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ligerzoo.kernels import glu, glu_linear
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.glu import Activation, check_activation
+from ligerzoo.layers.plain import is_plain
 
 
 class GatedMLP(nn.Module):
@@ -45,20 +46,8 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., H) -> (..., H)."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if _is_plain(self.down_proj):
+        if is_plain(self.down_proj, nn.Linear):
             weight, bias = self.down_proj.weight, self.down_proj.bias
             return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
         gated = glu(gate, up, activation=self.activation, backend=self.backend)
         return self.down_proj(gated)  # type: ignore[no-any-return]
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether calling the module is no more than its matrix product: no adapter in its place, no parallelism or probe
-    hooked on."""
-    return type(linear) is nn.Linear and not (
-        linear._forward_pre_hooks
-        or linear._forward_hooks
-        or linear._backward_pre_hooks
-        or linear._backward_hooks
-        or "forward" in vars(linear)
-    )

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import layer_norm, rms_norm
+from ligerzoo.kernels import add_rms_norm, layer_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.layers.plain import is_plain
 
 
 class RMSNorm(nn.Module):
@@ -97,3 +98,19 @@ class LayerNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
+
+
+def add_and_normalize(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), both (..., H); in one kernel where `norm` is an `RMSNorm` and no more."""
+    if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
+        return add_rms_norm(
+            x,
+            residual,
+            norm.weight,
+            norm.eps,
+            weight_offset=norm.weight_offset,
+            round_before_scale=norm.round_before_scale,
+            backend=norm.backend,
+        )
+    summed = x + residual
+    return norm(summed), summed

@@ -1,3 +1,4 @@
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ligerzoo.layers import LayerNorm, RMSNorm
+from ligerzoo.layers.norm import add_and_normalize
 
 GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
 OLMO2 = {"round_before_scale": False}
@@ -56,4 +58,21 @@ def test_the_backend_is_the_kernel_s(norm: type[nn.Module]) -> None:
 
 def test_they_say_what_they_are() -> None:
     assert repr(RMSNorm(12, 1e-5)) == "RMSNorm(12, eps=1e-05)"
+    assert repr(RMSNorm(12, weight_offset=1.0)) == "RMSNorm(12, eps=1e-06, weight_offset=1.0)"
     assert repr(LayerNorm(12, 1e-5)) == "LayerNorm(12, eps=1e-05, bias=True)"
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "round_before_scale": False}], ids=str)
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_a_sum_and_its_norm(norm: type[nn.Module], options: dict[str, Any], device: str) -> None:
+    """Whatever the norm is: one of ours, one of torch's, one that is watched, or an adapter around one."""
+    ours = norm(33, device=device, **(options if norm is RMSNorm else {}))
+    x, residual = torch.randn(2, 3, 33, device=device), torch.randn(2, 3, 33, device=device)
+    seen: list[object] = []
+    watched = copy.deepcopy(ours)
+    watched.register_forward_hook(lambda *_: seen.append(_))
+    for module in (ours, nn.LayerNorm(33, device=device), watched, nn.Sequential(ours)):
+        normalized, summed = add_and_normalize(x, residual, module)
+        assert torch.equal(summed, x + residual)
+        torch.testing.assert_close(normalized, module(x + residual), rtol=1e-6, atol=1e-6)
+    assert len(seen) == 2  # as the argument of `add_and_normalize`, and when called
