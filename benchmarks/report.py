@@ -27,7 +27,7 @@ Json = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-SUITES = ("operations", "scaling", "training_step", "loading")
+SUITES = ("operations", "launching", "scaling", "training_step", "loading")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 COLORS = {OURS: "#d1495b", "torch.compile": "#00798c", "liger-kernel": "#edae49", "cut-cross-entropy": "#66666e"}
 
@@ -184,6 +184,29 @@ def exactness(rows: Iterable[Json]) -> str:
     return paragraph(f"Against fp64, the error of our outputs and gradients is {most}.")
 
 
+def launch_figures(result: Json) -> list[str]:
+    providers = list(dict.fromkeys(name for operation in result["operations"].values() for name in operation))
+
+    def line(name: str, times: Mapping[str, Json]) -> list[str]:
+        forward, both = (
+            {provider: entry[key] for provider, entry in times.items() if key in entry}
+            for key in ("forward_us", "forward_backward_us")
+        )
+        cells = (
+            f"{forward[p]:.0f} / {bold(f'{both[p]:.0f}', both[p] == min(both.values()))}" if p in both else ""
+            for p in providers
+        )
+        return [name.replace("_", " "), *cells]
+
+    about = f"([figures](benchmarks/results/launching.json); {measured_on(result)})"
+    return [
+        paragraph(
+            f"What a call on small tensors costs the host, forward / forward and backward, in microseconds {about}:"
+        ),
+        table(["operation", *providers], (line(*operation) for operation in result["operations"].items())),
+    ]
+
+
 def scaling_figures(result: Json) -> list[str]:
     about = f"([figures](benchmarks/results/scaling.json); {measured_on(result)})"
     return [
@@ -197,6 +220,8 @@ def figures(results: Mapping[str, Json]) -> str:
     parts = model_figures(results)
     if "operations" in results:
         parts += operation_figures(results["operations"])
+    if "launching" in results:
+        parts += launch_figures(results["launching"])
     if "scaling" in results:
         parts += scaling_figures(results["scaling"])
     *commands, last = (f"`python -m benchmarks.{name}`" for name in SUITES)

@@ -280,3 +280,12 @@ def test_the_figures_of_whole_models() -> None:
     assert "| its peak memory | 20.0 GiB |  | **19.0 GiB** |" in text
     assert "| **2.1 s** |  | 10.0 s |" in text
     assert "Reading the same safetensors files raw takes 3.0 s." in text
+
+
+def test_what_a_launch_costs() -> None:
+    entry = {"forward_us": 11.4, "forward_backward_us": 60.2}
+    slower = {"forward_us": 12.6, "forward_backward_us": 80.0}
+    operations = {"rms_norm": {"ligerzoo": entry, "torch": slower, "liger-kernel": {"error": "not installed"}}}
+    figures = report.launch_figures({"environment": {"gpu": "some GPU"}, "operations": operations})
+    assert "some GPU" in figures[0]
+    assert figures[1].splitlines()[-1] == "| rms norm | 11 / **60** | 13 / 80 |  |"

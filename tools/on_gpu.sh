@@ -5,7 +5,7 @@
 #   tools/on_gpu.sh suite        the whole test suite
 #   tools/on_gpu.sh slow         the tests beyond 2^31 elements
 #   tools/on_gpu.sh sanitizer    compute-sanitizer's memcheck and racecheck over the kernels' small tests
-#   tools/on_gpu.sh benchmarks   every operation against its peers; operations.json and scaling.json in OUT
+#   tools/on_gpu.sh benchmarks   every operation against its peers; operations.json, launching.json and scaling.json in OUT
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${OUT:-build/on_gpu}
@@ -28,6 +28,7 @@ case ${1:-} in
     ;;
   benchmarks)
     python3 -m benchmarks.operations --out "$out/operations.json" |& tee "$out/operations.log" | tail -60
+    python3 -m benchmarks.launching --out "$out/launching.json" >"$out/launching.log" 2>&1
     python3 -m benchmarks.scaling --out "$out/scaling.json" |& tee "$out/scaling.log" | tail -20
     ;;
   *) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
