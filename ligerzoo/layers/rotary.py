@@ -1,17 +1,13 @@
 """Rotary position embedding: from positions to the cosines and sines that `ligerzoo.kernels.rope` turns queries and
 keys by.
 
-A rotary embedding is its frequencies: pair i of the R rotated features turns by `position * frequency[i]` radians. A
-context-extension method ("rope scaling") is a small function that changes the frequencies, so the methods stand here as
-functions, under the names and with the parameters of the `rope_scaling` entry in config.json.
-
-Frequencies and angles are fp32 whatever the model's dtype, and are no buffers: nothing is lost on meta or cast by
-`model.to(dtype)`.
+A rotary embedding is its frequencies: pair i of the R rotated features turns by `position * frequency[i]` radians.
+`rope_scaling` has them. Frequencies and angles are fp32 whatever the model's dtype, and are no buffers: nothing is lost
+on meta or cast by `model.to(dtype)`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,99 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import ConfigError
-
-REQUIRED_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-}
-"""The parameters that each rope type cannot do without."""
-
-_OPTIONAL_PARAMETERS = (
-    "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim",
-)  # fmt: skip
-_MOST_FEATURES = 2**16
-_KNOWN = "one of " + ", ".join(REQUIRED_PARAMETERS)
-
-
-def default_frequencies(dim: int, theta: float | Tensor) -> Tensor:
-    """(R/2,) fp32: theta^(-2i/R) (Su et al. 2021, section 3.2.2)."""
-    device = theta.device if isinstance(theta, Tensor) else "cpu"
-    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-
-
-def linear_frequencies(frequencies: Tensor, factor: float) -> Tensor:
-    """Position interpolation (Chen et al. 2023): all positions are squeezed by `factor`."""
-    return frequencies / factor
-
-
-def dynamic_frequencies(dim: int, theta: float, factor: float, max_position: int, longest: Tensor) -> Tensor:
-    """Dynamic NTK scaling: theta grows with `longest` (0-d), the number of positions in use, once that exceeds
-    `max_position`."""
-    used = longest.clamp(min=max_position)
-    exponent = dim / max(dim - 2, 1)  # a single pair turns by one radian, whatever theta is
-    return default_frequencies(dim, theta * (factor * used / max_position - (factor - 1)) ** exponent)
-
-
-def llama3_frequencies(
-    frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_position: int
-) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between blended linearly.
-
-    Slow and fast are told by how often a frequency turns within the original context: fewer than `low_freq_factor`
-    times, more than `high_freq_factor` times.
-    """
-    turns = original_max_position * frequencies / (2 * math.pi)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * frequencies / factor + kept * frequencies
-
-
-def yarn_frequencies(
-    frequencies: Tensor, theta: float, factor: float, original_max_position: int,
-    beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True,
-) -> Tensor:  # fmt: skip
-    """YaRN (Peng et al. 2023, section 3.2): pairs are blended by their index between those that turn `beta_fast` and
-    `beta_slow` times."""
-    dim = 2 * frequencies.shape[0]
-
-    def index_turning(times: float) -> float:
-        return dim * math.log(original_max_position / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = index_turning(beta_fast), index_turning(beta_slow)
-    if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    width = (last - first) or 0.001
-    index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
-    slowed = ((index - first) / width).clamp(0, 1)
-    return slowed * frequencies / factor + (1 - slowed) * frequencies
-
-
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """What YaRN multiplies cosines and sines by, to keep the attention's entropy in a longer context (eq. 22)."""
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
-
-
-def longrope_frequencies(dim: int, theta: float, factors: Sequence[float]) -> Tensor:
-    """LongRoPE (Ding et al. 2024): each frequency is divided by a factor of its own."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents)
-
-
-def longrope_attention_factor(factor: float, original_max_position: int) -> float:
-    """What LongRoPE multiplies cosines and sines by, in its short and its long regime alike."""
-    extended = factor > 1 and original_max_position > 1
-    return math.sqrt(1 + math.log(factor) / math.log(original_max_position)) if extended else 1.0
+from ligerzoo.layers.rope_scaling import (
+    check_rope_scaling,
+    default_frequencies,
+    dynamic_frequencies,
+    is_positive,
+    linear_frequencies,
+    llama3_frequencies,
+    longrope_attention_factor,
+    longrope_frequencies,
+    yarn_attention_factor,
+    yarn_frequencies,
+)
 
 
 class RotaryEmbedding(nn.Module):
@@ -138,7 +53,7 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         scaling = dict(scaling or {})
-        if not (_is_positive(theta) and theta > 1):
+        if not (is_positive(theta) and theta > 1):
             raise ConfigError("not a possible base", where="rope_theta", got=theta, expected="a number above 1")
         self.dim, self.theta, self.rope_type = dim, theta, check_rope_scaling(scaling, dim)
         self.max_position = max_position_embeddings
@@ -220,41 +135,3 @@ def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
         raise ValueError(f"sectioned: sections {tuple(sections)} of {angles.shape[-1]} angles; expected them to add up")
     pieces = angles.split_with_sizes(list(sections), dim=-1)
     return torch.cat([piece[i % len(piece)] for i, piece in enumerate(pieces)], dim=-1)
-
-
-def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
-    """The rope type of a `rope_scaling` entry for R = `dim` rotated features, once it is known to be complete.
-
-    Raises:
-        ConfigError: naming the field that is unknown, missing or of the wrong kind.
-    """
-    rope_type = scaling.get("rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in REQUIRED_PARAMETERS:
-        raise ConfigError("unknown rope type", where="rope_scaling", got=repr(rope_type), expected=_KNOWN)
-    if dim % 2 or not 0 < dim <= _MOST_FEATURES:
-        raise ConfigError(
-            "features rotate in pairs", where="head_dim", got=dim, expected=f"even, 2 to {_MOST_FEATURES}"
-        )
-    required = REQUIRED_PARAMETERS[rope_type]
-    for name in (*required, *_OPTIONAL_PARAMETERS):
-        value = scaling.get(name)
-        if value is None and name not in required:
-            continue
-        if name in ("short_factor", "long_factor"):
-            right = isinstance(value, list | tuple) and len(value) == dim // 2 and all(_is_positive(v) for v in value)
-            expected = f"a list of {dim // 2} positive numbers, one for each pair of rotated features"
-        else:
-            right, expected = _is_positive(value), "a positive number"
-        if not right:
-            where = f"rope_scaling of type {rope_type}, {name}"
-            raise ConfigError("missing or impossible", where=where, got=repr(value), expected=expected)
-    if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        where = "rope_scaling of type llama3, low_freq_factor"
-        raise ConfigError("not below high_freq_factor", where=where, got=low, expected=f"less than {high}")
-    return rope_type
-
-
-def _is_positive(value: object) -> bool:
-    """Within limits that keep every formula above from overflowing."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30

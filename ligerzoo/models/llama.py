@@ -18,7 +18,7 @@ from torch import nn
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.layers.rotary import check_rope_scaling
+from ligerzoo.layers.rope_scaling import check_rope_scaling
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import check_fields
 
