@@ -8,18 +8,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import cross_entropy
-from tests.kernels.helpers import (
-    DTYPES,
-    ON_GPU,
-    assert_as_exact_as,
-    cross_entropy_oracle,
-    judge,
-    kernel_file,
-    needs_triton,
-    numbers,
-    on_gpu_too,
-    targets,
-)
+from tests.kernels.judging import assert_as_exact_as, judge
+from tests.kernels.machine import DTYPES, ON_GPU, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.oracles import cross_entropy_oracle, numbers, targets
 
 
 def judge_with(logits: Tensor, target: Tensor, **options: Any) -> None:

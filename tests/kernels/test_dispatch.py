@@ -9,7 +9,8 @@ import torch.utils._python_dispatch
 
 from ligerzoo.kernels import dispatch, swiglu
 from ligerzoo.kernels.dispatch import as_rows, autocast, next_power_of_2, once_differentiable, uses_triton, wide
-from tests.kernels.helpers import DTYPES, ON_GPU, needs_triton, numbers
+from tests.kernels.machine import DTYPES, ON_GPU, needs_triton
+from tests.kernels.oracles import numbers
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64], ids=str)

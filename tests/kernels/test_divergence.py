@@ -10,20 +10,11 @@ from torch import Tensor
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.divergence import Options, loss_then_gradient_
-from tests.kernels.helpers import (
-    DIVERGENCES,
-    DTYPES,
-    ON_GPU,
-    Recorder,
-    assert_as_exact_as,
-    divergence_oracle,
-    judge,
-    launch_nothing,
-    needs_triton,
-    numbers,
-    on_gpu_too,
-    targets,
-)
+from tests.kernels.judging import assert_as_exact_as, judge
+from tests.kernels.machine import DTYPES, ON_GPU, needs_triton, on_gpu_too
+from tests.kernels.operations import DIVERGENCES
+from tests.kernels.oracles import divergence_oracle, numbers, targets
+from tests.kernels.watching import Recorder, launch_nothing
 
 every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
 

@@ -13,21 +13,11 @@ from ligerzoo.kernels.experts import reference
 from ligerzoo.kernels.glu import ACTIVATIONS
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.routing import collect, sort_by_expert, spread
-from tests.kernels.helpers import (
-    DOT_DTYPES,
-    DTYPES,
-    ON_GPU,
-    Recorder,
-    assert_as_exact_as,
-    assert_equal,
-    differentiate,
-    judge,
-    numbers,
-    offset,
-    on_gpu_too,
-    padded,
-    transposed,
-)
+from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, judge
+from tests.kernels.layouts import offset, padded, transposed
+from tests.kernels.machine import DOT_DTYPES, DTYPES, ON_GPU, on_gpu_too
+from tests.kernels.oracles import numbers
+from tests.kernels.watching import Recorder
 
 FUSED = ON_GPU or INTERPRETING
 

@@ -9,19 +9,12 @@ from torch import Tensor
 
 from ligerzoo.kernels import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.glu import ACTIVATIONS, Activation, linear_reference, reference
-from tests.kernels.helpers import (
-    DTYPES,
-    INTERPRETING,
-    ON_GPU,
-    Recorder,
-    differentiate,
-    judge,
-    launch_nothing,
-    needs_triton,
-    numbers,
-    on_gpu_too,
-    padded,
-)
+from ligerzoo.kernels.jit import INTERPRETING
+from tests.kernels.judging import differentiate, judge
+from tests.kernels.layouts import padded
+from tests.kernels.machine import DTYPES, ON_GPU, needs_triton, on_gpu_too
+from tests.kernels.oracles import numbers
+from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(1,), (7,), (3, 1), (5, 127), (2, 3, 130), (2, 2, 2, 33), (3, 2048), (1, 2049)],

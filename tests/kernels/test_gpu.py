@@ -22,16 +22,10 @@ from ligerzoo.kernels import (
     swiglu,
     tvd,
 )
-from tests.kernels.helpers import (
-    Operation,
-    angles,
-    as_tuple,
-    assert_equal,
-    differentiate,
-    every_operation,
-    kernel_file,
-    targets,
-)
+from tests.kernels.judging import as_tuple, assert_equal, differentiate
+from tests.kernels.machine import kernel_file
+from tests.kernels.operations import Operation, every_operation
+from tests.kernels.oracles import angles, targets
 
 pytestmark = pytest.mark.gpu
 

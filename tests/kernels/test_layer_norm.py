@@ -7,7 +7,10 @@ from torch import Tensor
 
 from ligerzoo.kernels import layer_norm
 from ligerzoo.kernels.layer_norm import reference
-from tests.kernels.helpers import DTYPES, Recorder, judge, kernel_file, launch_nothing, numbers, on_gpu_too
+from tests.kernels.judging import judge
+from tests.kernels.machine import DTYPES, kernel_file, on_gpu_too
+from tests.kernels.oracles import numbers
+from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(7,), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64)],

@@ -12,24 +12,10 @@ from torch import Tensor
 from ligerzoo import kernels
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.helpers import (
-    DTYPES,
-    ON_GPU,
-    Recorder,
-    assert_as_exact_as,
-    assert_equal,
-    differentiate,
-    in_fp64,
-    judge,
-    kernel_file,
-    linear_cross_entropy_oracle,
-    needs_triton,
-    numbers,
-    on_gpu_too,
-    statistics,
-    statistics_oracle,
-    targets,
-)
+from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
+from tests.kernels.machine import DTYPES, ON_GPU, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.oracles import linear_cross_entropy_oracle, numbers, statistics, statistics_oracle, targets
+from tests.kernels.watching import Recorder
 
 SetChunk = Callable[[int], None]
 

@@ -8,21 +8,11 @@ from torch import Tensor
 
 from ligerzoo.kernels import linear_jsd, linear_kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.helpers import (
-    DIVERGENCES,
-    DTYPES,
-    ON_GPU,
-    Recorder,
-    assert_as_exact_as,
-    differentiate,
-    in_fp64,
-    judge,
-    kernel_file,
-    linear_divergence_oracle,
-    numbers,
-    on_gpu_too,
-    targets,
-)
+from tests.kernels.judging import assert_as_exact_as, differentiate, in_fp64, judge
+from tests.kernels.machine import DTYPES, ON_GPU, kernel_file, on_gpu_too
+from tests.kernels.operations import DIVERGENCES
+from tests.kernels.oracles import linear_divergence_oracle, numbers, targets
+from tests.kernels.watching import Recorder
 
 every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
 SetChunk = Callable[[int], None]

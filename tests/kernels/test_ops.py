@@ -9,19 +9,11 @@ from torch import Tensor
 
 from ligerzoo import kernels
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.helpers import (
-    Operation,
-    angles,
-    as_tuple,
-    assert_as_exact_as,
-    assert_equal,
-    every_operation,
-    in_fp64,
-    needs_triton,
-    numbers,
-    targets,
-    transposed,
-)
+from tests.kernels.judging import as_tuple, assert_as_exact_as, assert_equal, in_fp64
+from tests.kernels.layouts import transposed
+from tests.kernels.machine import needs_triton
+from tests.kernels.operations import Operation, every_operation
+from tests.kernels.oracles import angles, numbers, targets
 
 
 def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:

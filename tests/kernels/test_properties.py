@@ -10,21 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.helpers import (
-    DTYPES,
-    LAYOUTS,
-    ON_GPU,
-    Operation,
-    as_tuple,
-    assert_as_exact_as,
-    assert_equal,
-    constant,
-    differentiate,
-    every_operation,
-    in_fp64,
-    judge,
-    laid_out,
-)
+from tests.kernels.judging import as_tuple, assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
+from tests.kernels.layouts import LAYOUTS, constant, laid_out
+from tests.kernels.machine import DTYPES, ON_GPU
+from tests.kernels.operations import Operation, every_operation
 
 
 def upstream_of(operation: Operation, inputs: list[Tensor]) -> list[Tensor]:

@@ -13,17 +13,11 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from ligerzoo.kernels import add_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.rms_norm import add_reference, reference
-from tests.kernels.helpers import (
-    DTYPES,
-    GEMMA,
-    Recorder,
-    assert_as_exact_as,
-    judge,
-    kernel_file,
-    launch_nothing,
-    numbers,
-    on_gpu_too,
-)
+from tests.kernels.judging import assert_as_exact_as, judge
+from tests.kernels.machine import DTYPES, kernel_file, on_gpu_too
+from tests.kernels.operations import GEMMA
+from tests.kernels.oracles import numbers
+from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(1,), (7,), (1, 1), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64), (2, 3, 2, 80)],

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ligerzoo.kernels.rows import column_sums_
-from tests.kernels.helpers import DTYPES, assert_as_exact_as, needs_triton, on_gpu_too
+from tests.kernels.judging import assert_as_exact_as
+from tests.kernels.machine import DTYPES, needs_triton, on_gpu_too
 
 
 @needs_triton

@@ -4,17 +4,10 @@ import torch
 from ligerzoo.kernels import softmax
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.softmax import reference
-from tests.kernels.helpers import (
-    DTYPES,
-    ON_GPU,
-    Recorder,
-    judge,
-    kernel_file,
-    launch_nothing,
-    needs_triton,
-    numbers,
-    on_gpu_too,
-)
+from tests.kernels.judging import judge
+from tests.kernels.machine import DTYPES, ON_GPU, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.oracles import numbers
+from tests.kernels.watching import Recorder, launch_nothing
 
 ROUNDED_DTYPES = [d for d in DTYPES if not (INTERPRETING and d == torch.bfloat16)]  # which the interpreter cuts off
 

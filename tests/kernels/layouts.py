@@ -1,0 +1,51 @@
+"""The same shape and, but for the expanded ones, the same values, laid out otherwise in memory."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def offset(t: Tensor) -> Tensor:
+    """Begins one element into its storage, where no vector load is aligned."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def sliced(t: Tensor) -> Tensor:
+    """Every second element of every dimension of something larger."""
+    view = t.new_zeros([2 * n for n in t.shape])[(slice(1, None, 2),) * t.dim()]
+    return view.copy_(t)
+
+
+def padded(t: Tensor) -> Tensor:
+    """The middle of longer rows."""
+    return F.pad(t, (2, 3))[..., 2:-3] if t.dim() else t
+
+
+def transposed(t: Tensor) -> Tensor:
+    """The dimensions in memory are the reverse of those in the shape."""
+    backwards = tuple(range(t.dim()))[::-1]
+    return t.permute(backwards).contiguous().permute(backwards)
+
+
+def swapped(t: Tensor) -> Tensor:
+    """(A, B, ...) in memory as (B, A, ...), as attention hands queries on."""
+    return t if t.dim() < 3 else t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def repeated_rows(t: Tensor) -> Tensor:
+    """One entry of the first dimension, expanded over it."""
+    return t[:1].expand_as(t) if t.dim() else t
+
+
+def constant(t: Tensor) -> Tensor:
+    """One number expanded over all dimensions, as the gradient of a sum is."""
+    return t.flatten()[:1].view((1,) * t.dim()).expand_as(t)
+
+
+LAYOUTS = [offset, sliced, padded, transposed, swapped, repeated_rows, constant]
+
+
+def laid_out(inputs: Sequence[Tensor], layout: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [layout(t.detach()).requires_grad_(t.requires_grad) for t in inputs]

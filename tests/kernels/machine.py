@@ -1,0 +1,28 @@
+"""Where the kernel tests run, and what of it they need."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ligerzoo.kernels.dispatch import INTERPRETING
+
+ON_GPU = torch.cuda.is_available() and not INTERPRETING
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DOT_DTYPES = tuple(d for d in DTYPES if not (INTERPRETING and d == torch.bfloat16))
+"""Those that kernels with a `tl.dot` are tested in: the interpreter's takes the bits of bf16 for integers."""
+
+needs_triton = pytest.mark.skipif(not (ON_GPU or INTERPRETING), reason="needs a GPU or TRITON_INTERPRET=1")
+
+
+def on_gpu_too(small: Sequence[Any], large: Sequence[Any]) -> list[Any]:
+    """The small cases, and on a GPU the large ones as well."""
+    return [*small, *(large if ON_GPU else ())]
+
+
+def kernel_file(name: str) -> ModuleType:
+    """The module ligerzoo.kernels.<name>; as an attribute of the package, that name is the function."""
+    return import_module(f"ligerzoo.kernels.{name}")

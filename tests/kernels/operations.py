@@ -1,0 +1,228 @@
+"""The table of operations that the general tests walk, and small inputs for each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo import kernels
+from tests.kernels.machine import DOT_DTYPES, DTYPES, kernel_file
+from tests.kernels.oracles import (
+    angles,
+    cross_entropy_oracle,
+    divergence_oracle,
+    linear_cross_entropy_oracle,
+    linear_divergence_oracle,
+    numbers,
+    statistics,
+    statistics_oracle,
+    targets,
+)
+
+DIVERGENCES = {
+    "kl_div": (kernels.kl_div, kernels.linear_kl_div),
+    "kl_div-reverse": (partial(kernels.kl_div, reverse=True), partial(kernels.linear_kl_div, reverse=True)),
+    "jsd": (kernels.jsd, kernels.linear_jsd),
+    "tvd": (kernels.tvd, kernels.linear_tvd),
+}
+"""Functions of logits, and of hidden states and heads."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One public function under one set of options; `inputs(batch, dtype, device)` makes small inputs for it."""
+
+    name: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[int, torch.dtype, str], list[Tensor]]
+    always_fused: bool = False
+    """Whether an autograd.Function runs on a plain CPU too."""
+
+
+def _softmax_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device)]
+
+
+def _divergence_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    logits = [numbers(batch, 3, 33, dtype=dtype, device=device) for _ in range(2)]
+    return [logits[0], logits[1].detach(), targets(batch, 3, classes=33, device=device)]
+
+
+def _linear_divergence_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    student, teacher = (_linear_cross_entropy_inputs(batch, dtype, device) for _ in range(2))
+    return [*student[:2], *(t.detach() for t in teacher)]
+
+
+def _rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), numbers(33, dtype=dtype, device=device)]
+
+
+def _rope_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    heads = [numbers(batch, 2, n, 10, dtype=dtype, device=device) for n in (4, 2)]
+    return [*heads, *angles(1, 2, 4, device=device)]
+
+
+def _glu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device) for _ in range(2)]
+
+
+def _glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    weights = [numbers(17, 33, dtype=dtype, device=device), numbers(17, dtype=dtype, device=device)]
+    return _glu_inputs(batch, dtype, device) + weights
+
+
+def _cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), targets(batch, 3, classes=33, device=device)]
+
+
+def _experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = torch.float16 if dtype in DTYPES and dtype not in DOT_DTYPES else dtype
+    return [
+        numbers(8 * batch, 17, dtype=dtype, device=device),
+        torch.rand(8 * batch, 3, device=device).argsort(-1)[:, :2],
+        torch.rand(8 * batch, 2, device=device).to(dtype).requires_grad_(),
+        numbers(3, 18, 17, dtype=dtype, device=device, scale=0.3),
+        numbers(3, 17, 9, dtype=dtype, device=device, scale=0.3),
+    ]
+
+
+def _linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    features = [
+        numbers(batch, 3, 17, dtype=dtype, device=device),
+        numbers(33, 17, dtype=dtype, device=device, scale=0.3),
+    ]
+    return [*features, targets(batch, 3, classes=33, device=device)]
+
+
+OPTIONS: dict[str, Any] = {
+    "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3, "reduction": "none",
+}  # fmt: skip
+"""Options of `cross_entropy` that bring in all of its formula."""
+
+
+def _weighted_linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    token_weight = torch.rand(batch, 3, device=device) + 0.5
+    return [*_linear_cross_entropy_inputs(batch, dtype, device), token_weight.requires_grad_()]
+
+
+def _weighted_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor) -> Tensor:
+    return kernels.linear_cross_entropy(hidden, weight, target, token_weight=token_weight, **OPTIONS)
+
+
+def _weighted_linear_cross_entropy_oracle(
+    hidden: Tensor, weight: Tensor, target: Tensor, token_weight: Tensor
+) -> Tensor:
+    return linear_cross_entropy_oracle(hidden, weight, target, None, token_weight, **OPTIONS)
+
+
+def _add_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
+
+
+def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [*_rms_norm_inputs(batch, dtype, device), numbers(33, dtype=dtype, device=device)]
+
+
+GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
+"""The options of `rms_norm` that are not Llama's."""
+
+
+OPERATIONS = [
+    *(
+        Operation(
+            name,
+            partial(kernels.rms_norm, **options),
+            partial(kernel_file("rms_norm").reference, eps=1e-6, **options),
+            _rms_norm_inputs,
+        )
+        for name, options in (("rms_norm", {}), ("rms_norm-gemma", GEMMA))
+    ),
+    *(
+        Operation(
+            name,
+            partial(kernels.add_rms_norm, **options),
+            partial(kernel_file("rms_norm").add_reference, eps=1e-6, **options),
+            _add_rms_norm_inputs,
+        )
+        for name, options in (("add_rms_norm", {}), ("add_rms_norm-gemma", GEMMA))
+    ),
+    Operation(
+        "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
+    ),
+    Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
+    Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
+    Operation(
+        "rope-interleaved",
+        partial(kernels.rope, interleaved=True),
+        partial(kernel_file("rope").reference, interleaved=True),
+        _rope_inputs,
+    ),
+    *(
+        Operation(
+            f"{name}-{activation}",
+            partial(function, activation=activation),
+            partial(reference, activation=activation),
+            inputs,
+        )
+        for name, function, reference, inputs in (
+            ("glu", kernels.glu, kernel_file("glu").reference, _glu_inputs),
+            ("glu_linear", kernels.glu_linear, kernel_file("glu").linear_reference, _glu_linear_inputs),
+        )
+        for activation in kernel_file("glu").ACTIVATIONS
+    ),
+    *(
+        Operation(
+            f"cross_entropy-{reduction}",
+            partial(kernels.cross_entropy, reduction=reduction),
+            partial(cross_entropy_oracle, reduction=reduction),
+            _cross_entropy_inputs,
+        )
+        for reduction in ("mean", "none")
+    ),
+    *(
+        Operation(
+            f"linear_cross_entropy-{reduction}",
+            partial(kernels.linear_cross_entropy, reduction=reduction),
+            partial(linear_cross_entropy_oracle, reduction=reduction),
+            _linear_cross_entropy_inputs,
+            always_fused=True,
+        )
+        for reduction in ("mean", "none")
+    ),
+    Operation(
+        "linear_cross_entropy-options",
+        _weighted_linear_cross_entropy,
+        _weighted_linear_cross_entropy_oracle,
+        _weighted_linear_cross_entropy_inputs,
+        always_fused=True,
+    ),
+    Operation(
+        "cross_entropy-options",
+        partial(kernels.cross_entropy, **OPTIONS),
+        partial(cross_entropy_oracle, **OPTIONS),
+        _cross_entropy_inputs,
+    ),
+    Operation("token_statistics", statistics, statistics_oracle, _linear_cross_entropy_inputs, always_fused=True),
+    Operation("softmax", kernels.softmax, kernel_file("softmax").reference, _softmax_inputs),
+    *(
+        Operation(name, function, partial(divergence_oracle, name), _divergence_inputs)
+        for name, (function, _) in DIVERGENCES.items()
+    ),
+    *(
+        Operation(
+            f"linear_{name}",
+            function,
+            partial(linear_divergence_oracle, name),
+            _linear_divergence_inputs,
+            always_fused=True,
+        )
+        for name, (_, function) in DIVERGENCES.items()
+    ),
+]
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
