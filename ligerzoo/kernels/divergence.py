@@ -45,7 +45,7 @@ from ligerzoo.kernels.dispatch import (
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
-from ligerzoo.kernels.tokens import Reduction, reduce
+from ligerzoo.kernels.tokens import Reduction, check_target, reduce
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 
@@ -361,14 +361,13 @@ def _divergence(
     num_items: int | Tensor | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
     check(name, options, teacher=teacher)
-    tokens = student.shape[:-1]
-    if student.shape != teacher.shape or (target is not None and target.shape != tokens):
+    if student.shape != teacher.shape:
         raise ValueError(
-            f"{name}: student {tuple(student.shape)}, teacher {tuple(teacher.shape)} and "
-            f"target {None if target is None else tuple(target.shape)}; expected (..., V) twice, and (...) or None"
+            f"{name}: student {tuple(student.shape)} and teacher {tuple(teacher.shape)}; expected (..., V) of both"
         )
     if target is None:
         target, options = every_token_counts(student, options)
+    check_target(name, target, student.shape[:-1])
     losses = (
         _Losses.apply(student, teacher, target, options)
         if uses_triton(student, teacher, backend=backend)

@@ -16,7 +16,7 @@ Saved: the gradients with respect to the student's hidden, weight and bias that 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ligerzoo.kernels.divergence import (
     losses_of,
 )
 from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chunk
-from ligerzoo.kernels.tokens import reduce
+from ligerzoo.kernels.tokens import check_target, reduce
 
 
 def _sweep_fake(
@@ -88,64 +88,64 @@ def _sweep(
     return losses, dhidden, dweight.to(gradient_dtype(student_weight, teacher_weight)), dbias
 
 
-def _summed_divergence(
-    student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
-    teacher_weight: Tensor, teacher_bias: Tensor | None, target: Tensor, options: Options, budget: int | None,
-    triton: bool,
-) -> Tensor:  # fmt: skip
-    """The sum of the tokens' divergences; gradients are made in this one sweep, if there are to be any."""
-    students = (student_hidden, student_weight, student_bias)
-    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in students]
-    with torch.no_grad():
-        losses, *gradients = _sweep(
-            student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias, teacher_bias,
-            *options, budget, triton, *needs,
-        )  # fmt: skip
-    return with_gradients(losses.sum(), *zip(students, gradients, strict=True))
+class _Side(NamedTuple):
+    """The student, or the teacher."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
 
 def _linear_divergence(
-    name: str, student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    target: Tensor | None, student_bias: Tensor | None, teacher_bias: Tensor | None, options: Options,
+    name: str, student: _Side, teacher: _Side, target: Tensor | None, options: Options,
     reduction: Literal["mean", "sum"], num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
-    check(name, options, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+    check(name, options, teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{name}: reduction={reduction!r}; expected "mean" or "sum"')
-    student_hidden, student_weight, student_bias = autocast(student_hidden, student_weight, student_bias)
-    teacher_hidden, teacher_weight, teacher_bias = autocast(teacher_hidden, teacher_weight, teacher_bias)
-    _check_shapes(
-        name, target, student=(student_hidden, student_weight, student_bias),
-        teacher=(teacher_hidden, teacher_weight, teacher_bias),
-    )  # fmt: skip
+    student, teacher = _Side(*autocast(*student)), _Side(*autocast(*teacher))
+    tokens, classes = student.hidden.shape[:-1], student.weight.shape[:1]
+    _check_side(name, "student", student, tokens, classes)
+    _check_side(name, "teacher", teacher, tokens, classes)
     if target is None:
-        target, options = every_token_counts(student_hidden, options)
+        target, options = every_token_counts(student.hidden, options)
+    check_target(name, target, tokens)
     total = _summed_divergence(
-        student_hidden.reshape(-1, student_hidden.shape[-1]), student_weight, student_bias,
-        teacher_hidden.reshape(-1, teacher_hidden.shape[-1]), teacher_weight, teacher_bias, target.reshape(-1), options,
-        logits_budget, uses_triton(student_hidden, teacher_hidden, backend=backend),
+        student._replace(hidden=student.hidden.reshape(-1, student.hidden.shape[-1])),
+        teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1])),
+        target.reshape(-1), options, logits_budget, uses_triton(student.hidden, teacher.hidden, backend=backend),
     )  # fmt: skip
     return reduce(name, total, target, reduction, options.ignore_index, num_items)
 
 
-def _check_shapes(name: str, target: Tensor | None, **heads: tuple[Tensor, Tensor, Tensor | None]) -> None:
-    tokens, classes = heads["student"][0].shape[:-1], heads["student"][1].shape[:1]
-    for whose, (hidden, weight, bias) in heads.items():
-        fits = (
-            hidden.shape == (*tokens, *weight.shape[1:])
-            and weight.dim() == 2
-            and weight.shape[:1] == classes
-            and hidden.dtype == weight.dtype
-            and (bias is None or (bias.shape == classes and bias.dtype == weight.dtype))
+def _summed_divergence(
+    student: _Side, teacher: _Side, target: Tensor, options: Options, budget: int | None, triton: bool
+) -> Tensor:
+    """The sum of the tokens' divergences; gradients are made in this one sweep, if there are to be any."""
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in student]
+    with torch.no_grad():
+        losses, *gradients = _sweep(
+            student.hidden, student.weight, teacher.hidden, teacher.weight, target, student.bias, teacher.bias,
+            *options, budget, triton, *needs,
+        )  # fmt: skip
+    return with_gradients(losses.sum(), *zip(student, gradients, strict=True))
+
+
+def _check_side(name: str, whose: str, side: _Side, tokens: torch.Size, classes: torch.Size) -> None:
+    hidden, weight, bias = side
+    fits = (
+        hidden.shape == (*tokens, *weight.shape[1:])
+        and weight.dim() == 2
+        and weight.shape[:1] == classes
+        and hidden.dtype == weight.dtype
+        and (bias is None or (bias.shape == classes and bias.dtype == weight.dtype))
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: {whose}_hidden {tuple(hidden.shape)} {hidden.dtype}, {whose}_weight {tuple(weight.shape)} "
+            f"{weight.dtype}, {whose}_bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
+            f"expected {(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
         )
-        if not fits:
-            raise ValueError(
-                f"{name}: {whose}_hidden {tuple(hidden.shape)} {hidden.dtype}, {whose}_weight {tuple(weight.shape)} "
-                f"{weight.dtype}, {whose}_bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
-                f"expected {(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
-            )
-    if target is not None and target.shape != tokens:
-        raise ValueError(f"{name}: target {tuple(target.shape)}; expected {tuple(tokens)} or None")
 
 
 def linear_kl_div(
@@ -195,10 +195,11 @@ def linear_kl_div(
             gradient.
     """
     options = Options("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
+    student = _Side(student_hidden, student_weight, student_bias)
+    teacher = _Side(teacher_hidden, teacher_weight, teacher_bias)
     return _linear_divergence(
-        "linear_kl_div", student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias,
-        teacher_bias, options, reduction, num_items, logits_budget, backend,
-    )  # fmt: skip
+        "linear_kl_div", student, teacher, target, options, reduction, num_items, logits_budget, backend
+    )
 
 
 def linear_jsd(
@@ -220,10 +221,11 @@ def linear_jsd(
 ) -> Tensor:
     """`jsd`, whose `beta` this is, of two heads; everything else is as in `linear_kl_div`."""
     options = Options(jsd_at(beta), beta, temperature, ignore_index)
+    student = _Side(student_hidden, student_weight, student_bias)
+    teacher = _Side(teacher_hidden, teacher_weight, teacher_bias)
     return _linear_divergence(
-        "linear_jsd", student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias,
-        teacher_bias, options, reduction, num_items, logits_budget, backend,
-    )  # fmt: skip
+        "linear_jsd", student, teacher, target, options, reduction, num_items, logits_budget, backend
+    )
 
 
 def linear_tvd(
@@ -244,7 +246,8 @@ def linear_tvd(
 ) -> Tensor:
     """`tvd` of two heads; everything else is as in `linear_kl_div`."""
     options = Options("tvd", 0.0, temperature, ignore_index)
+    student = _Side(student_hidden, student_weight, student_bias)
+    teacher = _Side(teacher_hidden, teacher_weight, teacher_bias)
     return _linear_divergence(
-        "linear_tvd", student_hidden, student_weight, teacher_hidden, teacher_weight, target, student_bias,
-        teacher_bias, options, reduction, num_items, logits_budget, backend,
-    )  # fmt: skip
+        "linear_tvd", student, teacher, target, options, reduction, num_items, logits_budget, backend
+    )

@@ -16,6 +16,14 @@ from ligerzoo.kernels.token_loss import Terms
 Reduction = Literal["mean", "sum", "none"]
 
 
+def check_target(name: str, target: Tensor, tokens: torch.Size) -> None:
+    """Raises ValueError for targets of another shape than the tokens', or that are no integers."""
+    if target.shape != tokens or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(
+            f"{name}: target {tuple(target.shape)} {target.dtype}; expected {tuple(tokens)}, an integer for each token"
+        )
+
+
 def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> Tensor:
     """The targets in int64.
 
@@ -24,8 +32,7 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> 
             for a GPU. There the check is made only when LIGERZOO_DEBUG=1; without it such a token's loss and gradient
             are NaN.
     """
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(f"{name}: target is {target.dtype}; expected int64, the number of a class for each token")
+    check_target(name, target, target.shape)
     if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
         if bool(wrong.any()):

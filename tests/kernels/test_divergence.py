@@ -292,13 +292,23 @@ def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
         kl_div(torch.ones(2, 33), torch.ones(2, 33), **options)
 
 
-@pytest.mark.parametrize(
-    "teacher, target", [((2, 3, 32), None), ((3, 33), None), ((2, 3, 33), (2,)), ((2, 3, 33), (2, 3, 33))]
-)
-def test_shapes_that_do_not_fit(teacher: tuple[int, ...], target: tuple[int, ...] | None) -> None:
-    message = re.escape(f"kl_div: student (2, 3, 33), teacher {teacher} and target {target}; expected")
+@pytest.mark.parametrize("teacher", [(2, 3, 32), (3, 33)])
+def test_logits_that_do_not_fit(teacher: tuple[int, ...]) -> None:
+    message = re.escape(f"kl_div: student (2, 3, 33) and teacher {teacher}; expected (..., V) of both")
     with pytest.raises(ValueError, match=message):
-        kl_div(torch.ones(2, 3, 33), torch.ones(teacher), None if target is None else torch.zeros(target).long())
+        kl_div(torch.ones(2, 3, 33), torch.ones(teacher))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.ones(2).long(), torch.ones(2, 3, 33).long(), torch.ones(2, 3), torch.ones(2, 3) > 0],
+    ids=lambda t: f"{tuple(t.shape)} {t.dtype}",
+)
+def test_targets_that_are_none(target: Tensor) -> None:
+    """A mask of the tokens that count would be taken for targets that all do."""
+    message = re.escape(f"kl_div: target {tuple(target.shape)} {target.dtype}; expected (2, 3), an integer for each")
+    with pytest.raises(ValueError, match=message):
+        kl_div(torch.ones(2, 3, 33), torch.ones(2, 3, 33), target)
 
 
 @needs_triton
