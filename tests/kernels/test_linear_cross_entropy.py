@@ -345,7 +345,7 @@ def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_pe
         return float((dweight.double() - truth[1][1]).norm())
 
     unchunked = error(1)
-    for chunks in (16, 128):
+    for chunks in on_gpu_too([16, 128], [1024]):
         assert error(chunks) <= 1.5 * unchunked
 
 
