@@ -49,14 +49,9 @@ def reference(
 
 
 def _forward_fake(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Activation,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n_experts, n_hidden, _ = gate_up.shape
     hidden = x.new_empty((expert_ids.numel(), n_hidden))
     rows, bounds = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in (expert_ids.shape, (n_experts + 1,)))
@@ -69,14 +64,9 @@ def _forward_fake(
     fake=_forward_fake,
 )
 def _forward(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Activation,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, the hidden rows, and what `sort_by_expert` gives."""
     _check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])

@@ -64,14 +64,18 @@ def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget:
     return max(rows for rows in candidates if waves(rows) <= 1.1 * fewest)
 
 
+def _can_skip(*weights: Tensor) -> bool:
+    return all(map(valid_rows.serves, weights))
+
+
 def gradient_dtype(*weights: Tensor) -> torch.dtype:
     """The dtype in which the head of the first weight hands on the sum of dweight."""
-    return weights[0].dtype if all(map(valid_rows.serves, weights)) else wide(weights[0].dtype)
+    return weights[0].dtype if _can_skip(*weights) else wide(weights[0].dtype)
 
 
 def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[SkippingHead]:
     """The head for so many rows; several weights are those of heads that sweep the same rows together."""
-    return SkippingHead if n_rows and all(map(valid_rows.serves, weights)) else DenseHead
+    return SkippingHead if n_rows and _can_skip(*weights) else DenseHead
 
 
 class DenseHead:
@@ -142,14 +146,8 @@ class SkippingHead:
     def __init__(
         self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None
     ) -> None:
-        self.hidden, self.weight, self.counts, self.rows, self.needs, self.bias = (
-            hidden,
-            weight,
-            counts,
-            rows,
-            needs,
-            bias,
-        )
+        self.hidden, self.weight, self.counts = hidden, weight, counts
+        self.rows, self.needs, self.bias = rows, needs, bias
         self.n_rows = hidden.shape[0]
         self.order = torch.argsort(counts.to(torch.uint8), descending=True, stable=True)
         self.count = counts.sum(dtype=torch.int32).view(1)

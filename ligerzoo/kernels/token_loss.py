@@ -112,15 +112,15 @@ def reference(
     return RowResults(
         torch.where(valid, loss, 0.0),
         torch.where(valid, logp, 0.0),
-        torch.where(valid, _entropy(logps), 0.0) if statistics else x.new_empty(0),
+        torch.where(valid, -_weighted(logps.exp(), logps).sum(-1), 0.0) if statistics else x.new_empty(0),
         torch.where(valid, logsumexp, 0.0),
         torch.where(valid, x.argmax(-1), 0) if statistics else target.new_empty(0),
     )
 
 
-def _entropy(logps: Tensor) -> Tensor:
-    probabilities = logps.exp()
-    return -torch.where(probabilities > 0, probabilities * logps, 0.0).sum(-1)
+def _weighted(probabilities: Tensor, logps: Tensor) -> Tensor:
+    """p log p of each class, whose sum is less the entropy; 0 where p is."""
+    return torch.where(probabilities > 0, probabilities * logps, 0.0)
 
 
 def reference_gradient(
@@ -143,8 +143,8 @@ def reference_gradient(
     a = g * ((1 - smoothing) * target_weight + smoothing * weights.mean() + 2 * terms.z_loss * x.logsumexp(-1))
     dx = probabilities * (a - of_logp + of_logsumexp)[:, None]
     if upstream.entropy is not None:
-        surprise = torch.where(probabilities > 0, probabilities * logps, 0.0)
-        dx = dx - of_entropy[:, None] * (surprise - probabilities * surprise.sum(-1, keepdim=True))
+        weighted = _weighted(probabilities, logps)
+        dx = dx - of_entropy[:, None] * (weighted - probabilities * weighted.sum(-1, keepdim=True))
     if smoothing:
         dx = dx - (g * smoothing / x.shape[-1])[:, None] * weights
     dx = dx.scatter_add(-1, y, (of_logp - g * (1 - smoothing) * target_weight)[:, None])
