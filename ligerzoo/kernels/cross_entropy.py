@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.token_loss import NOTHING, TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
-from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, check_weights, reduce
+from ligerzoo.kernels.tokens import Reduction, as_targets, as_token_weight, check_class_weight, check_terms, reduce
 
 
 def _forward_fake(
@@ -151,10 +151,9 @@ def cross_entropy(
     n_classes = logits.shape[-1]
     terms = Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
     check_terms(name, terms)
-    check_weights(name, target, n_classes, class_weight, token_weight)
+    check_class_weight(name, class_weight, n_classes)
     target = as_targets(name, target, n_classes, ignore_index)
-    if token_weight is not None:
-        token_weight = torch.where(target == ignore_index, 0.0, token_weight)
+    token_weight = as_token_weight(name, token_weight, target, ignore_index)
     if uses_triton(logits, backend=backend):
         losses = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index)
     else:

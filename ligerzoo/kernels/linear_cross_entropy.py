@@ -31,7 +31,7 @@ from ligerzoo.kernels.token_loss import (
     empty_results,
     walk_rows_,
 )
-from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, check_weights, reduce
+from ligerzoo.kernels.tokens import Reduction, as_targets, as_token_weight, check_class_weight, check_terms, reduce
 
 
 class _Options(NamedTuple):
@@ -269,11 +269,10 @@ def linear_cross_entropy(  # type: ignore[misc]
     """
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
     rows, weight, target, bias = _prepared(name, hidden, weight, target, bias, ignore_index, terms)
-    check_weights(name, target, weight.shape[0], class_weight, token_weight)
+    check_class_weight(name, class_weight, weight.shape[0])
+    token_weight = as_token_weight(name, token_weight, target, ignore_index)
     triton = uses_triton(rows, weight, backend=backend)
     options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
-    if token_weight is not None:
-        token_weight = torch.where(target == ignore_index, 0.0, token_weight)
     targets = target.reshape(-1)
     if reduction == "none" or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
         results = _TokenResults.apply(rows, weight, targets, bias, class_weight, options)

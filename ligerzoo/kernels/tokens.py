@@ -44,20 +44,25 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> 
     return target.long()
 
 
-def check_weights(
-    name: str, target: Tensor, n_classes: int, class_weight: Tensor | None, token_weight: Tensor | None
-) -> None:
-    """Raises ValueError for weights of another shape than (V,) and the targets', or class weights that want a
-    gradient."""
+def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -> None:
+    """Raises ValueError for class weights of another shape than (V,), or that want a gradient."""
     if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
         raise ValueError(
             f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
             f"{class_weight.requires_grad}; expected {(n_classes,)}, a constant"
         )
-    if token_weight is not None and token_weight.shape != target.shape:
+
+
+def as_token_weight(name: str, token_weight: Tensor | None, target: Tensor, ignore_index: int) -> Tensor | None:
+    """The tokens' weights, 0 for those that do not count, whatever theirs were; ValueError for another shape than the
+    targets'."""
+    if token_weight is None:
+        return None
+    if token_weight.shape != target.shape:
         raise ValueError(
             f"{name}: token_weight has shape {tuple(token_weight.shape)}; expected the targets', {tuple(target.shape)}"
         )
+    return torch.where(target == ignore_index, 0.0, token_weight)
 
 
 def check_terms(name: str, terms: Terms) -> None:
