@@ -43,6 +43,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
     wide,
 )
+from ligerzoo.kernels.elementwise import exp
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
 from ligerzoo.kernels.tokens import Reduction, check_target, reduce
@@ -104,7 +105,7 @@ def _weighted(probability, x):
 @jit
 def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
     """(f, s) of each class."""
-    p, q, ratio = tl.exp(log_p), tl.exp(log_q), log_q - log_p
+    p, q, ratio = exp(log_p), exp(log_q), log_q - log_p
     if DIVERGENCE == "forward_kl":
         slope = q - p
         part = _weighted(p, -ratio) + slope
@@ -117,7 +118,7 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
         part = 0.5 * tl.abs(p - q)
     else:
         # log(m / max(p, q)): no exponential overflows, and that of equal probabilities is exactly 0.
-        smaller = tl.exp(-tl.abs(ratio))
+        smaller = exp(-tl.abs(ratio))
         mixture = tl.log(tl.where(ratio > 0.0, beta * smaller + (1.0 - beta), beta + (1.0 - beta) * smaller))
         slope = (1.0 - beta) * _weighted(q, tl.minimum(ratio, 0.0) - mixture)
         part = slope - beta * _weighted(p, tl.maximum(ratio, 0.0) + mixture)
@@ -161,7 +162,7 @@ def _store_gradient(
         log_q = _log_softmax_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
         log_p = _log_softmax_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
         _, slope = _part_and_slope(log_p, log_q, beta, DIVERGENCE)
-        gradient = upstream * inverse_temperature * (slope - tl.exp(log_q) * slope_sum)
+        gradient = upstream * inverse_temperature * (slope - exp(log_q) * slope_sum)
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 

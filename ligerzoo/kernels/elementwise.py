@@ -1,7 +1,7 @@
 """Functions of one number that several kernels use, exact to an ulp or two.
 
-Triton's own `exp` is made for softmax: it rounds x / log(2) to fp32, which costs digits as x grows. Its `tanh` is not
-there in the interpreter.
+Triton's own `exp` is the GPU's approximate 2^x after x / log(2) was rounded to fp32: up to 2 ulps of error near 0, more
+as x grows. Its `tanh` is not there in the interpreter.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from ligerzoo.kernels.jit import jit, tl
 
 @jit
 def exp(x):
-    """2 to the power of x / log(2), whose own rounding error is made good."""
-    power = x * 1.4426950408889634
-    error = tl.fma(x, 1.4426950408889634, -power) + x * 1.9259629911266175e-08  # what fp32 lacks of 1 / log(2)
-    error = tl.where(tl.abs(power) < 200.0, error, 0.0)  # beyond, all is 0 or infinity
-    return tl.exp2(power) * (1.0 + 0.6931471805599453 * error)
+    """2^n e^r with x = n log(2) + r, |r| <= log(2) / 2, and e^r by its series; a subnormal result may be 0."""
+    x = tl.where(x < -110.0, -110.0, tl.where(x > 110.0, 110.0, x))  # beyond, all is 0 or infinity
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first is exact
+    r = tl.fma(n, -1.42860682030941723212e-06, r)
+    tail = 1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0 + r * (1.0 / 5040.0)))
+    series = 1.0 + r * (1.0 + r * (1.0 / 2.0 + r * (1.0 / 6.0 + r * tail)))
+    return 2.0 * series * tl.exp2(n - 1.0)  # 2^128 would be infinite, though e^x may not be
 
 
 @jit
-def sigmoid(x):
-    return 1.0 / (1.0 + exp(-x))
+def sigmoids(x):
+    """s(x) and s(-x) = 1 - s(x), both with all their digits."""
+    decay = exp(-tl.abs(x))
+    larger = 1.0 / (1.0 + decay)
+    smaller = decay * larger
+    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
 
 
 @jit

@@ -33,7 +33,7 @@ from ligerzoo.kernels.dispatch import (
     register,
     uses_triton,
 )
-from ligerzoo.kernels.elementwise import sigmoid
+from ligerzoo.kernels.elementwise import exp, sigmoids
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.rows import row_and_columns
 
@@ -62,22 +62,22 @@ def linear_reference(
 
 @jit
 def _silu(x):
-    share = tl.sigmoid(x)
-    return x * share, share * (1.0 + x * (1.0 - share))
+    share, rest = sigmoids(x)
+    return x * share, share * (1.0 + x * rest)
 
 
 @jit
 def _gelu_tanh(x):
     c = 1.5957691216057308  # sqrt(8 / pi)
-    share = sigmoid(c * (x + 0.044715 * x * x * x))
+    share, rest = sigmoids(c * (x + 0.044715 * x * x * x))
     slope = c * (1.0 + 3.0 * 0.044715 * x * x)
-    return x * share, share + x * (share * (1.0 - share)) * slope
+    return x * share, share + x * (share * rest) * slope
 
 
 @jit
 def _gelu(x):
     distribution = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
-    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
+    density = 0.3989422804014327 * exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
     return x * distribution, distribution + x * density
 
 

@@ -448,6 +448,8 @@ def _launch(
     first_row: int, normalizer: Tensor | None,
 ) -> None:  # fmt: skip
     n_rows, n_cols = logits.shape
+    if n_rows == 0:  # empty results have no memory to be written to
+        return
     target = target.contiguous()
     bias, class_weight = (t if t is None else t.contiguous() for t in (bias, class_weight))
     block = min(8192, next_power_of_2(n_cols))

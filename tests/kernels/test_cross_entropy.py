@@ -140,7 +140,7 @@ def test_a_target_that_is_no_class(wrong: int, requires_grad: bool) -> None:
 def test_a_target_that_is_no_class_is_looked_for_on_a_gpu_when_asked(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("cross_entropy"), "DEBUG", True)
+    monkeypatch.setattr(kernel_file("tokens"), "DEBUG", True)
     with pytest.raises(ValueError, match=re.escape(f"the target at (1,) is {wrong}")):
         cross_entropy(torch.ones(2, 33, device="cuda"), torch.tensor([1, wrong], device="cuda"))
 
