@@ -43,7 +43,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
     wide,
 )
-from ligerzoo.kernels.elementwise import exp
+from ligerzoo.kernels.elementwise import exp, log
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
 from ligerzoo.kernels.tokens import Reduction, check_target, reduce
@@ -139,7 +139,7 @@ def _statistics(
     """(D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row, in two passes."""
     student_max, student_sum = max_and_sum_exp(student_ptr, inverse_temperature, n_cols, BLOCK)
     teacher_max, teacher_sum = max_and_sum_exp(teacher_ptr, inverse_temperature, n_cols, BLOCK)
-    student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
+    student_log, teacher_log = log(student_sum), log(teacher_sum)
     parts = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):

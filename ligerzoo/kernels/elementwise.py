@@ -11,7 +11,7 @@ from ligerzoo.kernels.jit import jit, tl
 
 @jit
 def exp(x):
-    """2^n e^r with x = n log(2) + r, |r| <= log(2) / 2, and e^r by its series; a subnormal result may be 0."""
+    """2^n e^r with x = n log(2) + r, |r| <= log(2) / 2, and e^r by its series; what is less than 2e-38 may be 0."""
     x = tl.where(x < -110.0, -110.0, tl.where(x > 110.0, 110.0, x))  # beyond, all is 0 or infinity
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first is exact
@@ -19,6 +19,13 @@ def exp(x):
     tail = 1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0 + r * (1.0 / 5040.0)))
     series = 1.0 + r * (1.0 + r * (1.0 / 2.0 + r * (1.0 / 6.0 + r * tail)))
     return 2.0 * series * tl.exp2(n - 1.0)  # 2^128 would be infinite, though e^x may not be
+
+
+@jit
+def log(x):
+    """One step of Newton's method from Triton's own, which is the GPU's approximate log2."""
+    y = tl.log(x)
+    return y + (x * exp(-y) - 1.0)
 
 
 @jit

@@ -83,7 +83,7 @@ from ligerzoo.kernels.jit import kernel, tl
 @kernel
 def write_shifted(x_ptr, y_ptr, shift, big, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(y_ptr + i, tl.load(x_ptr + i + shift - 1 + big // 1099511627776))
+    tl.store(y_ptr + i, tl.load(x_ptr + i + shift - 1 + ((tl.full((), 0, tl.int64) + big) >> 40)))
 """
     (tmp_path / "shifted_file.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

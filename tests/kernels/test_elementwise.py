@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.elementwise import exp, sigmoids, tanh
+from ligerzoo.kernels.elementwise import exp, log, sigmoids, tanh
 from ligerzoo.kernels.jit import kernel, tl
 from tests.kernels.machine import needs_triton
 
@@ -17,6 +17,12 @@ from tests.kernels.machine import needs_triton
 def _exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, exp(tl.load(x_ptr + i)))
+
+
+@kernel
+def _log_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, log(tl.load(x_ptr + i)))
 
 
 @kernel
@@ -40,7 +46,7 @@ def of_each(launcher: Any, x: Tensor, outputs: int = 1) -> list[Tensor]:
 
 
 @needs_triton
-@pytest.mark.parametrize("reach", [1.0, 10.0, 87.0])
+@pytest.mark.parametrize("reach", [1.0, 10.0, 86.0])
 def test_errors_are_an_ulp_or_two(reach: float, device: str) -> None:
     x = torch.linspace(-reach, reach, 2**14, device=device)
     share, rest = of_each(_sigmoids_kernel, x, 2)
@@ -51,6 +57,14 @@ def test_errors_are_an_ulp_or_two(reach: float, device: str) -> None:
         (rest, (-x).double().sigmoid()),
     ):
         assert ((y.double() - truth) / truth).abs().nan_to_num().max() < 2.5 * 2**-23
+
+
+@needs_triton
+def test_logarithms_of_sums(device: str) -> None:
+    x = torch.logspace(0.0, 5.0, 2**14, device=device)
+    (y,) = of_each(_log_kernel, x)
+    truth = x.double().log()
+    assert ((y.double() - truth).abs() / truth.clamp(min=1.0)).max() < 1.5 * 2**-23
 
 
 @needs_triton
