@@ -103,9 +103,9 @@ def _weighted(probability, x):
 
 
 @jit
-def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
+def _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.constexpr):
     """(f, s) of each class."""
-    p, q, ratio = exp(log_p), exp(log_q), log_q - log_p
+    ratio = log_q - log_p
     if DIVERGENCE == "forward_kl":
         slope = q - p
         part = _weighted(p, -ratio) + slope
@@ -118,7 +118,7 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
         part = 0.5 * tl.abs(p - q)
     else:
         # log(m / max(p, q)): no exponential overflows, and that of equal probabilities is exactly 0.
-        smaller = exp(-tl.abs(ratio))
+        smaller = exp(-tl.abs(ratio), EXACT)
         mixture = tl.log(tl.where(ratio > 0.0, beta * smaller + (1.0 - beta), beta + (1.0 - beta) * smaller))
         slope = (1.0 - beta) * _weighted(q, tl.minimum(ratio, 0.0) - mixture)
         part = slope - beta * _weighted(p, tl.maximum(ratio, 0.0) + mixture)
@@ -126,10 +126,17 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
 
 
 @jit
-def _log_softmax_at(row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature):
-    """The log-probabilities in these columns, -inf in columns that are none."""
+def _probabilities_at(
+    row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature, DIVERGENCE: tl.constexpr
+):  # fmt: skip
+    """The probabilities in these columns and their logarithms, 0 and -inf in columns that are none."""
     x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-    return (x - maximum) * inverse_temperature - log_sum
+    x = (x - maximum) * inverse_temperature
+    EXACT: tl.constexpr = row_ptr.dtype.element_ty == tl.float32
+    if DIVERGENCE == "tvd":  # of the likely classes x has fewer digits to lose than x - log_sum
+        return exp(x, EXACT) * exp(-log_sum, EXACT), x - log_sum
+    else:  # elsewhere the two must agree, for what rounding does to both to cancel
+        return exp(x - log_sum, EXACT), x - log_sum
 
 
 @jit
@@ -144,9 +151,13 @@ def _statistics(
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_q = _log_softmax_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
-        log_p = _log_softmax_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
-        part, slope = _part_and_slope(log_p, log_q, beta, DIVERGENCE)
+        q, log_q = _probabilities_at(
+            student_ptr, cols, n_cols, student_max, student_log, inverse_temperature, DIVERGENCE
+        )
+        p, log_p = _probabilities_at(
+            teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature, DIVERGENCE
+        )
+        part, slope = _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
         parts += part
         slopes += slope
     return tl.sum(parts, axis=0), student_max, student_log, teacher_max, teacher_log, tl.sum(slopes, axis=0)
@@ -159,10 +170,14 @@ def _store_gradient(
 ):  # fmt: skip
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_q = _log_softmax_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
-        log_p = _log_softmax_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
-        _, slope = _part_and_slope(log_p, log_q, beta, DIVERGENCE)
-        gradient = upstream * inverse_temperature * (slope - exp(log_q) * slope_sum)
+        q, log_q = _probabilities_at(
+            student_ptr, cols, n_cols, student_max, student_log, inverse_temperature, DIVERGENCE
+        )
+        p, log_p = _probabilities_at(
+            teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature, DIVERGENCE
+        )
+        _, slope = _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
+        gradient = upstream * inverse_temperature * (slope - q * slope_sum)
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 

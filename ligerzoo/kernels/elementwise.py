@@ -1,7 +1,7 @@
-"""Functions of one number that several kernels use, exact to an ulp or two.
+"""Functions of one number that several kernels use: for fp32 exact to an ulp or two, for 16-bit numbers fast.
 
 Triton's own `exp` is the GPU's approximate 2^x after x / log(2) was rounded to fp32: up to 2 ulps of error near 0, more
-as x grows. Its `tanh` is not there in the interpreter.
+as x grows, which 16 bits do not show. Its `tanh` is not there in the interpreter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from ligerzoo.kernels.jit import jit, tl
 
 
 @jit
-def exp(x):
+def exp(x, EXACT: tl.constexpr):
+    if EXACT:
+        return _exact_exp(x)
+    else:
+        return tl.exp(x)
+
+
+@jit
+def _exact_exp(x):
     """2^n e^r with x = n log(2) + r, |r| <= log(2) / 2, and e^r by its series; what is less than 2e-38 may be 0."""
     x = tl.where(x < -110.0, -110.0, tl.where(x > 110.0, 110.0, x))  # beyond, all is 0 or infinity
     n = tl.floor(x * 1.4426950408889634 + 0.5)
@@ -23,24 +31,28 @@ def exp(x):
 
 @jit
 def log(x):
-    """One step of Newton's method from Triton's own, which is the GPU's approximate log2."""
+    """Exact: one step of Newton's method from Triton's own, which is the GPU's approximate log2."""
     y = tl.log(x)
-    return y + (x * exp(-y) - 1.0)
+    return y + (x * _exact_exp(-y) - 1.0)
 
 
 @jit
-def sigmoids(x):
-    """s(x) and s(-x) = 1 - s(x), both with all their digits."""
-    decay = exp(-tl.abs(x))
-    larger = 1.0 / (1.0 + decay)
-    smaller = decay * larger
-    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+def sigmoids(x, EXACT: tl.constexpr):
+    """s(x) and s(-x) = 1 - s(x)."""
+    if EXACT:  # which 1 - s(x) is not
+        decay = _exact_exp(-tl.abs(x))
+        larger = 1.0 / (1.0 + decay)
+        smaller = decay * larger
+        return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+    else:
+        share = tl.sigmoid(x)
+        return share, 1.0 - share
 
 
 @jit
 def tanh(x):
-    """By exp where it keeps its digits, near 0 by the first terms of the series."""
-    decay = exp(-2.0 * tl.abs(x))
+    """Exact: by exp where it keeps its digits, near 0 by the first terms of the series."""
+    decay = _exact_exp(-2.0 * tl.abs(x))
     away = (1.0 - decay) / (1.0 + decay)
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))

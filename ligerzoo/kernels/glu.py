@@ -61,35 +61,35 @@ def linear_reference(
 
 
 @jit
-def _silu(x):
-    share, rest = sigmoids(x)
+def _silu(x, EXACT: tl.constexpr):
+    share, rest = sigmoids(x, EXACT)
     return x * share, share * (1.0 + x * rest)
 
 
 @jit
-def _gelu_tanh(x):
+def _gelu_tanh(x, EXACT: tl.constexpr):
     c = 1.5957691216057308  # sqrt(8 / pi)
-    share, rest = sigmoids(c * (x + 0.044715 * x * x * x))
+    share, rest = sigmoids(c * (x + 0.044715 * x * x * x), EXACT)
     slope = c * (1.0 + 3.0 * 0.044715 * x * x)
     return x * share, share + x * (share * rest) * slope
 
 
 @jit
-def _gelu(x):
+def _gelu(x, EXACT: tl.constexpr):
     distribution = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
-    density = 0.3989422804014327 * exp(-0.5 * x * x)  # 1 / sqrt(2 pi)
+    density = 0.3989422804014327 * exp(-0.5 * x * x, EXACT)  # 1 / sqrt(2 pi)
     return x * distribution, distribution + x * density
 
 
 @jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """a(x) and a'(x)."""
+def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """a(x) and a'(x), see `elementwise` for EXACT."""
     if ACTIVATION == "silu":
-        return _silu(x)
+        return _silu(x, EXACT)
     elif ACTIVATION == "gelu_tanh":
-        return _gelu_tanh(x)
+        return _gelu_tanh(x, EXACT)
     else:
-        return _gelu(x)
+        return _gelu(x, EXACT)
 
 
 @kernel
@@ -100,7 +100,7 @@ def _forward_kernel(
     mask = cols < n_cols
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    activated, _ = activate(gate, ACTIVATION)
+    activated, _ = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
     tl.store(y_ptr + row * n_cols + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -115,7 +115,7 @@ def _backward_kernel(
     target = row * n_cols + cols
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    activated, slope = activate(gate, ACTIVATION)
+    activated, slope = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
     if NEEDS_DUP:
         tl.store(dup_ptr + target, (dy * activated).to(dup_ptr.dtype.element_ty), mask=mask)
     if NEEDS_DGATE or NEEDS_Y:

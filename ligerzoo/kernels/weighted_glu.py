@@ -31,7 +31,7 @@ def _forward_kernel(
     weight = tl.load(weight_ptr + slot).to(tl.float32)
     gate = tl.load(hidden_ptr + 2 * row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden_ptr + (2 * row + 1) * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
-    active, _ = activate(gate, ACTIVATION)
+    active, _ = activate(gate, ACTIVATION, hidden_ptr.dtype.element_ty == tl.float32)
     tl.store(active_ptr + row * n_cols + cols, (weight * active * up).to(active_ptr.dtype.element_ty), mask=mask)
 
 
@@ -51,7 +51,7 @@ def _backward_kernel(
         dactive = tl.load(dactive_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(hidden_ptr + gate_cols, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(hidden_ptr + up_cols, mask=mask, other=0.0).to(tl.float32)
-        active, slope = activate(gate, ACTIVATION)
+        active, slope = activate(gate, ACTIVATION, hidden_ptr.dtype.element_ty == tl.float32)
         dweight += dactive * active * up
         dactive *= weight
         tl.store(dhidden_ptr + gate_cols, (dactive * up * slope).to(dhidden_ptr.dtype.element_ty), mask=mask)

@@ -16,7 +16,7 @@ from tests.kernels.machine import needs_triton
 @kernel
 def _exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + i, exp(tl.load(x_ptr + i)))
+    tl.store(y_ptr + i, exp(tl.load(x_ptr + i), True))
 
 
 @kernel
@@ -34,7 +34,7 @@ def _tanh_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 @kernel
 def _sigmoids_kernel(x_ptr, y_ptr, rest_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    share, rest = sigmoids(tl.load(x_ptr + i))
+    share, rest = sigmoids(tl.load(x_ptr + i), True)
     tl.store(y_ptr + i, share)
     tl.store(rest_ptr + i, rest)
 
