@@ -219,7 +219,8 @@ def write_checkpoint(
 
     Args:
         directory: made where it does not exist.
-        tensors: dense, on any devices, of any strides; they may share memory. They fill the files in this order.
+        tensors: dense, on any devices, of any strides; they may share memory. They fill the files in this order. Each
+            is asked for twice and not kept, so that a mapping may make it at each access.
         files: contents by file name; text is written as UTF-8.
         max_shard_size: bytes of tensors in a file, as a number or like "500MB" (500 * 10**6) and "2GiB" (2 * 2**30).
             A larger tensor gets a file of its own.
@@ -228,13 +229,15 @@ def write_checkpoint(
         CheckpointError: a name, a dtype or the size cannot be written; nothing has been, then.
     """
     limit = _number_of_bytes(max_shard_size)
+    blueprints = {}  # the same without data
     for name, tensor in tensors.items():
         _refuse_unwritable(name, tensor)
+        blueprints[name] = tensor.detach().to("meta")
     for name in files:
         if not _is_plain_name(name) or _WEIGHT_FILE.fullmatch(name):
             raise CheckpointError("bad name for a file beside the weights", where=directory, got=_shown(name))
-    shards = _plan_shards(tensors, limit)
-    total_size = sum(tensor.nbytes for tensor in tensors.values())
+    shards = _plan_shards(blueprints, limit)
+    total_size = sum(tensor.nbytes for tensor in blueprints.values())
     from tqdm import tqdm
 
     with (
@@ -244,9 +247,9 @@ def write_checkpoint(
         for name, content in files.items():
             (temporary / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for file, names in shards.items():
-            _write_safetensors(temporary / file, {name: tensors[name] for name in names}, progress.update)
+            _write_safetensors(temporary / file, {name: blueprints[name] for name in names}, tensors, progress.update)
         if len(shards) > 1:
-            total_parameters = sum(tensor.numel() for tensor in tensors.values())
+            total_parameters = sum(tensor.numel() for tensor in blueprints.values())
             index = {
                 "metadata": {"total_parameters": total_parameters, "total_size": total_size},
                 "weight_map": {name: file for file, names in shards.items() for name in names},
@@ -370,12 +373,17 @@ def _plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, l
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], advance: Callable[[int], object]) -> None:
+def _write_safetensors(
+    path: Path,
+    blueprints: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    advance: Callable[[int], object],
+) -> None:
     """Write one file: eight bytes with the header's length, the header as JSON, the data.
 
     safetensors' own `save_file` refuses tied and strided tensors, and wants all of them on the host at once.
     """
-    by_alignment = dict(sorted(tensors.items(), key=lambda item: item[1].itemsize, reverse=True))
+    by_alignment = dict(sorted(blueprints.items(), key=lambda item: item[1].itemsize, reverse=True))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in by_alignment.items():
@@ -386,9 +394,9 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], advance:
     encoded += b" " * (-len(encoded) % 8)  # so that the data begin at a multiple of every element's size
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in by_alignment.values():
-            file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-            advance(tensor.nbytes)
+        for name, blueprint in by_alignment.items():
+            file.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            advance(blueprint.nbytes)
 
 
 def _some(names: list[str]) -> str:

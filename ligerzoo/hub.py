@@ -15,6 +15,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +27,12 @@ from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, 
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
 from ligerzoo.convert.fields import parse_dtype, refuse, stored_dtype
+from ligerzoo.convert.weights import DiskTensors, Layout, Piece, Shape, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.models import CausalLM
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -44,13 +47,15 @@ class Origin:
     Attributes:
         raw_config: config.json as it was read.
         config: our config as read from it.
-        names: the tensor on disk -> our tensor. A tied weight may stand on disk under both its names.
+        layout: how the tensors stand on disk.
+        absent: the name of ours that a tied weight does not have on disk; empty where it has both.
         passengers: tensors that the model does not use but hands on (old files' rotary frequencies).
     """
 
     raw_config: Mapping[str, Any]
     config: Any
-    names: Mapping[str, str]
+    layout: Layout
+    absent: frozenset[str]
     passengers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -73,8 +78,8 @@ def load(
 ) -> Model:
     """A model with the weights of a checkpoint, in evaluation mode.
 
-    On a CPU, in the stored dtype, the weights are private views of the memory-mapped files: loading copies nothing. For
-    a GPU each tensor goes there straight from the file.
+    On a CPU, in the stored dtype, the weights are private views of the memory-mapped files: loading copies nothing but
+    experts that are stored one by one. For a GPU each tensor goes there straight from the file.
 
     Args:
         name_or_path: a directory, or the id of a repository on the hub ("org/name"). Of the latter only config.json,
@@ -120,15 +125,18 @@ def load(
             model: Model = architecture.build_on_meta(config, model_class)
         except RuntimeError as error:  # more elements than torch can count, before it looks for memory
             raise ConfigError("sizes of an impossible model", where=directory / CONFIG_FILE, got=error) from error
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        names = architecture.disk_names(shapes, stored)
-        own_names = {theirs: ours for ours, theirs in names.items() if theirs in stored}
-        if config.tie_word_embeddings:  # the one weight may stand under either name, or under both
-            names |= {a: names[b] for a, b in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)) if names[a] not in stored}
-        _refuse_misfits(checkpoint, names, shapes, config.num_hidden_layers)
+        shapes = shapes_of(model.state_dict())
+        layout = architecture.layout_of(stored, shapes)
+        pieces = _pieces(layout, shapes, len(stored))
+        absent = [piece for piece in pieces if piece.ours in TIED and piece.theirs not in stored]
+        if config.tie_word_embeddings and len(absent) == 1:  # the one weight may stand under either name, or under both
+            pieces.remove(absent[0])
+        _refuse_misfits(checkpoint, pieces, config.num_hidden_layers)
         if dtype == "auto":
-            dtype = stored_dtype(raw) or checkpoint.tensors[names[EMBEDDING]].dtype
-        weights = _read(checkpoint, names, parse_dtype(dtype, where="dtype"), device)
+            embedding = next(piece.theirs for piece in pieces if piece.ours in TIED)
+            dtype = stored_dtype(raw) or stored[embedding].dtype
+        weights = _read(checkpoint, pieces, shapes, parse_dtype(dtype, where="dtype"), device)
+        weights |= {piece.ours: weights[TIED[piece.ours]] for piece in absent}
         passengers = {name: checkpoint.read(name) for name in stored if is_rotary_buffer(name)}
 
     model.load_state_dict(weights, assign=True)
@@ -138,7 +146,7 @@ def load(
         else:  # the config says tied, the files hold two weights: the files are right
             config = dataclasses.replace(config, tie_word_embeddings=False)
             raw, model.config = {**raw, "tie_word_embeddings": False}, config
-    model.origin = Origin(raw, config, own_names, passengers)
+    model.origin = Origin(raw, config, layout, frozenset(piece.ours for piece in absent), passengers)
     model.generation_config = generation_config
     return model.eval()
 
@@ -158,12 +166,19 @@ def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
         ) from error
 
 
-def _refuse_misfits(
-    checkpoint: Checkpoint, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], num_hidden_layers: int
-) -> None:
+def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[Piece]:
+    """The pieces that the files should hold, or enough of them to find one missing.
+
+    A piece is all of one of our tensors or all of one on disk. So more pieces than tensors on both sides are more than
+    the files can hold, and however many experts config.json speaks of, no more are listed.
+    """
+    return list(islice(layout.pieces(shapes), len(shapes) + n_stored + 1))
+
+
+def _refuse_misfits(checkpoint: Checkpoint, pieces: Sequence[Piece], num_hidden_layers: int) -> None:
     """Raises CheckpointError unless the files hold just the tensors that config.json implies, but for known
     leftovers."""
-    wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
+    wanted = {piece.theirs: piece.their_shape for piece in pieces}
     missing = [name for name in wanted if name not in checkpoint.tensors]
     if missing:
         raise CheckpointError(
@@ -186,31 +201,37 @@ def _refuse_misfits(
 
 
 def _read(
-    checkpoint: Checkpoint, names: Mapping[str, str], dtype: torch.dtype, device: str | torch.device | None
+    checkpoint: Checkpoint,
+    pieces: Sequence[Piece],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    device: str | torch.device | None,
 ) -> dict[str, Tensor]:
-    """The tensors under our names, one at a time; a tensor with two names is read once."""
+    """Our tensors, read one piece at a time."""
     device = torch.get_default_device() if device is None else torch.device(device)
-    total = sum(checkpoint.tensors[name].nbytes for name in set(names.values()))
-    tensors: dict[str, Tensor] = {}
+    total = sum(checkpoint.tensors[name].nbytes for name in {piece.theirs for piece in pieces})
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
-        for name in names.values():
-            if name not in tensors:
-                tensors[name] = checkpoint.read(name, device).to(dtype)
-                progress.update(checkpoint.tensors[name].nbytes)
-    return {ours: tensors[theirs] for ours, theirs in names.items()}
+
+        def read(piece: Piece) -> Tensor:
+            part = checkpoint.read(piece.theirs)[piece.their_index]
+            progress.update(part.nbytes)
+            return part.to(device)
+
+        return assemble(pieces, shapes, read, dtype=dtype, device=device)
 
 
 def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = "5GB", native: bool = False) -> None:
     """Writes config.json, generation_config.json and the weights in Hugging Face format; other files there stay.
 
-    Every tensor goes under the name under which it was loaded, and config.json says what it said but for what has
+    Every tensor goes where it was loaded from, by name and layout, and config.json says what it said but for what has
     changed. The directory is replaced in one step: whenever the process dies, it holds the old checkpoint or the new.
 
     Args:
         model: one of the zoo's.
         directory: made when it does not exist.
         max_shard_size: bytes of tensors in one file, as a number or like "5GB".
-        native: under our own names, whatever the names were in the checkpoint that the model came from.
+        native: as a new model is saved, in its architecture's first layout, whatever the checkpoint that the model came
+            from had.
 
     Raises:
         ConfigError: the model is none of the zoo's.
@@ -220,22 +241,23 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
     files = {CONFIG_FILE: _config_json(model, origin)}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
-    write_checkpoint(directory, _named_tensors(model, origin), files, max_shard_size=max_shard_size)
+    write_checkpoint(directory, _disk_tensors(model, origin), files, max_shard_size=max_shard_size)
 
 
-def _named_tensors(model: CausalLM, origin: Origin | None) -> dict[str, Tensor]:
-    """The tensors to save by their names on disk: those of the origin, then any that it did not have.
+def _disk_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor]:
+    """The tensors to save by their names on disk, in the layout of the origin or else the architecture's first.
 
     The weight of a tied head goes once, unless the origin had it twice. Other weights that share memory, which no
     config tells of, go under every name.
     """
-    state = model.state_dict()
-    names = {theirs: ours for theirs, ours in origin.names.items() if ours in state} if origin else {}
-    written = set(names.values())
+    layout = origin.layout if origin else architecture_for(type(model)).layouts[0]
+    state: dict[str, Tensor] = model.state_dict()
     if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
-        written.add(HEAD if EMBEDDING in written or HEAD not in written else EMBEDDING)
-    names |= {ours: ours for ours in state if ours not in written}
-    return {theirs: state[ours] for theirs, ours in names.items()} | dict(origin.passengers if origin else {})
+        for name in origin.absent if origin else (HEAD,):
+            del state[name]
+    passengers = origin.passengers if origin else {}
+    pieces = [*layout.pieces(shapes_of(state)), *Layout().pieces(shapes_of(passengers))]
+    return DiskTensors(pieces, {**state, **passengers})
 
 
 def _config_json(model: CausalLM, origin: Origin | None) -> str:

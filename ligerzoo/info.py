@@ -21,6 +21,9 @@ PARTS = {
     "lm_head": "head",
     "norm": "norms",
     "self_attn": "attention",
+    ".experts.": "experts",
+    "shared_expert": "shared expert",
+    ".gate.": "router",
     "mlp": "feed-forward",
 }
 

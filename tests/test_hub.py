@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from ligerzoo import AutoModel, hub
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
-from tests.models.tiny import EMBEDDING, HEAD, LLAMA, Tensors, Tiny, random_model, write_shards
+from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, write_shards
+from tests.models.tiny_llama import LLAMA
 
 ROOT = Path(__file__).parent.parent
 NORM = "model.norm.weight"

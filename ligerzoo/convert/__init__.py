@@ -8,7 +8,7 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.errors import ConfigError
 
 MODEL_TYPES = ("llama",)
-"""Every `model_type` that has a file here, by the same name."""
+"""Every `model_type`. Each has a file here of the same name with its ARCHITECTURE, imported when it is asked for."""
 
 
 def architecture_of(model_type: object) -> Architecture:
@@ -34,10 +34,10 @@ def architecture_for(model_class: type) -> Architecture:
     Raises:
         ConfigError: it is none of the zoo's, so its checkpoints have no known layout.
     """
-    for model_type in MODEL_TYPES:
-        architecture = architecture_of(model_type)
-        if issubclass(model_class, architecture.model_class):
-            return architecture
+    by_class = {architecture.model_class: architecture for architecture in map(architecture_of, reversed(MODEL_TYPES))}
+    for known in model_class.__mro__:  # nearest first: one architecture's class may be a subclass of another's
+        if known in by_class:
+            return by_class[known]
     raise ConfigError(
         "no checkpoint layout is known for this class",
         where=model_class.__name__,

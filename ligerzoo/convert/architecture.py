@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ligerzoo.convert.weights import BASE_PREFIX, Layout, Shape
 from ligerzoo.models import CausalLM
-
-BASE_PREFIX = "model."
-"""The decoder's tensors begin with it, except in a checkpoint of the bare decoder (`LlamaModel`), which leaves it
-out."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +25,7 @@ class Architecture:
         model_class: ours.
         config_from_hf: config.json to our config.
         config_to_hf: our config to config.json, without `architectures`, `model_type` and the dtype.
+        layouts: the ways in which its tensors may stand on disk; a new model is saved in the first.
     """
 
     model_type: str
@@ -35,6 +33,7 @@ class Architecture:
     model_class: type[CausalLM]
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     config_to_hf: Callable[[Any], dict[str, Any]]
+    layouts: tuple[Layout, ...] = (Layout(),)
 
     def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
         """A model of that config without weights: of `model_class`, if that is a subclass of ours."""
@@ -42,10 +41,19 @@ class Architecture:
         with torch.device("meta"), _NothingDrawn():
             return make(config)
 
-    def disk_names(self, names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-        """Our names of tensors -> the names under which a checkpoint that holds `stored` should have them."""
+    def layout_of(self, stored: Collection[str], shapes: Mapping[str, Shape]) -> Layout:
+        """The layout of a checkpoint that holds tensors of these names: the one that finds the most of ours there.
+
+        Args:
+            stored: names of the tensors on disk.
+            shapes: of our tensors.
+        """
         bare = not any(name.startswith(BASE_PREFIX) for name in stored)
-        return {name: name.removeprefix(BASE_PREFIX) if bare else name for name in names}
+
+        def found(layout: Layout) -> int:  # by the first piece of each, for experts can be any number
+            return sum(next(layout.pieces_of(ours, shapes)).theirs in stored for ours in shapes)
+
+        return max((replace(layout, bare=bare) for layout in self.layouts), key=found)
 
 
 class _NothingDrawn(TorchFunctionMode):

@@ -1,9 +1,16 @@
+import dataclasses
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
 from ligerzoo.convert.architecture import is_beyond_last_layer, is_rotary_buffer
+from ligerzoo.convert.weights import Layout, Rename
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM, Llama
+
+ROUTER = (Rename("mlp.router", "mlp.gate"),)
 
 
 def test_each_model_type_has_its_file() -> None:
@@ -28,13 +35,48 @@ def test_classes_of_one_s_own() -> None:
         architecture_for(CausalLM)
 
 
-def test_names_with_and_without_the_prefix() -> None:
-    llama, ours = architecture_of("llama"), ["model.norm.weight", "lm_head.weight"]
-    assert llama.disk_names(ours, ["model.x", "lm_head.weight"]) == dict(zip(ours, ours, strict=True))
-    assert llama.disk_names(ours, ["norm.weight"]) == {
-        "model.norm.weight": "norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
+def test_the_nearest_of_related_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sibling(Llama):
+        pass
+
+    class Tuned(Sibling):
+        pass
+
+    sibling = dataclasses.replace(architecture_of("llama"), model_type="sibling", model_class=Sibling)
+    monkeypatch.setattr("ligerzoo.convert.MODEL_TYPES", ("llama", "sibling"))
+    monkeypatch.setitem(sys.modules, "ligerzoo.convert.sibling", SimpleNamespace(ARCHITECTURE=sibling))
+    assert architecture_for(Tuned) is architecture_for(Sibling) is sibling
+    assert architecture_for(Llama) is architecture_of("llama")
+
+
+SHAPES = {"model.norm.weight": (8,), "model.mlp.gate.weight": (4, 8), "lm_head.weight": (9, 8)}
+
+
+@pytest.mark.parametrize(
+    "stored, bare",
+    [
+        (["model.norm.weight", "lm_head.weight"], False),
+        (["model.x", "lm_head.weight"], False),
+        (["norm.weight", "lm_head.weight"], True),
+    ],
+)
+def test_names_with_and_without_the_prefix(stored: list[str], bare: bool) -> None:
+    assert architecture_of("llama").layout_of(stored, SHAPES) == Layout(bare=bare)
+
+
+@pytest.mark.parametrize(
+    "stored, expected",
+    [
+        (["model.norm.weight", "model.mlp.gate.weight"], Layout()),
+        (["model.norm.weight", "model.mlp.router.weight"], Layout(ROUTER)),
+        (["norm.weight", "mlp.router.weight"], Layout(ROUTER, bare=True)),
+        (["model.mlp.router.weight", "model.mlp.gate.weight"], Layout(ROUTER)),  # the first of equals
+        (["visual.patch"], Layout(ROUTER, bare=True)),
+    ],
+)
+def test_the_layout_that_finds_most(stored: list[str], expected: Layout) -> None:
+    architecture = dataclasses.replace(architecture_of("llama"), layouts=(Layout(ROUTER), Layout()))
+    assert architecture.layout_of(stored, SHAPES) == expected
 
 
 @pytest.mark.parametrize(
