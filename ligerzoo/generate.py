@@ -157,8 +157,6 @@ def generate(
         if real is not None:
             end = prompt + made
             mask, position_ids = real[:, :end], positions[:, end - tokens.shape[1] : end]
-            if tokens.shape[1] == 1:
-                mask = mask[:, None, None]  # finished: in any other the model looks for padding, and the host waits
         output = model(tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1)
         cache = output.past_key_values
 

@@ -178,7 +178,7 @@ def rope(
         and q.shape[3] == k.shape[3]
         and cos.dim() == 3
         and cos.shape == sin.shape
-        and cos.shape[0] in (1, q.shape[0])
+        and (cos.shape[0] == 1 or cos.shape[0] == q.shape[0])  # dynamo knows no `in` of symbolic sizes
         and cos.shape[1] == q.shape[1]
         and 2 * cos.shape[2] <= q.shape[3]
     )

@@ -2,28 +2,44 @@
 
 from ligerzoo.layers.attention import Attention, attend
 from ligerzoo.layers.backend import set_backend
-from ligerzoo.layers.block import PreNormBlock
-from ligerzoo.layers.cache import KVCache, LayerCache
+from ligerzoo.layers.block import PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
+from ligerzoo.layers.cache import KVCache, LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.decoder import Decoder
+from ligerzoo.layers.embedding import ScaledEmbedding
 from ligerzoo.layers.head import LMHead
-from ligerzoo.layers.masks import causal_mask
+from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.mlp import GatedMLP
+from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import RotaryEmbedding, sectioned
 
 __all__ = [
     "Attention",
+    "Context",
     "Decoder",
+    "Experts",
     "GatedMLP",
     "KVCache",
     "LMHead",
     "LayerCache",
     "LayerNorm",
+    "Mask",
+    "MoE",
+    "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "RollingLayerCache",
     "RotaryEmbedding",
+    "Router",
+    "SandwichBlock",
+    "ScaledEmbedding",
+    "ScaledPreNormBlock",
+    "SharedExpertMoE",
+    "StaticLayerCache",
     "attend",
-    "causal_mask",
+    "load_balancing_loss",
     "sectioned",
     "set_backend",
+    "shifted_labels",
 ]

@@ -1,12 +1,14 @@
 """Scaled dot-product attention with grouped queries (Vaswani et al. 2017; Ainslie et al. 2023).
 
-Shapes: B batch, T tokens in the call, S tokens seen in all (cached and new), N query heads, K key-value heads, D head
-    size.
+Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache as cached
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ligerzoo.kernels import rope
 from ligerzoo.kernels.dispatch import Backend, check_backend, wide
 from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.masks import Mask, added
+from ligerzoo.layers.rotary import RotaryEmbedding
 
 # Asked for by name: which one a plain call gets differs between versions of torch, and cuDNN's is 1.7 times as fast on
 # Hopper.
@@ -26,42 +31,75 @@ _FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 
+_MOST_SCORES = 1024 * 1024
+"""The largest T * S whose mask, or scores, are made as a matrix on a GPU."""
 
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """`attend` in plain torch: scores in the inputs' dtype, softmax in fp32."""
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """`attend` in plain torch, with a mask to be added: scores in the inputs' dtype, softmax in fp32."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is None:
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    elif is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(
             1 + scores.shape[-1] - scores.shape[-2]
         )
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
     probabilities = scores.softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
     return (probabilities @ v).transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale + mask) v.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """softmax(cap(q k^T * scale) + mask) v, with cap(s) = softcap * tanh(s / softcap) if there is a softcap.
 
     Args:
         q: (B, T, N, D).
         k: (B, S, K, D) with K a divisor of N: key head j serves query heads j*N/K to (j+1)*N/K - 1.
         v: (B, S, K, D).
-        mask: (B or 1, 1, T, S), added to the scores. None is causal: T = S, or one new token (T = 1) that sees all.
+        mask: what each query sees; or (B or 1, 1, T, S), boolean (True: visible) or to be added to the scores. None:
+            T = S, or one new token (T = 1) that sees all.
         scale: D^-0.5 when None.
+        softcap: the bound of the scores (Gemma Team 2024, section 2); None for none.
+        is_causal: without a mask, a query sees the keys up to its own, or all.
 
     Returns:
         (B, T, N, D).
     """
+    tokens, keys = q.shape[1], k.shape[1]
+    on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MOST_SCORES
+    if isinstance(mask, Mask) and not on_cpu and not is_short and q.shape[-1] >= 16:
+        return _flex_attention(q, k, v, mask, scale, softcap)
+    if isinstance(mask, Mask):
+        mask = mask.added(q.dtype)
+    elif mask is not None:
+        mask = added(mask, q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
     # On a CPU torch's fused kernel is good for fp32 without padding alone: in half precision it ends up to 5 ulps of a
     # logit away from the plain steps, and it gives rows that see nothing gradients many times too large.
-    if q.device.type == "cpu" and (q.dtype in (torch.bfloat16, torch.float16) or (mask is not None and q.shape[1] > 1)):
-        return reference(q, k, v, mask, scale)
-    is_causal = mask is None
-    if q.shape[1] == 1:  # branched on, because torch.compile would leave a comparison of the length symbolic
+    is_plain_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
+    if softcap is not None or (on_cpu and not is_plain_on_cpu):
+        return reference(q, k, v, mask, scale, softcap, is_causal)
+    is_causal = is_causal and mask is None
+    if tokens == 1:  # branched on, because torch.compile would leave a comparison of the length symbolic
         is_causal = False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if q.is_cuda else nullcontext():
@@ -71,14 +109,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: f
     return out.transpose(1, 2)
 
 
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = _compiled_flex_attention()(
+        q, k, v, _softcapped(softcap), mask.blocks(), scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+@cached
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@cached  # the same function for the same cap, so that it is compiled once
+def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+    return lambda score, batch, head, query, key: softcap * torch.tanh(score / softcap)
+
+
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries.
+    """Self-attention with grouped queries.
 
     Args:
         hidden_size: H.
         num_heads: N.
         num_kv_heads: K, a divisor of N; N when None.
         head_dim: D; H / N when None.
+        rotary: turns queries and keys by their positions; None for no positions.
+        q_norm: applied to the queries (B, T, N, D) before they are turned; None for none.
+        k_norm: applied to the keys (B, T, K, D) likewise.
+        window: how many tokens a token sees, itself included; None for all.
+        scale: multiplies the scores; D^-0.5 when None.
+        softcap: see `attend`.
+        is_causal: no token sees one after it.
         qkv_bias: biases on the projections to queries, keys and values.
         output_bias: a bias on the output projection.
         backend: of the rotation: "auto" (Triton where it can), "triton" or "torch" (the reference).
@@ -90,7 +157,14 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        rotary: RotaryEmbedding | None = None,
         *,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        is_causal: bool = True,
         qkv_bias: bool = False,
         output_bias: bool = False,
         backend: Backend = "auto",
@@ -100,6 +174,7 @@ class Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or hidden_size // num_heads
+        self.window, self.scale, self.softcap, self.is_causal = window, scale, softcap, is_causal
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
             raise ValueError(f"Attention: {num_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
@@ -108,32 +183,48 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
         self.o_proj = nn.Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
+        self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
 
     def reset_parameters(self) -> None:
         """Initializes the four projections anew."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             projection.reset_parameters()
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        mask: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).
 
         Args:
             x: the hidden states of T new tokens.
-            rotation: their cosines and sines from `RotaryEmbedding`.
-            mask: see `attend`.
+            context: where they stand.
             cache: what came before; it takes up the new keys and values.
         """
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rope(q, k, *rotation, backend=self.backend)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        q, k = self.turn(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = attend(q, k, v, mask)
+        mask = context.mask(
+            k.shape[1],
+            window=self.window,
+            is_causal=self.is_causal,
+            cache=cache,
+            even_if_plain=self.softcap is not None,  # no other fused kernel has softcaps
+        )
+        out = attend(q, k, v, mask, self.scale, self.softcap, self.is_causal)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def turn(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Queries and keys, given their positions."""
+        if self.rotary is None:
+            return q, k
+        rotation = context.rotation(self.rotary, q.dtype)
+        return rope(q, k, *rotation, interleaved=self.rotary.interleaved, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        shown = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligerzoo.layers.cache import KVCache
-from ligerzoo.layers.masks import causal_mask
-from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.layers.cache import KVCache, LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.context import Context
 
 
 class Decoder(nn.Module):
@@ -18,57 +17,58 @@ class Decoder(nn.Module):
 
     Args:
         embed_tokens: token ids to embeddings.
-        layers: the blocks, each called with the states, the rotation, the mask and its cache, as `PreNormBlock` is.
+        layers: the blocks, each called as `PreNormBlock` is.
         norm: applied to the last block's output.
-        rotary_emb: makes the rotation of the positions, once for all blocks.
+        input_scale: what the embeddings are multiplied by, those given as such as well.
 
     Attributes:
         gradient_checkpointing: keep only each block's input for the backward pass and compute the block again there.
     """
 
     def __init__(
-        self, embed_tokens: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, rotary_emb: RotaryEmbedding
+        self, embed_tokens: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, *, input_scale: float = 1.0
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.rotary_emb = rotary_emb
+        self.input_scale = input_scale
         self.gradient_checkpointing = False
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """(B, T) token ids, or (B, T, H) embeddings in their place -> (B, T, H).
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (B, T) token ids, or (B, T, H) embeddings in their place -> (B, T, H).
 
         Args:
-            input_ids: (B, T) token ids.
-            attention_mask: see `causal_mask`.
-            position_ids: (B or 1, T); by default the tokens' places in the sequence, the cached ones counted.
-            inputs_embeds: (B, T, H), instead of `input_ids`.
-            cache: what came before; it takes up the new tokens.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds` are given.
+            x: the new tokens.
+            context: where they stand, and what came before; by default one behind the other, and nothing.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both")
-        x: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        tokens, past = x.shape[1], cache.length if cache is not None else 0
-        if position_ids is None:
-            position_ids = torch.arange(past, past + tokens, device=x.device)[None]
-        rotation = self.rotary_emb(position_ids, x.dtype)
-        mask = causal_mask(attention_mask, tokens, past + tokens, dtype=x.dtype, device=x.device)
-
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        context = context if context is not None else Context(x)
+        x = x if x.is_floating_point() else self.embed_tokens(x)
+        if self.input_scale != 1.0:
+            x = x * self.input_scale
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and context.cache is None
         for index, layer in enumerate(self.layers):
             if recompute:
-                x = checkpoint(layer, x, rotation, mask, use_reentrant=False)
+                x, router_logits = checkpoint(_forward, layer, x, context, use_reentrant=False)
+                context.router_logits += router_logits
             else:
-                x = layer(x, rotation, mask, cache.layers[index] if cache is not None else None)
+                x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        """An empty cache: rolling for layers with a sliding window and growing for the others, or, given a capacity,
+        of that fixed size for all."""
+        return KVCache(_new_layer_cache(layer, capacity) for layer in self.layers)
+
+
+def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:
+    """What the layer makes of x, and what it notes in the context, which stays as it is."""
+    context = context.fork()
+    return layer(x, context), context.router_logits
+
+
+def _new_layer_cache(layer: nn.Module, capacity: int | None) -> LayerCache:
+    if capacity is not None:
+        return StaticLayerCache(capacity)
+    window = getattr(getattr(layer, "self_attn", None), "window", None)
+    return LayerCache() if window is None else RollingLayerCache(window)

@@ -17,6 +17,8 @@ class LMHead(nn.Module):
     Args:
         hidden_size: H.
         vocab_size: V.
+        softcap: bounds the logits to softcap * tanh(logit / softcap); None for no bound.
+        logit_scale: multiplies the logits, before they are bounded.
         logits_budget: MiB of logits that the loss may hold at a time; None for `ligerzoo.kernels.set_logits_budget`'s.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
@@ -26,13 +28,15 @@ class LMHead(nn.Module):
         hidden_size: int,
         vocab_size: int,
         *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
         logits_budget: int | None = None,
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.logits_budget = logits_budget
+        self.softcap, self.logit_scale, self.logits_budget = softcap, logit_scale, logits_budget
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
@@ -51,11 +55,16 @@ class LMHead(nn.Module):
             num_items: divides the summed loss in place of the number of tokens that count.
         """
         if target is None:
-            return nn.functional.linear(hidden, self.weight)
+            logits = nn.functional.linear(hidden, self.weight)
+            if self.logit_scale != 1.0:
+                logits = logits * self.logit_scale
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         return linear_cross_entropy(
             hidden,
             self.weight,
             target,
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
             num_items=num_items,
             logits_budget=self.logits_budget,
             backend=self.backend,

@@ -1,65 +1,104 @@
-"""Attention masks."""
+"""Attention masks: which keys each query sees.
+
+Causality, sliding windows, packed texts and the two together all let a query see one interval of keys. So a mask is the
+intervals' two ends, a number each per query, and what padding takes out of them. A matrix of T x S is made from that
+only for short texts and on a CPU; for long ones on a GPU FlexAttention gets a mask of blocks.
+
+Shapes: B batch, T queries, S keys.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+_BLOCK = 128
 
-def causal_mask(
-    attention_mask: Tensor | None, queries: int, keys: int, *, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """What to add to the scores of the last `queries` of `keys` tokens, so that each sees itself and the real tokens
-    before it. Hidden scores get the dtype's most negative finite number.
 
-    Padding may have no token to see, and what it makes of that nobody should read. On a CPU its scores are then all
-    alike, as in transformers' eager attention. Elsewhere it sees itself: a fused kernel would give a row of equal
-    scores of that size gradients many times too large, for it recomputes probabilities as exp(score - lse).
+class Mask:
+    """Query t sees the keys from `first[t]` to `last[t]` that are no padding.
+
+    On a GPU it sees itself at any rate: padding may have nothing else to see, and a fused kernel would give a row of
+    equal scores, as the most negative number makes them, gradients many times too large, because it recomputes
+    probabilities as exp(score - lse). On a CPU such scores are all alike, as in transformers' eager attention. What
+    padding makes of what it sees nobody should read.
 
     Args:
-        attention_mask: (B, keys), 1 for a token and 0 for padding; or a ready mask (B, 1, queries, keys) whose every
-            row sees something, boolean (True: visible) or to be added; or None for no padding.
-        queries: T, the number of new tokens.
-        keys: S >= T, the number of tokens seen in all.
-        dtype: of the scores.
-        device: of the scores.
-
-    Returns:
-        (B or 1, 1, T, S), or None where `attend` needs none: plain causal attention, or one new token without padding.
-
-    Raises:
-        ValueError: the attention mask does not cover the tokens.
+        query: (T,) int64: the queries' own places among the keys.
+        first: (B or 1, T) int64.
+        last: (B or 1, T) int64.
+        keys: S.
+        real: (B, S) bool, False for padding; None for none.
     """
-    if attention_mask is not None and (attention_mask.ndim not in (2, 4) or attention_mask.shape[-1] != keys):
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; expected (batch, {keys}): "
-            "one entry for each cached and new token"
+
+    def __init__(
+        self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None
+    ) -> None:  # fmt: skip
+        self.query, self.first, self.last, self.keys, self.real = query, first, last, keys, real
+        self._added: dict[torch.dtype, Tensor] = {}
+        self._blocks: Any = None
+
+    def visible(self) -> Tensor:
+        """(B or 1, 1, T, S) bool."""
+        key = torch.arange(self.keys, device=self.query.device)
+        visible = (key >= self.first[..., None]) & (key <= self.last[..., None])
+        if self.real is not None:
+            visible = visible & self.real[:, None]
+            if self.real.device.type != "cpu":
+                visible = visible | (key == self.query[:, None])
+        return visible[:, None]
+
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """(B or 1, 1, T, S): what to add to scores of this dtype, for hidden keys its most negative finite number."""
+        if dtype not in self._added:
+            self._added[dtype] = added(self.visible(), dtype)
+        return self._added[dtype]
+
+    def blocks(self) -> Any:
+        """FlexAttention's mask: the blocks of keys that each block of queries sees in full, and those it sees parts
+        of."""
+        if self._blocks is None:
+            self._blocks = self._block_mask()
+        return self._blocks
+
+    def _block_mask(self) -> Any:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        n_queries = self.query.shape[0]
+        places = torch.arange(-(-n_queries // _BLOCK) * _BLOCK, device=self.query.device).clamp(max=n_queries - 1)
+        first, last = (x[:, places].view(len(x), -1, _BLOCK) for x in (self.first, self.last))
+        begin = torch.arange(0, self.keys, _BLOCK, device=self.query.device)
+        end = begin + _BLOCK - 1
+        seen = (end >= first.amin(-1)[..., None]) & (begin <= last.amax(-1)[..., None])
+        seen_in_full = (begin >= first.amax(-1)[..., None]) & (end <= last.amin(-1)[..., None])
+        if self.real is not None:
+            real = F.pad(self.real, (0, len(begin) * _BLOCK - self.keys)).view(len(self.real), -1, _BLOCK).all(-1)
+            seen, seen_in_full = seen.expand(len(real), -1, -1), seen_in_full & real[:, None]
+        return BlockMask.from_kv_blocks(
+            *_listed(seen & ~seen_in_full),
+            *_listed(seen_in_full),
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=self._sees,
+            seq_lengths=(n_queries, self.keys),
         )
-    if attention_mask is not None and attention_mask.ndim == 4:
-        if attention_mask.shape[2] != queries:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; expected (batch, 1, {queries}, {keys})"
-            )
-        if attention_mask.dtype == torch.bool:
-            return _added(attention_mask, dtype)
-        if not attention_mask.is_floating_point():
-            raise ValueError(f"a ready attention_mask is boolean or to be added; got {attention_mask.dtype}")
-        return attention_mask.to(dtype)
-    # Looking at the mask makes the host wait for a GPU once a forward; without padding that buys attention kernels that
-    # take no mask.
-    if attention_mask is not None and not torch.compiler.is_compiling() and bool(attention_mask.all()):
-        attention_mask = None
-    if attention_mask is None and (queries == keys or queries == 1):
-        return None
-    key = torch.arange(keys, device=device)
-    query = key[keys - queries :, None]
-    visible = (key <= query)[None, None]
-    if attention_mask is not None:
-        visible = visible & attention_mask.to(device=device, dtype=torch.bool)[:, None, None, :]
-        if device.type != "cpu":
-            visible = visible | (key == query)
-    return _added(visible, dtype)
+
+    def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        row = b if len(self.first) > 1 else 0
+        visible = (key >= self.first[row, q]) & (key <= self.last[row, q])
+        if self.real is not None:
+            visible = visible & self.real[b, key] | (key == self.query[q])
+        return visible
 
 
-def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores of this dtype: 0, and for hidden keys its most negative finite number."""
     return torch.zeros((), dtype=dtype, device=visible.device).where(visible, torch.finfo(dtype).min)
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys are chosen for each block of queries, and their numbers, the chosen ones first."""
+    chosen = chosen[:, None].int()
+    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ligerzoo.kernels import glu, glu_linear
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.glu import Activation, check_activation
+from ligerzoo.layers.context import Context
 from ligerzoo.layers.plain import is_plain
 
 
@@ -43,8 +44,8 @@ class GatedMLP(nn.Module):
         for projection in (self.gate_proj, self.up_proj, self.down_proj):
             projection.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., H) -> (..., H)."""
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., H). The context is of no matter here: blocks call all feed-forwards alike."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if is_plain(self.down_proj, nn.Linear):
             weight, bias = self.down_proj.weight, self.down_proj.bias

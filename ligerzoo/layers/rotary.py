@@ -38,6 +38,8 @@ class RotaryEmbedding(nn.Module):
         scaling: a context-extension method as config.json spells it, `{"rope_type": ..., its parameters}`, of the types
             default, linear, dynamic, llama3, yarn and longrope; None for none.
         max_position_embeddings: the context the model was made for; some methods start beyond it.
+        interleaved: features 2i and 2i + 1 turn together, and not i and i + R/2.
+        in_fp32: queries and keys are rotated in fp32, whatever their dtype.
 
     Raises:
         ConfigError: the base is not above 1, the rope type is unknown, a parameter is missing or impossible, or a list
@@ -50,11 +52,15 @@ class RotaryEmbedding(nn.Module):
         theta: float = 10000.0,
         scaling: Mapping[str, Any] | None = None,
         max_position_embeddings: int = 2048,
+        *,
+        interleaved: bool = False,
+        in_fp32: bool = False,
     ) -> None:
         super().__init__()
         scaling = dict(scaling or {})
         if not (is_positive(theta) and theta > 1):
             raise ConfigError("not a possible base", where="rope_theta", got=theta, expected="a number above 1")
+        self.interleaved, self.in_fp32 = interleaved, in_fp32
         self.dim, self.theta, self.rope_type = dim, theta, check_rope_scaling(scaling, dim)
         self.max_position = max_position_embeddings
         self.original_max_position = scaling.get("original_max_position_embeddings") or max_position_embeddings
@@ -108,10 +114,10 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """position_ids: (..., T) integers -> cosines and sines, each (..., T, R/2), computed in fp32 and rounded to
-        `dtype`."""
+        `dtype` unless rotations are to be in fp32."""
         angles = position_ids[..., None].float() * self.frequencies(position_ids)
         cos, sin = (f(angles) * self.attention_factor for f in (torch.cos, torch.sin))
-        return cos.to(dtype), sin.to(dtype)
+        return (cos, sin) if self.in_fp32 else (cos.to(dtype), sin.to(dtype))
 
     def extra_repr(self) -> str:
         return f"{self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ligerzoo.layers import Decoder, KVCache, LMHead, RMSNorm
+from ligerzoo.layers import Context, Decoder, Experts, KVCache, LMHead, RMSNorm, Router, shifted_labels
 
 if TYPE_CHECKING:
     from ligerzoo.hub import Origin
-
-IGNORED_LABEL = -100
 
 
 @dataclass
@@ -52,15 +49,26 @@ class CausalLMConfig(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def num_hidden_layers(self) -> int: ...
-    @property
     def tie_word_embeddings(self) -> bool: ...
     @property
     def initializer_range(self) -> float: ...
 
 
+class Make(TypedDict, total=False):
+    """How the weights of a new model are made.
+
+    Attributes:
+        device: where ("meta" makes none).
+        dtype: of what numbers.
+    """
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class CausalLM(nn.Module):
-    """A decoder and a head. An architecture's class builds both and hands them to `__init__`.
+    """A decoder and a head. An architecture's class builds both and hands them to `__init__`; it takes a config, and
+    how to make the weights.
 
     Args:
         config: the architecture's config.
@@ -91,10 +99,13 @@ class CausalLM(nn.Module):
     def reset_parameters(self) -> None:
         """Random initialization: matrices from N(0, initializer_range^2), biases zero, norms one."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | LMHead):
+            if isinstance(module, nn.Linear | nn.Embedding | LMHead | Router):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, Experts):
+                for weight in module.parameters():
+                    nn.init.normal_(weight, std=self.config.initializer_range)
             elif isinstance(module, RMSNorm):
                 module.reset_parameters()
 
@@ -111,13 +122,15 @@ class CausalLM(nn.Module):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> CausalLMOutput:
         """Logits, or with labels the loss.
 
         Args:
             input_ids: (B, T) token ids.
             attention_mask: (B, S), 1 for a token and 0 for padding, the cached tokens included; or (B, 1, T, S).
-            position_ids: (B or 1, T); by default 0 to T - 1, after the cached tokens.
+            position_ids: (B or 1, T); by default 0 to T - 1, after the cached tokens. Without padding and cache, where
+                they begin anew another text begins: texts packed into a row do not see each other.
             inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
             labels: (B, T) token ids, -100 for those that do not count, in the same places as `input_ids` (they are
                 shifted here). After padding on the left, give the first token -100 too: padding would predict it.
@@ -126,21 +139,42 @@ class CausalLM(nn.Module):
             use_cache: True starts a cache when none was passed.
             logits_to_keep: logits of the last so many tokens only (0: all), or of the places in a 1-d tensor.
             num_items_in_batch: divides the summed loss, in place of the number of labels that count.
+            cu_seqlens: (n + 1,) int, where the n texts packed into a single row begin and end, as attention kernels
+                for packed texts take it: 0, ..., at most T. What is left of the row is padding.
 
         Raises:
             ValueError: the inputs do not fit together.
         """
         if use_cache and past_key_values is None:
-            past_key_values = KVCache(self.config.num_hidden_layers)
-        hidden = self.model(input_ids, attention_mask, position_ids, inputs_embeds, past_key_values)
+            past_key_values = self.new_cache()
+        x = input_ids if inputs_embeds is None else inputs_embeds
+        if x is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
+        hidden = self.model(x, context)
 
         if labels is not None and shift_labels is None:
-            shift_labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+            shift_labels = shifted_labels(labels, context.starts)
+        aux_loss = self.aux_loss(context)
         if shift_labels is not None:
             loss = self.lm_head(hidden, shift_labels, num_items_in_batch)
-            return CausalLMOutput(loss=loss, past_key_values=past_key_values)
+            if aux_loss is not None:
+                loss = loss + self.aux_loss_weight * aux_loss
+            return CausalLMOutput(loss=loss, past_key_values=past_key_values, aux_loss=aux_loss)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutput(logits=self.lm_head(hidden[:, kept]), past_key_values=past_key_values)
+        logits = self.lm_head(hidden[:, kept])
+        return CausalLMOutput(logits=logits, past_key_values=past_key_values, aux_loss=aux_loss)
+
+    aux_loss_weight = 0.0
+    """What `aux_loss` is multiplied by before it is added to the loss."""
+
+    def aux_loss(self, context: Context) -> Tensor | None:
+        """A loss besides that of the labels, 0-d, out of what the layers left in the context; None for none."""
+        return None
+
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        """An empty cache for `past_key_values`, see `ligerzoo.layers.Decoder.new_cache`."""
+        return self.model.new_cache(capacity)
 
     @property
     def device(self) -> torch.device:

@@ -1,12 +1,15 @@
-"""The checks that every architecture's config has in common."""
+"""What the configs of the architectures have in common."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.layers.rope_scaling import check_rope_scaling
 
 _LARGEST_SIZE = 2**31 - 1
 
@@ -38,3 +41,103 @@ def check_fields(config: Any) -> None:
             continue  # a structured field is checked by the part that reads it
         if not right:
             raise ConfigError("not a possible value", where=name, got=repr(value), expected=expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The numbers that every decoder has, under their names in config.json. An architecture's config adds its own, and
+    its own defaults.
+
+    Attributes:
+        num_key_value_heads: None means one for each query head.
+        head_dim: None means hidden_size / num_attention_heads.
+        rope_scaling: `{"rope_type": ..., its parameters}`, see `ligerzoo.layers.RotaryEmbedding`.
+        tie_word_embeddings: the head shares the embedding's weight.
+        initializer_range: standard deviation of a new model's matrices.
+
+    Raises:
+        ConfigError: naming the field whose value cannot be.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.num_attention_heads % self.kv_heads:
+            raise ConfigError(
+                "query heads cannot share key-value heads evenly",
+                where="num_key_value_heads",
+                got=self.kv_heads,
+                expected=f"a divisor of num_attention_heads, {self.num_attention_heads}",
+            )
+        check_rope_scaling(self.rope_scaling or {}, self.rotary_size)
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key-value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """How many features of a head are rotated."""
+        return self.head_size
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(DecoderConfig):
+    """Of a decoder some of whose layers see no more than the last tokens.
+
+    Attributes:
+        sliding_window: how many tokens a token sees in such a layer, itself included; None: no layer is one.
+        layer_types: "sliding_attention" or "full_attention" for each layer; None: as `slides` says.
+    """
+
+    sliding_window: int | None = None
+    layer_types: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        types = self.layer_types
+        if types is not None and (
+            not isinstance(types, list | tuple)
+            or len(types) != self.num_hidden_layers
+            or not all(isinstance(kind, str) and kind in LAYER_TYPES for kind in types)
+        ):
+            raise ConfigError(
+                "not a type for each layer",
+                where="layer_types",
+                got=repr(types)[:200],
+                expected=f"a list of {self.num_hidden_layers}, each {' or '.join(LAYER_TYPES)}",
+            )
+
+    def slides(self, layer: int) -> bool:
+        """Whether this layer has a sliding window where `layer_types` does not say so."""
+        return True
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a token sees in this layer; None for all before it."""
+        slides = self.slides(layer) if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None

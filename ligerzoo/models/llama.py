@@ -9,110 +9,49 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
-import torch
 from torch import nn
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.layers.rope_scaling import check_rope_scaling
-from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.config import check_fields
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """The numbers of a Llama, under their names in config.json; defaults are Llama-2-7B's.
+class LlamaConfig(DecoderConfig):
+    """The numbers of a Llama; defaults are Llama-2-7B's.
 
     Attributes:
-        num_key_value_heads: None means one for each query head.
-        head_dim: None means hidden_size / num_attention_heads.
-        rope_scaling: `{"rope_type": ..., its parameters}`, see `ligerzoo.layers.RotaryEmbedding`.
         attention_bias: biases on the projections to queries, keys, values and output.
         mlp_bias: biases on the three projections of the feed-forward.
-        tie_word_embeddings: the head shares the embedding's weight.
-        initializer_range: standard deviation of a new model's matrices.
-
-    Raises:
-        ConfigError: naming the field whose value cannot be.
     """
 
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.num_attention_heads % self.kv_heads:
-            raise ConfigError(
-                "query heads cannot share key-value heads evenly",
-                where="num_key_value_heads",
-                got=self.kv_heads,
-                expected=f"a divisor of num_attention_heads, {self.num_attention_heads}",
-            )
-        check_rope_scaling(self.rope_scaling or {}, self.head_size)
-
-    @property
-    def kv_heads(self) -> int:
-        """The number of key-value heads."""
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def head_size(self) -> int:
-        """The size of a head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 class Llama(CausalLM):
-    """Llama with a language-model head.
-
-    Args:
-        config: its numbers.
-        device: where the weights are made ("meta" makes none).
-        dtype: of the weights.
-    """
+    """Llama with a language-model head."""
 
     config: LlamaConfig
 
-    def __init__(
-        self, config: LlamaConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, config: LlamaConfig, **make: Unpack[Make]) -> None:
         c = config
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
 
         def block() -> PreNormBlock:
-            return PreNormBlock(
-                RMSNorm(c.hidden_size, c.rms_norm_eps, **make),
-                Attention(
-                    c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size,
-                    qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
-                ),
-                RMSNorm(c.hidden_size, c.rms_norm_eps, **make),
-                GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **make),
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
             )  # fmt: skip
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **make)
+            return PreNormBlock(norm(), attention, norm(), mlp)
 
-        decoder = Decoder(
-            nn.Embedding(c.vocab_size, c.hidden_size, **make),
-            [block() for _ in range(c.num_hidden_layers)],
-            RMSNorm(c.hidden_size, c.rms_norm_eps, **make),
-            RotaryEmbedding(c.head_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings),
-        )
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **make))
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

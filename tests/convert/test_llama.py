@@ -15,9 +15,10 @@ import transformers
 from ligerzoo.convert.llama import config_from_hf, config_to_hf
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Llama, LlamaConfig
-from tests.models.tiny import CHECKPOINTS, LLAMA, LLAMA3_SCALING, LONGROPE, YARN, Tiny
+from tests.models.tiny import Tiny
+from tests.models.tiny_llama import CHECKPOINTS, LLAMA, LLAMA3_SCALING, LONGROPE, YARN
 
-LLAMAS = [row for row in CHECKPOINTS if row.config["model_type"] == "llama"]
+LLAMAS = CHECKPOINTS
 
 
 def test_an_absent_entry_means_what_it_means_in_transformers() -> None:
@@ -58,7 +59,7 @@ def try_out(raw: dict[str, Any]) -> None:
         model = Llama(config_from_hf({**raw, "num_hidden_layers": 1}))
         assert model(torch.empty(1, 40, dtype=torch.int64)).logits.shape == (1, 40, model.config.vocab_size)
         with torch.device("cpu"):
-            model.model.rotary_emb(torch.arange(40)[None], torch.float32)
+            model.model.layers[0].self_attn.rotary(torch.arange(40)[None], torch.float32)
 
 
 @pytest.mark.parametrize("name", [*sorted(LLAMA.keys() - {"architectures", "model_type"}), "head_dim", "pad_token_id"])

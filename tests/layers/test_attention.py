@@ -6,8 +6,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from ligerzoo.layers import Attention, LayerCache, RotaryEmbedding, attend, causal_mask
+from ligerzoo.layers import Attention, Context, KVCache, LayerCache, RotaryEmbedding, attend
 from ligerzoo.layers.attention import reference
+from ligerzoo.layers.masks import Mask
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -58,8 +59,9 @@ def test_gradients_through_padding(dtype: torch.dtype, tolerance: float, device:
     results = []
     for function, of in ((attend, dtype), (reference, torch.float64)):
         q, k, v, upstream = (tensor.to(of, copy=True).requires_grad_() for tensor in exact)
-        mask = causal_mask(attention_mask, 5, 5, dtype=of, device=attention_mask.device)
-        out = function(q, k, v, mask)
+        mask = Context(q, attention_mask).mask(5)
+        assert isinstance(mask, Mask)
+        out = function(q, k, v, mask.added(of))
         results.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
     for got, expected in zip(*results, strict=True):
         scale = expected.abs().max().item()
@@ -74,14 +76,13 @@ def test_it_is_llama_s(kv_heads: int, bias: bool, device: str) -> None:
     )
     config._attn_implementation = "eager"
     theirs = LlamaAttention(config, layer_idx=0).to(device)
-    ours = Attention(24, 3, kv_heads, 10, qkv_bias=bias, output_bias=bias, device=device)
+    ours = Attention(24, 3, kv_heads, 10, RotaryEmbedding(10), qkv_bias=bias, output_bias=bias, device=device)
     ours.load_state_dict(theirs.state_dict())
     x, positions = torch.randn(2, 11, 24, device=device), torch.arange(11, device=device)[None]
     mask = torch.full((11, 11), torch.finfo(torch.float32).min, device=device).triu(1)[None, None]
     expected, _ = theirs(x, LlamaRotaryEmbedding(config).to(device)(x, positions), mask)
-    rotation = RotaryEmbedding(10)(positions, torch.float32)
-    torch.testing.assert_close(ours(x, rotation), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(ours(x, rotation, mask), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours(x, Context(x)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours(x, Context(x, mask.expand(2, -1, -1, -1))), expected, rtol=0, atol=1e-5)
 
 
 def test_sizes_left_out() -> None:
@@ -98,24 +99,18 @@ def test_heads_that_cannot_share() -> None:
 
 
 def test_a_cache_takes_up_what_is_new() -> None:
-    attention, x, cache = Attention(24, 4, 2), torch.randn(2, 9, 24), LayerCache()
-    cos, sin = RotaryEmbedding(6)(torch.arange(9)[None], torch.float32)
-    whole = attention(x, (cos, sin))
-    parts = [
-        attention(
-            x[:, start:end],
-            (cos[:, start:end], sin[:, start:end]),
-            causal_mask(None, end - start, end, dtype=x.dtype, device=x.device),
-            cache,
-        )
-        for start, end in [(0, 4), (4, 5), (5, 9)]
-    ]
+    attention, x, cache = Attention(24, 4, 2, rotary=RotaryEmbedding(6)), torch.randn(2, 9, 24), LayerCache()
+    whole = attention(x, Context(x))
+    parts = []
+    for start, end in [(0, 4), (4, 5), (5, 9)]:
+        piece = x[:, start:end]
+        parts.append(attention(piece, Context(piece, cache=KVCache([cache])), cache))
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-6)
     assert cache.length == 9
 
 
 def test_the_backend_reaches_the_rotation() -> None:
-    attention = Attention(16, 2, backend="triton", dtype=torch.float64)  # which no kernel serves
-    angle = torch.ones(1, 3, 4, dtype=torch.float64)
+    attention = Attention(16, 2, rotary=RotaryEmbedding(8), backend="triton", dtype=torch.float64)
+    x = torch.randn(1, 3, 16, dtype=torch.float64)  # which no kernel serves
     with pytest.raises(ValueError, match='backend="triton"'):
-        attention(torch.randn(1, 3, 16, dtype=torch.float64), (angle.cos(), angle.sin()))
+        attention(x, Context(x))

@@ -1,14 +1,39 @@
+"""Which keys each query sees: as a matrix, and in blocks, against a loop that knows the words only."""
+
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import causal_mask
+from ligerzoo.layers import Context, KVCache, LayerCache, Mask
+from ligerzoo.layers.attention import reference
+
+
+def after(past: int) -> KVCache | None:
+    """A cache that has seen so many tokens."""
+    if past == 0:
+        return None
+    cache = LayerCache()
+    cache.append(torch.zeros(3, past, 1, 1), torch.zeros(3, past, 1, 1))
+    return KVCache([cache])
 
 
 def mask_of(
-    attention_mask: Tensor | None, queries: int, keys: int, dtype: torch.dtype = torch.float32
-) -> Tensor | None:
-    return causal_mask(attention_mask, queries, keys, dtype=dtype, device=torch.device("cpu"))
+    attention_mask: Tensor | None, queries: int, keys: int, window: int | None = None, is_causal: bool = True
+) -> Mask | Tensor | None:
+    context = Context(torch.zeros(3, queries), attention_mask, cache=after(keys - queries))
+    return context.mask(keys, window=window, is_causal=is_causal)
+
+
+def expected(
+    rows: int, queries: int, keys: int, sees: Callable[[int, int, int], bool]
+) -> Tensor:  # of (row, place of the query, key)
+    past = keys - queries
+    return torch.tensor(
+        [[[[sees(r, past + q, k) for k in range(keys)] for q in range(queries)]] for r in range(rows)]
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -19,54 +44,135 @@ def test_a_token_sees_the_real_tokens_up_to_itself(
 ) -> None:
     attention_mask = torch.ones(3, keys)
     attention_mask[1, :2], attention_mask[2, -1] = 0, 0
-    mask = mask_of(attention_mask.to(mask_dtype), queries, keys, dtype)
-    assert mask is not None
-    assert (mask.shape, mask.dtype) == ((3, 1, queries, keys), dtype)
-    for row in range(3):
-        for query in range(queries):
-            for key in range(keys):
-                itself = keys - queries + query
-                visible = key <= itself and attention_mask[row, key] == 1
-                assert mask[row, 0, query, key] == (0 if visible else torch.finfo(dtype).min)
+    mask = mask_of(attention_mask.to(mask_dtype), queries, keys)
+    assert isinstance(mask, Mask)
+    visible = expected(3, queries, keys, lambda r, q, k: k <= q and attention_mask[r, k] == 1)
+    assert torch.equal(mask.visible(), visible)
+    added = mask.added(dtype)
+    assert added.dtype == dtype
+    assert torch.equal(added, torch.where(visible, 0, torch.finfo(dtype).min).to(dtype))
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 7, 20])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("queries, keys", [(9, 9), (3, 9), (1, 9)])
+@pytest.mark.parametrize("padded", [True, False])
+def test_windows(window: int, is_causal: bool, queries: int, keys: int, padded: bool) -> None:
+    real = torch.ones(3, keys, dtype=torch.bool)
+    if padded:
+        real[0, :3] = False
+    mask = mask_of(real, queries, keys, window, is_causal)
+    reach = (lambda q, k: q - window < k <= q) if is_causal else (lambda q, k: abs(q - k) < window)
+    visible = expected(3, queries, keys, lambda r, q, k: reach(q, k) and bool(real[r, k]))
+    if mask is None:
+        assert not padded
+        assert visible.all() or (visible == expected(3, queries, keys, lambda r, q, k: k <= q)).all()
+    else:
+        assert isinstance(mask, Mask)
+        assert torch.equal(mask.visible().expand_as(visible), visible)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_packed_texts_do_not_see_each_other(window: int | None, is_causal: bool) -> None:
+    text = [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]  # the last is padding
+    contexts = [
+        Context(torch.zeros(1, 10), cu_seqlens=torch.tensor([0, 4, 6])),
+        Context(torch.zeros(1, 10), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]])),
+        Context(torch.zeros(1, 10), position_ids=torch.tensor([[5, 6, 7, 8, 3, 4, 0, 1, 2, 3]])),
+    ]
+
+    def sees(row: int, q: int, k: int) -> bool:
+        near = window is None or (q - k < window and (is_causal or k - q < window))
+        return text[q] == text[k] and near and (k <= q or not is_causal)
+
+    for context in contexts:
+        mask = context.mask(10, window=window, is_causal=is_causal)
+        assert isinstance(mask, Mask)
+        assert torch.equal(mask.visible(), expected(1, 10, 10, sees))
+    assert contexts[0].position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("wrong", [{"attention_mask": torch.ones(1, 10)}, {"cache": KVCache([LayerCache()])}])
+def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
+    for x, options in ((torch.zeros(1, 10), wrong), (torch.zeros(2, 10), {})):
+        with pytest.raises(ValueError, match="cu_seqlens say which tokens of one row"):
+            Context(x, cu_seqlens=torch.tensor([0, 4]), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [None, 5, 128, 200])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: bool, device: str) -> None:
+    tokens = 300
+    options: dict[str, Tensor] = {}
+    if kind == "padded":
+        options["attention_mask"] = torch.ones(2, tokens, dtype=torch.bool)
+        options["attention_mask"][0, :140] = False
+    if kind == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 7, 130, 260])
+    rows = 2 if kind == "padded" else 1
+    context = Context(torch.zeros(rows, tokens, device=device), **{k: t.to(device) for k, t in options.items()})
+    mask = context.mask(tokens, window=window, is_causal=is_causal, even_if_plain=True)
+    assert isinstance(mask, Mask)
+    blocks, visible = mask.blocks(), mask.visible()[:, 0].cpu()
+    padded = torch.nn.functional.pad(visible, (0, 84, 0, 84)).view(rows, 3, 128, 3, 128)
+    dense = blocks.to_dense()[:, 0].bool().cpu()
+    assert torch.equal(dense | padded.any(4).any(2), dense)  # whatever is seen is computed
+    full = torch.zeros_like(dense)
+    for b, q in torch.cartesian_prod(torch.arange(rows), torch.arange(3)).tolist():
+        count = blocks.full_kv_num_blocks[b, 0, q]
+        full[b, q, blocks.full_kv_indices[b, 0, q, :count].cpu().long()] = True
+    seen_in_full = padded[:, :, : tokens % 128].all(4).all(2)  # of the last block of queries, those there are
+    assert torch.equal(full & seen_in_full, full)
+
+    q, k, v = (torch.randn(2, tokens, 2, 16, device=device) for _ in "qkv")
+    out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
+    real = mask.real if mask.real is not None else torch.ones(2, tokens, dtype=torch.bool, device=device)
+    difference = out.transpose(1, 2) - reference(q, k, v, mask.added(q.dtype))
+    assert difference[real].abs().max() < 1e-5
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_padding_sees_itself() -> None:
-    attention_mask = torch.tensor([[0, 0, 1]], device="cuda")
-    mask = causal_mask(attention_mask, 3, 3, dtype=torch.float32, device=attention_mask.device)
-    assert mask is not None
+    mask = Context(torch.zeros(1, 3, device="cuda"), torch.tensor([[0, 0, 1]], device="cuda")).mask(3)
+    assert isinstance(mask, Mask)
     visible = [[True, False, False], [False, True, False], [False, False, True]]
-    assert (mask == 0).tolist() == [[visible]]
+    assert mask.visible().tolist() == [[visible]]
 
 
 def test_no_mask_where_none_is_needed() -> None:
     assert mask_of(None, 5, 5) is None
     assert mask_of(None, 1, 5) is None
-    assert mask_of(torch.ones(2, 5), 5, 5) is None
+    assert mask_of(torch.ones(3, 5), 5, 5) is None
+    assert mask_of(None, 5, 5, window=5) is None
+    assert mask_of(None, 5, 5, is_causal=False) is None
 
 
-def test_new_tokens_after_cached_ones_need_one() -> None:
-    mask = mask_of(None, 2, 4)
-    assert mask is not None
-    assert (mask == 0).tolist() == [[[[True, True, True, False], [True, True, True, True]]]]
+def test_a_mask_is_made_once() -> None:
+    context = Context(torch.zeros(2, 9))
+    assert context.mask(9, window=3) is context.mask(9, window=3)
+    assert context.mask(9, window=3) is not context.mask(9, window=4)
 
 
 def test_a_ready_mask_is_taken_as_it_is() -> None:
-    visible = torch.rand(2, 1, 3, 5) < 0.5
-    added = torch.randn(2, 1, 3, 5)
-    assert torch.equal(mask_of(visible, 3, 5), torch.where(visible, 0.0, torch.finfo(torch.float32).min))
-    assert mask_of(added, 3, 5) is added
+    for mask in (torch.rand(3, 1, 3, 5) < 0.5, torch.randn(3, 1, 3, 5)):
+        got = mask_of(mask, 3, 5)
+        assert isinstance(got, Tensor)
+        assert torch.equal(got, mask)
 
 
-@pytest.mark.parametrize("mask", [torch.ones(2, 4), torch.ones(5), torch.ones(2, 5, 5), torch.ones(2, 1, 5, 4)])
+@pytest.mark.parametrize("mask", [torch.ones(2, 4), torch.ones(5), torch.ones(2, 5, 5)])
 def test_a_mask_of_another_shape(mask: Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected \(batch, 5\)"):
         mask_of(mask, 5, 5)
 
 
-def test_a_ready_mask_for_fewer_queries_would_show_the_future() -> None:
-    with pytest.raises(ValueError, match="expected"):
-        mask_of(torch.ones(2, 1, 1, 5, dtype=torch.bool), 5, 5)
+@pytest.mark.parametrize("shape", [(2, 1, 1, 5), (2, 1, 5, 4)])
+def test_a_ready_mask_for_fewer_queries_would_show_the_future(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected \(batch, 1, 5, 5\)"):
+        mask_of(torch.ones(shape, dtype=torch.bool), 5, 5)
 
 
 def test_a_ready_mask_of_ones_and_zeros_is_refused() -> None:

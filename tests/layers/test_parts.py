@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ligerzoo.layers import (
     Attention,
+    Context,
     Decoder,
     GatedMLP,
-    KVCache,
     LayerNorm,
     LMHead,
     PreNormBlock,
@@ -20,34 +20,37 @@ from ligerzoo.layers import (
 )
 
 H = 8
-ROTATION = RotaryEmbedding(4)(torch.arange(5)[None], torch.float64)
 
 
 def block(**make: Any) -> PreNormBlock:
     return PreNormBlock(
-        RMSNorm(H, **make), Attention(H, 2, 1, **make), RMSNorm(H, **make), GatedMLP(H, 12, **make)
-    )  # fmt: skip
+        RMSNorm(H, **make),
+        Attention(H, 2, 1, rotary=RotaryEmbedding(4), **make),
+        RMSNorm(H, **make),
+        GatedMLP(H, 12, **make),
+    )
 
 
 class Part(nn.Module):
     """A part as a function of one tensor."""
 
-    def __init__(self, part: nn.Module, *inputs: Any) -> None:
+    def __init__(self, part: nn.Module, *, in_context: bool = False) -> None:
         super().__init__()
-        self.part, self.inputs = part, inputs
+        self.part, self.in_context = part, in_context
 
     def forward(self, x: Tensor) -> Tensor:
-        rotation = [tuple(t.to(x.device, x.dtype) for t in r) for r in self.inputs]
-        return self.part(x, *rotation)  # type: ignore[no-any-return]
+        return self.part(x, Context(x)) if self.in_context else self.part(x)  # type: ignore[no-any-return]
 
 
 PARTS: dict[str, Callable[..., Part]] = {
     "RMSNorm": lambda **make: Part(RMSNorm(H, **make)),
     "LayerNorm": lambda **make: Part(LayerNorm(H, **make)),
     "GatedMLP": lambda **make: Part(GatedMLP(H, 12, bias=True, **make)),
-    "Attention": lambda **make: Part(Attention(H, 2, 1, qkv_bias=True, output_bias=True, **make), ROTATION),
+    "Attention": lambda **make: Part(
+        Attention(H, 2, 1, rotary=RotaryEmbedding(4), qkv_bias=True, output_bias=True, **make), in_context=True
+    ),
     "LMHead": lambda **make: Part(LMHead(H, 30, **make)),
-    "PreNormBlock": lambda **make: Part(block(**make), ROTATION),
+    "PreNormBlock": lambda **make: Part(block(**make), in_context=True),
 }
 EVERY_PART = pytest.mark.parametrize("make", PARTS.values(), ids=PARTS.keys())
 
@@ -104,24 +107,23 @@ def test_autocast(make: Callable[..., Part], device: str) -> None:
 
 
 def decoder() -> Decoder:
-    return Decoder(nn.Embedding(30, H), [block() for _ in range(3)], RMSNorm(H), RotaryEmbedding(4))
+    return Decoder(nn.Embedding(30, H), [block() for _ in range(3)], RMSNorm(H))
 
 
 def test_a_decoder_takes_tokens_or_embeddings() -> None:
     model, tokens = decoder(), torch.randint(30, (2, 9))
-    assert torch.equal(model(tokens), model(inputs_embeds=model.embed_tokens(tokens)))
-    for wrong in ({}, {"input_ids": tokens, "inputs_embeds": model.embed_tokens(tokens)}):
-        with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-            model(**wrong)
+    assert torch.equal(model(tokens), model(model.embed_tokens(tokens)))
 
 
 def test_a_decoder_counts_positions_from_the_cache() -> None:
-    model, tokens, cache = decoder(), torch.randint(30, (2, 9)), KVCache(3)
-    model(tokens[:, :4], cache=cache)
-    rest = model(tokens[:, 4:], cache=cache)
+    model, tokens, cache = decoder(), torch.randint(30, (2, 9)), decoder().new_cache()
+    model(tokens[:, :4], Context(tokens[:, :4], cache=cache))
+    rest = model(tokens[:, 4:], Context(tokens[:, 4:], cache=cache))
     torch.testing.assert_close(rest, model(tokens)[:, 4:], rtol=0, atol=1e-5)
-    torch.testing.assert_close(model(tokens, position_ids=torch.arange(9)[None]), model(tokens))
-    assert not torch.allclose(model(tokens, position_ids=torch.arange(9)[None] * 3), model(tokens), atol=1e-4)
+    given = model(tokens, Context(tokens, position_ids=torch.arange(9)[None] + 5))
+    torch.testing.assert_close(given, model(tokens), rtol=0, atol=1e-5)  # for rotations are relative
+    stretched = Context(tokens, torch.ones(2, 9), position_ids=torch.arange(9)[None] * 3)
+    assert not torch.allclose(model(tokens, stretched), model(tokens), atol=1e-4)
 
 
 def test_a_decoder_of_one_s_own_learns() -> None:
@@ -130,13 +132,14 @@ def test_a_decoder_of_one_s_own_learns() -> None:
     class Parallel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.attention, self.mlp = RMSNorm(32), Attention(32, 4, 1), GatedMLP(32, 64)
+            self.norm, self.mlp = RMSNorm(32), GatedMLP(32, 64)
+            self.attention = Attention(32, 4, 1, rotary=RotaryEmbedding(8))
 
         def forward(self, x: Tensor, *rest: Any) -> Tensor:
             normed = self.norm(x)
             return x + self.attention(normed, *rest) + self.mlp(normed)  # type: ignore[no-any-return]
 
-    model = Decoder(nn.Embedding(20, 32), [Parallel(), Parallel()], RMSNorm(32), RotaryEmbedding(8))
+    model = Decoder(nn.Embedding(20, 32), [Parallel(), Parallel()], RMSNorm(32))
     head = LMHead(32, 20)
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-2)
     tokens = torch.arange(64).remainder(20).view(4, 16)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ligerzoo.layers import KVCache
 from ligerzoo.models import CausalLMOutput, Llama, LlamaConfig
 
 VOCAB = 70
@@ -207,7 +206,7 @@ def test_a_cache_changes_nothing(model: Llama, device: str, chunks: list[int], p
 def test_a_cache_is_made_or_extended(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 8, device)
     assert model(tokens).past_key_values is None
-    cache = KVCache(2)
+    cache = model.new_cache()
     assert model(tokens, past_key_values=cache).past_key_values is cache
     out = model(tokens, past_key_values=cache, labels=labels)
     assert cache.length == 16
@@ -235,7 +234,7 @@ def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str)
     with torch.no_grad():
         model(tokens)
     assert len(calls) == 4
-    cache = KVCache(2)  # which computing again would extend again
+    cache = model.new_cache()  # which computing again would extend again
     model(tokens, labels=labels, past_key_values=cache).loss.backward()
     assert (len(calls), cache.length) == (5, 40)
     model.gradient_checkpointing_disable()
@@ -360,8 +359,8 @@ def test_where_and_of_what_it_is_made() -> None:
 def test_casting_the_model_leaves_angles_alone(device: str) -> None:
     model = llama().to(device)
     positions = torch.arange(5000, 5040, device=device)[None]
-    before = model.model.rotary_emb(positions, torch.float32)
-    after = model.to(torch.bfloat16).model.rotary_emb(positions, torch.float32)
+    before = model.model.layers[0].self_attn.rotary(positions, torch.float32)
+    after = model.to(torch.bfloat16).model.layers[0].self_attn.rotary(positions, torch.float32)
     assert all(map(torch.equal, before, after))
     assert model(torch.arange(40, device=device)[None]).logits.dtype == torch.bfloat16
 

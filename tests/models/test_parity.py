@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ligerzoo import AutoModel
+from ligerzoo.convert import architecture_for
+from ligerzoo.convert.weights import DiskTensors, shapes_of
 from ligerzoo.models import CausalLM
-from tests.models.tiny import CHECKPOINTS, Tiny
+from tests.models.tiny import Tiny
+from tests.models.zoo import CHECKPOINTS
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -53,6 +57,21 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:
+    """Tensors by our parameters' names, as a weight table has them by transformers'."""
+    shapes = shapes_of(tensors)
+    layout = architecture_for(type(ours)).layout_of(theirs, shapes)
+    return dict(DiskTensors(layout.pieces(shapes), tensors))
+
+
+def assert_same_gradients(ours: CausalLM, theirs: PreTrainedModel) -> None:
+    wanted = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), wanted)
+    assert got.keys() == wanted.keys() == dict(theirs.named_parameters()).keys()
+    for name, gradient in wanted.items():
+        assert_close(got[name], gradient, f"gradient of {name}")
+
+
 def stored_tensors(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
@@ -73,10 +92,7 @@ def test_logits_loss_and_gradients(tiny: Tiny, directory: Path, device: str) -> 
 
     loss.backward()
     expected.loss.backward()
-    got, wanted = gradients(ours), gradients(theirs)
-    assert got.keys() == wanted.keys() == dict(theirs.named_parameters()).keys()
-    for name, gradient in wanted.items():
-        assert_close(got[name], gradient, f"gradient of {name}")
+    assert_same_gradients(ours, theirs)
 
 
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
@@ -110,8 +126,55 @@ def test_padded_batch(tiny: Tiny, directory: Path, device: str, side: str) -> No
 
     for model in (ours, theirs):
         model(tokens, attention_mask=mask, labels=labels).loss.backward()
-    got, wanted = gradients(ours), gradients(theirs)
-    for name, gradient in wanted.items():
+    assert_same_gradients(ours, theirs)
+
+
+@torch.no_grad()
+def test_greedy_generation(tiny: Tiny, directory: Path, device: str) -> None:
+    """Token for token, past every window, also beside padding on the left; and from caches of any kind, in chunks, the
+    logits are those of computing all anew."""
+    ours, theirs = load_both(directory, torch.float32, device)
+    tokens = random_tokens(tiny, device)
+    mask = torch.ones_like(tokens)
+    is_simple = not tiny.depends_on_places  # or else padding changes what a text gives, and a cache keeps old angles
+    if is_simple:
+        mask[1, :7] = 0
+    got = ours.generate(tokens, mask, max_new_tokens=10, eos_token_id=[], use_cache=is_simple)
+    # Without a cache, for theirs follows entries of config.json that the model itself does not.
+    options = {"attention_mask": mask, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": False}
+    assert torch.equal(got, theirs.generate(tokens, max_new_tokens=10, **options))
+
+    if not is_simple:
+        return
+    whole = ours(got[:1]).logits
+    for cache in (ours.new_cache(), ours.new_cache(capacity=80)):
+        chunks = [9, 1, 1, 7, 1, got.shape[1] - 19]
+        pieces = [ours(piece, past_key_values=cache).logits for piece in got[:1].split(chunks, 1)]
+        assert_close(torch.cat(pieces, 1), whole, "logits from a cache")
+
+
+def test_packed(tiny: Tiny, directory: Path, device: str) -> None:
+    """[A | B | padding] gives the logits, the loss and the gradients of A and B alone."""
+    model = AutoModel.from_pretrained(directory, dtype=torch.float32, device=device)
+    a, b, padding = random_tokens(tiny, device)[:1].split([17, 16, tiny.tokens - 33], 1)
+    tokens, bounds = torch.cat([a, b, padding], 1), torch.tensor([0, 17, 33], device=device)
+    if tiny.depends_on_places:
+        return  # a long neighbour changes the rotations
+    logits = model(tokens, cu_seqlens=bounds).logits
+    for part, text in zip(logits.split([17, 16, tiny.tokens - 33], 1), (a, b), strict=False):
+        assert_close(part, model(text).logits, "logits")
+
+    labels = torch.cat([a, b, torch.full_like(padding, -100)], 1)
+    packed = model(tokens, labels=labels, cu_seqlens=bounds).loss
+    if getattr(model.config, "output_router_logits", False):
+        return  # balance is that of the whole batch
+    packed.backward()
+    got = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    alone = sum(model(text, labels=text, num_items_in_batch=16 + 15).loss for text in (a, b))
+    assert_close(packed, alone, "loss")
+    alone.backward()
+    for name, gradient in gradients(model).items():
         assert_close(got[name], gradient, f"gradient of {name}")
 
 

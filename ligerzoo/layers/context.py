@@ -1,0 +1,194 @@
+"""What all layers of one forward share: where the tokens stand, what they may see, and the rotations made of that.
+
+Shapes: B batch, T tokens in the call, S keys that attention is handed (cached and new), R rotated features of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.layers.cache import KVCache, LayerCache
+from ligerzoo.layers.masks import Mask
+from ligerzoo.layers.rotary import RotaryEmbedding
+
+_NO_CACHE = KVCache([])
+
+
+class Context:
+    """Made once a forward; rotations and masks are made when the first layer asks for them, and kept for the others.
+
+    Args:
+        x: (B, T) token ids or (B, T, H) embeddings, of which only the shape and the device matter.
+        attention_mask: (B, S), 1 for a token and 0 for padding, cached tokens included; or a ready mask (B, 1, T, S)
+            for every layer, boolean (True: visible) or to be added, each row of which sees something; or None.
+        position_ids: (B or 1, T); by default the tokens' places, counted from the start of their text. Without a cache
+            and padding, a position that is not the one before it plus 1 begins another text, as in transformers.
+        cu_seqlens: (n + 1,) int, where n texts packed into one row begin and end: 0, ..., at most T. What follows the
+            last of them is padding.
+        cache: what came before; it will take up these tokens.
+
+    Attributes:
+        cache: as given.
+        position_ids: (B or 1, T) int64.
+        starts: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
+        real: (B, S) bool, False for padding; None where all tokens are known to be real.
+        router_logits: of each mixture of experts, (B * T, E), in the order of the layers.
+
+    Raises:
+        ValueError: the inputs do not fit together.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> None:
+        self.tokens, is_new = x.shape[1], cache is None or cache.length == 0
+        self.cache = cache
+        if cu_seqlens is not None and (cache is not None or attention_mask is not None or len(x) != 1):
+            raise ValueError("cu_seqlens say which tokens of one row belong together: no batch, mask or cache with it")
+        self._ready: Tensor | None = None
+        self.real: Tensor | None = None
+        if attention_mask is not None and _checked(attention_mask, self.tokens, cache).ndim == 4:
+            self._ready = attention_mask
+        elif attention_mask is not None:
+            self.real = attention_mask.to(x.device, torch.bool)
+            # Looking at the mask makes the host wait for a GPU, once a prompt; without padding that buys attention
+            # kernels which take no mask.
+            if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.real.all()):
+                self.real = None
+        self._places = places = (cache or _NO_CACHE).positions(self.tokens, x.device)
+        self.starts: Tensor | None = None
+        if cu_seqlens is not None:
+            bounds = cu_seqlens.to(x.device, torch.int64)
+            text = torch.searchsorted(bounds, places, right=True) - 1
+            self.starts = bounds[text][None]
+        elif position_ids is not None and position_ids.ndim == 2 and is_new and attention_mask is None:
+            self.starts = _starts(position_ids)
+        if position_ids is None:
+            position_ids = (places if self.starts is None else places - self.starts).view(-1, self.tokens)
+        self.position_ids = position_ids
+        self.router_logits: list[Tensor] = []
+        self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
+
+    def fork(self) -> Context:
+        """A context whose notes are not this one's, for a layer that is computed again in the backward pass."""
+        fork = copy.copy(self)
+        fork.router_logits = []
+        if torch.compiler.is_compiling():  # which lets nothing out of such a layer but what it returns
+            fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
+        return fork
+
+    def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""
+        if (rotary, dtype) not in self._rotations:
+            self._rotations[rotary, dtype] = rotary(self.position_ids, dtype)
+        return self._rotations[rotary, dtype]
+
+    def mask(
+        self,
+        keys: int,
+        *,
+        window: int | None = None,
+        is_causal: bool = True,
+        cache: LayerCache | None = None,
+        even_if_plain: bool = False,
+    ) -> Mask | Tensor | None:
+        """What the tokens see of S = `keys` keys, the last that the layer's cache returned.
+
+        Args:
+            keys: S.
+            window: how many tokens a token sees, itself included: from i - window + 1 on, and without causality up to
+                i + window - 1.
+            is_causal: no token sees one after it.
+            cache: the layer's.
+            even_if_plain: make a mask even where `attend` needs none.
+
+        Returns:
+            A mask, or the ready one that was given; None where `attend` needs none: tokens that see all before them
+            and themselves, or, without causality, everything.
+        """
+        offset = cache.offset if cache is not None else 0
+        kind = window, is_causal, even_if_plain
+        made_for, mask = self._masks.get(kind, (None, None))
+        if made_for != (keys, offset):  # no part of the dict's key, for torch.compile would take them for constants
+            has_unwritten = cache is not None and cache.has_unwritten and self.tokens == 1
+            mask = self._mask(keys, offset, window, is_causal, even_if_plain or has_unwritten)
+            self._masks[kind] = (keys, offset), mask
+        return mask
+
+    def _mask(
+        self, keys: int, offset: int, window: int | None, is_causal: bool, even_if_plain: bool
+    ) -> Mask | Tensor | None:
+        if self._ready is not None:
+            return self._ready[..., offset : offset + keys]
+        is_windowed = window is not None and keys > window
+        is_chunk = is_causal and 1 < self.tokens < keys
+        if self.real is None and self.starts is None and not (is_windowed or is_chunk or even_if_plain):
+            return None
+        query = self._places - offset
+        first = torch.zeros_like(query)[None] if self.starts is None else self.starts
+        if is_causal:
+            last = query[None].expand_as(first)
+        elif self.starts is None:
+            last = torch.full_like(first, keys - 1)
+        else:
+            last = torch.searchsorted(self.starts, self.starts, right=True) - 1
+        if window is not None:
+            first = torch.maximum(first, query - window + 1)
+            last = last if is_causal else torch.minimum(last, query + window - 1)
+        real = self.real
+        if real is not None:
+            real = F.pad(real, (0, max(0, offset + keys - real.shape[1])))[:, offset : offset + keys]
+        return Mask(query, first, last, keys, real)
+
+
+def shifted_labels(labels: Tensor, starts: Tensor | None = None, ignored: int = -100) -> Tensor:
+    """What each token should predict: the label of the next one, and nothing at the end of a text.
+
+    Args:
+        labels: (B, T) token ids.
+        starts: see `Context`.
+        ignored: the label of a token that predicts nothing.
+    """
+    shifted = F.pad(labels[..., 1:], (0, 1), value=ignored)
+    if starts is not None:
+        is_last = F.pad(starts[..., 1:] != starts[..., :-1], (0, 1), value=True)
+        shifted = shifted.masked_fill(is_last, ignored)
+    return shifted
+
+
+def _checked(attention_mask: Tensor, tokens: int, cache: KVCache | None) -> Tensor:
+    """The mask, if it covers the cached and the new tokens.
+
+    Raises:
+        ValueError: it does not.
+    """
+    shape, keys = tuple(attention_mask.shape), tokens + (cache.length if cache is not None else 0)
+    if attention_mask.ndim == 4:
+        if shape[2:] != (tokens, keys):
+            raise ValueError(f"attention_mask has shape {shape}; expected (batch, 1, {tokens}, {keys})")
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(f"a ready attention_mask is boolean or to be added; got {attention_mask.dtype}")
+    elif attention_mask.ndim != 2 or shape[1] not in (keys, cache.capacity if cache is not None else None):
+        raise ValueError(
+            f"attention_mask has shape {shape}; expected (batch, {keys}): one entry for each cached and new token"
+        )
+    return attention_mask
+
+
+def _starts(position_ids: Tensor) -> Tensor | None:
+    """(B or 1, T): the place at which the positions last began anew; None if they nowhere do."""
+    begins = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
+    if not torch.compiler.is_compiling() and not bool(begins.any()):
+        return None
+    places = torch.arange(begins.shape[1], device=begins.device)
+    return (places * begins).cummax(1).values

@@ -1,0 +1,238 @@
+"""Random decoders out of the layers: whatever is composed gives the same forward and backward, from a cache, packed,
+saved and compiled."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from ligerzoo.layers import (
+    Attention,
+    Context,
+    Decoder,
+    Experts,
+    GatedMLP,
+    KVCache,
+    LayerCache,
+    LayerNorm,
+    LMHead,
+    MoE,
+    PostNormBlock,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+    SandwichBlock,
+    ScaledEmbedding,
+    ScaledPreNormBlock,
+    SharedExpertMoE,
+    StaticLayerCache,
+    shifted_labels,
+)
+
+H, V = 16, 31
+EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Model(nn.Module):
+    def __init__(self, decoder: Decoder, head: LMHead, is_tied: bool) -> None:
+        super().__init__()
+        self.decoder, self.head = decoder, head
+        if is_tied:
+            head.weight = decoder.embed_tokens.weight  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        return self.head(self.decoder(tokens, context))  # type: ignore[no-any-return]
+
+    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        context = Context(tokens, cu_seqlens=cu_seqlens)
+        hidden = self.decoder(tokens, context)
+        return self.head(hidden, shifted_labels(labels, context.starts))  # type: ignore[no-any-return]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Two or three layers, each with an attention, a feed-forward and windows of its own."""
+    heads, kv_heads, head_dim = draw(st.sampled_from([(4, 4, 4), (4, 2, 6), (4, 1, 8), (3, 3, 10)]))
+    interleaved, partial = draw(st.booleans()), draw(st.booleans())
+    rotary = RotaryEmbedding(head_dim // 2 // 2 * 2 if partial else head_dim, 100.0, interleaved=interleaved)
+    make_norm = draw(
+        st.sampled_from([RMSNorm, LayerNorm, lambda n: RMSNorm(n, weight_offset=1.0, round_before_scale=False)])
+    )
+    make_block = draw(st.sampled_from([pre_norm, scaled_pre_norm, post_norm, sandwich]))
+
+    def attention() -> Attention:
+        with_norms = draw(st.booleans())
+        return Attention(
+            H, heads, kv_heads, head_dim, draw(st.sampled_from([rotary, rotary, None])),
+            q_norm=make_norm(head_dim) if with_norms else None, k_norm=make_norm(head_dim) if with_norms else None,
+            window=draw(st.sampled_from([None, 1, 3, 8])), softcap=draw(st.sampled_from([None, 2.0])),
+            scale=draw(st.sampled_from([None, 0.3])), qkv_bias=draw(st.booleans()), output_bias=draw(st.booleans()),
+        )  # fmt: skip
+
+    def feed_forward() -> nn.Module:
+        kind = draw(st.sampled_from(["gated", "mixture", "shared"]))
+        if kind == "gated":
+            return GatedMLP(H, 20, activation=draw(st.sampled_from(["silu", "gelu_tanh", "gelu"])))
+        routed = Router(H, 4, 2, renormalize=draw(st.booleans())), Experts(H, 8, 4)
+        return MoE(*routed) if kind == "mixture" else SharedExpertMoE(*routed, GatedMLP(H, 8), nn.Linear(H, 1))
+
+    embedding = ScaledEmbedding(V, H, 4.0) if draw(st.booleans()) else nn.Embedding(V, H)
+    layers = [make_block(lambda: make_norm(H), attention(), feed_forward()) for _ in range(draw(st.integers(2, 3)))]
+    head = LMHead(H, V, softcap=draw(st.sampled_from([None, 5.0])), logit_scale=draw(st.sampled_from([1.0, 0.25])))
+    decoder = Decoder(embedding, layers, make_norm(H), input_scale=draw(st.sampled_from([1.0, 3.0])))
+    model = Model(decoder, head, is_tied=draw(st.booleans()))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1))
+    return model.double()  # no choice of an expert hangs on rounding
+
+
+def pre_norm(norm: Any, attention: nn.Module, mlp: nn.Module) -> nn.Module:
+    return PreNormBlock(norm(), attention, norm(), mlp)
+
+
+def scaled_pre_norm(norm: Any, attention: nn.Module, mlp: nn.Module) -> nn.Module:
+    return ScaledPreNormBlock(0.5, norm(), attention, norm(), mlp)
+
+
+def post_norm(norm: Any, attention: nn.Module, mlp: nn.Module) -> nn.Module:
+    return PostNormBlock(attention, norm(), mlp, norm())
+
+
+def sandwich(norm: Any, attention: nn.Module, mlp: nn.Module) -> nn.Module:
+    return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
+
+
+def random_tokens(rows: int, length: int) -> Tensor:
+    return torch.randint(V, (rows, length))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_near(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9 * max(1.0, expected.abs().max().item()))
+
+
+def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_near(got[name], gradient)
+
+
+@seed(1)
+@EXAMPLES
+@given(models())
+def test_forward_and_backward(model: Model) -> None:
+    """The loss is that of the logits, every parameter gets its gradient, and computing again gives the same."""
+    tokens = random_tokens(2, 12)
+    loss = model.loss(tokens, tokens)
+    logits = model(tokens)
+    assert_near(loss, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+    loss.backward()
+    plain = gradients(model)
+    assert plain.keys() == dict(model.named_parameters()).keys()
+    assert all(gradient.isfinite().all() for gradient in plain.values())
+    model.decoder.gradient_checkpointing = True
+    model.loss(tokens, tokens).backward()
+    assert_same_gradients(gradients(model), plain)
+
+
+def caches(model: Model) -> Iterator[KVCache]:
+    yield model.decoder.new_cache()
+    yield model.decoder.new_cache(capacity=25)
+    yield KVCache([LayerCache(), *(StaticLayerCache(30) for _ in model.decoder.layers[1:])])
+
+
+@seed(2)
+@EXAMPLES
+@given(models())
+@torch.no_grad()
+def test_from_a_cache(model: Model) -> None:
+    """In one go, in chunks, and token by token, past every window; and beside padding on the left."""
+    tokens = random_tokens(2, 24)
+    real = torch.ones_like(tokens)
+    real[1, :5] = 0
+    for mask in (None, real):
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        whole = model(tokens, Context(tokens, mask, positions))
+        for cache in caches(model):
+            pieces = []
+            for start, end in [(0, 9), (9, 10), (10, 11), (11, 15), (15, 16), (16, 23), (23, 24)]:
+                piece, seen = tokens[:, start:end], None if mask is None else mask[:, :end]
+                at = None if positions is None else positions[:, start:end]
+                pieces.append(model(piece, Context(piece, seen, at, cache=cache)))
+            got = torch.cat(pieces, 1)
+            assert_near(got[real == 1] if mask is not None else got, whole[real == 1] if mask is not None else whole)
+
+
+@seed(3)
+@EXAMPLES
+@given(models(), st.integers(1, 9), st.integers(1, 9))
+def test_packed(model: Model, first: int, second: int) -> None:
+    """[A | B | padding] gives what A and B give alone: logits, loss and gradients."""
+    a, b, padding = random_tokens(1, first), random_tokens(1, second), random_tokens(1, 4)
+    tokens = torch.cat([a, b, padding], 1)
+    bounds = torch.tensor([0, first, first + second])
+    expected = [model(text) for text in (a, b)]
+    starting_anew = torch.cat([torch.arange(n) for n in (first, second, 4)])[None]
+    for where in ({"cu_seqlens": bounds}, {"position_ids": starting_anew}):
+        got = model(tokens, Context(tokens, **where))
+        for text, part in zip(expected, got.split([first, second, 4], 1), strict=False):
+            assert_near(part, text)
+
+    labels = torch.cat([a, b, torch.full_like(padding, -100)], 1)
+    model.loss(tokens, labels, bounds).backward()
+    packed = gradients(model)
+    count = first + second - 2
+    if count > 0:
+        for text in (a, b):
+            loss = model.loss(text, text)
+            (loss * (text.shape[1] - 1) / count).backward()
+        assert_same_gradients(packed, gradients(model))
+
+
+@seed(4)
+@EXAMPLES
+@given(models())
+def test_saved_and_loaded(tmp_path_factory: pytest.TempPathFactory, model: Model) -> None:
+    path = tmp_path_factory.mktemp("saved") / "model.safetensors"
+    save_model(model, str(path))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    load_model(other, path)
+    for (name, ours), (_, again) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(ours, again), name
+    tokens = random_tokens(1, 9)
+    assert torch.equal(model(tokens), other(tokens))
+    second = path.with_name("again.safetensors")
+    save_model(other, str(second))
+    assert path.read_bytes() == second.read_bytes()
+
+
+@seed(5)
+@settings(EXAMPLES, max_examples=4)
+@given(models())
+def test_compiled(model: Model) -> None:
+    torch._dynamo.reset()
+    tokens = random_tokens(2, 12)
+    expected = model.loss(tokens, tokens)
+    expected.backward()
+    wanted = gradients(model)
+    loss = torch.compile(model.loss, fullgraph=True, backend="aot_eager")(tokens, tokens)
+    loss.backward()
+    assert_near(loss, expected)
+    assert_same_gradients(gradients(model), wanted)

@@ -1,0 +1,10 @@
+"""The tiny checkpoints of every architecture."""
+
+from importlib import import_module
+
+from ligerzoo.convert import MODEL_TYPES
+from tests.models.tiny import Tiny
+
+CHECKPOINTS: list[Tiny] = [
+    row for model_type in MODEL_TYPES for row in import_module(f"tests.models.tiny_{model_type}").CHECKPOINTS
+]
