@@ -41,8 +41,9 @@ STEPS, BATCH = 30, 4
 COMPOSITION = """
 from torch import nn
 from ligerzoo.layers import Attention, Decoder, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
-blocks = [PreNormBlock(RMSNorm(64), Attention(64, 4, 2), RMSNorm(64), GatedMLP(64, 128)) for _ in range(2)]
-print(Decoder(nn.Embedding(100, 64), blocks, RMSNorm(64), RotaryEmbedding(16)))
+attention = Attention(64, 4, num_kv_heads=2, rotary=RotaryEmbedding(16))
+block = PreNormBlock(RMSNorm(64), attention, RMSNorm(64), GatedMLP(64, 128))
+print(Decoder(nn.Embedding(100, 64), [block], RMSNorm(64)))
 """
 
 

@@ -156,6 +156,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
     raw = read_json(path)
     try:
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
+        refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # which refuses what is none
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(raw)

@@ -7,7 +7,14 @@ from importlib import import_module
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.errors import ConfigError
 
-MODEL_TYPES = ("llama",)
+MODEL_TYPES = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "olmo2",
+)
 """Every `model_type`. Each has a file here of the same name with its ARCHITECTURE, imported when it is asked for."""
 
 

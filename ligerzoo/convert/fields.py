@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.models.config import DecoderConfig
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -26,6 +27,30 @@ def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
         for field in fields(config_class)
         if field.name in raw and (raw[field.name] is not None or NoneType in get_args(hints[field.name]))
     }
+
+
+def written_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The entries of config.json that stand under the names of our config's fields.
+
+    Transformers 5 reads no null for the size and the number of heads, except in a few architectures. So a None there is
+    left out where an absent entry means it, and is written as the number that it stands for where absence means
+    another.
+    """
+    entries = asdict(config)
+    for name, meant in (("head_dim", config.head_size), ("num_key_value_heads", config.kv_heads)):
+        if entries[name] is None and getattr(type(config), name) is None:
+            del entries[name]
+        elif entries[name] is None:
+            entries[name] = meant
+    return entries
+
+
+def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An entry of config.json that is an object itself; empty where it is absent or null."""
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError("not an object", where=name, got=repr(value), expected="an object")
+    return value
 
 
 def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.mlp import GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
-from ligerzoo.layers.norm import LayerNorm, RMSNorm
+from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import RotaryEmbedding, sectioned
 
 __all__ = [
+    "AllHeadsRMSNorm",
     "Attention",
     "Context",
     "Decoder",

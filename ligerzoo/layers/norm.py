@@ -58,6 +58,15 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}{offset}"
 
 
+class AllHeadsRMSNorm(RMSNorm):
+    """An `RMSNorm` of all heads of a token as one vector (OLMo 2), where a plain one takes each head by itself. Its
+    size is that of all heads together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., N, D) -> (..., N, D)."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
 class LayerNorm(nn.Module):
     """Layer normalization with a learned scale and, if asked for, bias (Ba et al. 2016), see
     `ligerzoo.kernels.layer_norm`.

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers.rope_scaling import check_rope_scaling
+from ligerzoo.layers.rope_scaling import check_rope_scaling, is_positive
 
 _LARGEST_SIZE = 2**31 - 1
 
@@ -41,6 +41,14 @@ def check_fields(config: Any) -> None:
             continue  # a structured field is checked by the part that reads it
         if not right:
             raise ConfigError("not a possible value", where=name, got=repr(value), expected=expected)
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises ConfigError if one of these fields, by which something is divided, is zero (or close enough)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not is_positive(value):
+            raise ConfigError("not a possible value", where=name, got=repr(value), expected="a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +145,10 @@ class WindowedConfig(DecoderConfig):
         """Whether this layer has a sliding window where `layer_types` does not say so."""
         return True
 
+    def is_sliding(self, layer: int) -> bool:
+        """Whether this layer is one of those with a sliding window."""
+        return self.slides(layer) if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
+
     def window(self, layer: int) -> int | None:
         """How many tokens a token sees in this layer; None for all before it."""
-        slides = self.slides(layer) if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
-        return self.sliding_window if slides else None
+        return self.sliding_window if self.is_sliding(layer) else None

@@ -4,8 +4,17 @@ from typing import Any
 import pytest
 import torch
 
-from ligerzoo.convert.fields import parse_dtype, refuse, rope_fields, shared_fields, stored_dtype
+from ligerzoo.convert.fields import (
+    object_entry,
+    parse_dtype,
+    refuse,
+    rope_fields,
+    shared_fields,
+    stored_dtype,
+    written_fields,
+)
 from ligerzoo.errors import ConfigError
+from ligerzoo.models.config import DecoderConfig
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
@@ -73,6 +82,28 @@ def test_shared_fields() -> None:
 
     assert shared_fields({"size": 5, "heads": None, "unknown": 7}, Config) == {"size": 5, "heads": None}
     assert shared_fields({"size": None}, Config) == {}
+
+
+def test_written_fields() -> None:
+    """A None that config.json cannot hold is told by absence, or, where absence tells of another number, by its own."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wide(DecoderConfig):
+        head_dim: int | None = 256
+        num_key_value_heads: int | None = 4
+
+    assert written_fields(Wide())["head_dim"] == 256
+    resolved = written_fields(Wide(hidden_size=64, num_attention_heads=8, head_dim=None, num_key_value_heads=None))
+    assert (resolved["head_dim"], resolved["num_key_value_heads"]) == (8, 8)
+    assert written_fields(DecoderConfig()).keys().isdisjoint({"head_dim", "num_key_value_heads"})
+    assert written_fields(DecoderConfig(head_dim=12))["head_dim"] == 12
+
+
+def test_object_entry() -> None:
+    assert object_entry({"a": {"b": 1}}, "a") == {"b": 1}
+    assert object_entry({"a": None}, "a") == object_entry({}, "a") == {}
+    with pytest.raises(ConfigError, match="a: not an object; got 'b'"):
+        object_entry({"a": "b"}, "a")
 
 
 def test_refuse() -> None:

@@ -8,7 +8,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ligerzoo.layers import LayerNorm, RMSNorm
+from ligerzoo.layers import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.norm import add_and_normalize
 
 GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
@@ -32,6 +32,14 @@ def test_it_is_the_model_s(model: type[nn.Module], options: dict[str, Any], dtyp
     ours = RMSNorm(33, eps=1e-5, **options, device=device, dtype=dtype)
     assert torch.equal(ours.weight, theirs.weight)  # as initialized
     assert_same(ours, theirs, device, dtype)
+
+
+def test_all_heads_together_are_one_vector(device: str) -> None:
+    plain, together = (kind(12, **OLMO2, device=device) for kind in (RMSNorm, AllHeadsRMSNorm))
+    nn.init.normal_(plain.weight)
+    together.load_state_dict(plain.state_dict())
+    heads = torch.randn(2, 3, 5, 4, device=device).transpose(1, 2)[:, :, :3]
+    assert torch.equal(together(heads), plain(heads.flatten(-2)).unflatten(-1, (3, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,67 @@
+"""Granite 3, its dense models (Granite Team, IBM 2024, "Granite 3.0 Language Models").
+
+    tokens -> embedding * e -> L x [ x += r * attention(norm(x));  x += r * mlp(norm(x)) ] -> norm -> head / l
+
+Distinctive: a Llama with four numbers out of muP (Yang et al. 2022): multipliers of the embeddings (e), of what each
+branch adds to the residual stream (r) and of the attention scores (in place of one over the square root of a head's
+size), and a divisor of the logits (l).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, ScaledPreNormBlock
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import check_positive
+from ligerzoo.models.llama import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(LlamaConfig):
+    """The numbers of a Granite; defaults are Llama's, and multipliers of one.
+
+    Attributes:
+        embedding_multiplier: multiplies the embeddings.
+        attention_multiplier: multiplies the attention scores.
+        residual_multiplier: multiplies what attention and feed-forward add.
+        logits_scaling: divides the logits.
+    """
+
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "logits_scaling")
+
+
+class Granite(CausalLM):
+    """Granite with a language-model head."""
+
+    config: GraniteConfig
+
+    def __init__(self, config: GraniteConfig, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def block() -> ScaledPreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, scale=c.attention_multiplier,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+            )  # fmt: skip
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **make)
+            return ScaledPreNormBlock(c.residual_multiplier, norm(), attention, norm(), mlp)
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling, **make))

@@ -1,0 +1,68 @@
+"""OLMo 2 (OLMo Team 2024, "2 OLMo 2 Furious").
+
+    tokens -> embedding -> L x [ x += norm(attention(x));  x += norm(mlp(x)) ] -> norm -> head
+
+Distinctive: a branch is normalized after it and not before; queries, and keys, are normalized before they are turned,
+all heads together; norms round once, after their scale, and rotations are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import (
+    AllHeadsRMSNorm,
+    Attention,
+    Decoder,
+    GatedMLP,
+    LMHead,
+    PostNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+)
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Config(DecoderConfig):
+    """The numbers of an OLMo 2; defaults are nearly OLMo-2-7B's.
+
+    Attributes:
+        attention_bias: biases on the projections to queries, keys, values and output.
+    """
+
+    vocab_size: int = 50304
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+
+class Olmo2(CausalLM):
+    """OLMo 2 with a language-model head."""
+
+    config: Olmo2Config
+
+    def __init__(self, config: Olmo2Config, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **make)
+
+        def norm_of(heads: int) -> AllHeadsRMSNorm:
+            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False, **make)
+
+        def block() -> PostNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+                q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+            )  # fmt: skip
+            return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make), norm())
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

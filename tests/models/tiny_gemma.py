@@ -1,0 +1,72 @@
+"""Gemma's checkpoints."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tests.models.tiny import HEAD, Tiny, without
+
+GEMMA: dict[str, Any] = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "head_dim": 16,
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 56,
+    "max_position_embeddings": 128,
+    "model_type": "gemma",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 101,
+}
+
+
+def gemma(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
+    config = {**GEMMA, **(changes or {})}
+    options = {"stored_dtype": torch.bfloat16, "tensors": without(HEAD), **options}
+    return Tiny(f"gemma {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+
+
+def gemmas() -> Iterator[Tiny]:
+    yield gemma("as on the hub")
+    yield gemma(
+        "few keys",
+        {"num_attention_heads": 16},  # as many as there are key-value heads where config.json doesn't say
+        absent=(
+            "attention_bias", "head_dim", "hidden_act", "hidden_activation", "max_position_embeddings",
+            "num_key_value_heads", "rms_norm_eps", "rope_scaling", "rope_theta", "torch_dtype",
+        ),
+        stored_dtype=torch.float32,
+    )  # fmt: skip
+    # Heads that together are wider than the residual stream, and not of H / N
+    yield gemma("saved by transformers", {"num_key_value_heads": 2}, shards=2, by_transformers=True)
+    yield gemma(
+        "biases, no tie, scaled positions",
+        {
+            "attention_bias": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_scaling": {"type": "linear", "factor": 3.0},
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+        },
+        stored_dtype=torch.float32,
+        tensors=dict,
+        shards=3,
+    )
+
+
+CHECKPOINTS = list(gemmas())

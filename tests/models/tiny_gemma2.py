@@ -1,0 +1,74 @@
+"""Gemma 2's checkpoints."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tests.models.tiny import HEAD, Tiny, without
+
+GEMMA2: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 2.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 7.0,
+    "head_dim": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 56,
+    "max_position_embeddings": 128,
+    "model_type": "gemma2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
+    "query_pre_attn_scalar": 22,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 7,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "vocab_size": 101,
+}
+
+
+def gemma2(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
+    config = {**GEMMA2, **(changes or {})}
+    options = {"tensors": without(HEAD), **options}
+    return Tiny(f"gemma2 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+
+
+def gemma2s() -> Iterator[Tiny]:
+    yield gemma2("as on the hub", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
+    yield gemma2(
+        "few keys",
+        absent=(
+            "attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_act",
+            "hidden_activation", "max_position_embeddings", "num_key_value_heads", "query_pre_attn_scalar",
+            "rms_norm_eps", "rope_theta", "sliding_window", "torch_dtype",
+        ),
+    )  # fmt: skip
+    unbounded = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    yield gemma2("no bounds, one key-value head", {**unbounded, "num_key_value_heads": 1})
+    yield gemma2("saved by transformers", shards=2, by_transformers=True)
+    yield gemma2(
+        "types of layers, biases, no tie",
+        {
+            "attention_bias": True,
+            "hidden_act": "relu",  # which nobody reads
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "sliding_window": 2,
+            "tie_word_embeddings": False,
+        },
+        tensors=dict,
+    )
+
+
+CHECKPOINTS = list(gemma2s())
