@@ -10,6 +10,7 @@ of the project, and each row says whether it meets its own.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.row import IGNORED, OURS, Direction, Floor, Function, Goal, Provider, Row
 from benchmarks.suite import Size, suite_command
@@ -617,6 +619,107 @@ def experts_row(model: str, tokens: int, experts: int, width: int, intermediate:
     )
 
 
+# Attention
+
+
+def visible_pairs(tokens: int, window: int) -> int:
+    """How many pairs of query and key there are."""
+    return sum(min(i + 1, window) for i in range(tokens))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float | None) -> Tensor:
+    """One head after the other, its scores made again in backward."""
+
+    def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+        return scores.masked_fill((distance < 0) | (distance >= window), -torch.inf).softmax(-1) @ v
+
+    share = q.shape[2] // k.shape[2]
+    heads = [
+        checkpoint(head, q[0, :, i], k[0, :, i // share], v[0, :, i // share], use_reentrant=False)
+        for i in range(q.shape[2])
+    ]
+    return torch.stack(heads, 1)[None]
+
+
+def our_attention(window: int, softcap: float | None) -> Function:
+    from ligerzoo.layers import Context, attend
+
+    @functools.cache
+    def context(tokens: int, device: torch.device) -> Context:  # which all layers of a forward share
+        return Context(torch.empty(1, tokens, device=device))
+
+    def attend_windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, even_if_plain=softcap is not None)
+        return attend(q, k, v, mask, softcap=softcap)
+
+    return attend_windowed
+
+
+def flex_attention(window: int, softcap: float | None) -> Function:
+    """As its documentation has it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    score_mod = None if softcap is None else lambda score, b, h, q, k: softcap * torch.tanh(score / softcap)
+
+    @functools.cache
+    def block_mask(tokens: int, device: torch.device) -> Any:
+        sees = lambda b, h, q, k: (k <= q) & (q - k < window)  # noqa: E731
+        return create_block_mask(sees, None, None, tokens, tokens, device=str(device))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = block_mask(q.shape[1], q.device)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = compiled(q, k, v, score_mod, mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def masked_attention(window: int) -> Function:
+    @functools.cache
+    def dense_mask(tokens: int, device: torch.device) -> Tensor:
+        distance = torch.arange(tokens, device=device)[:, None] - torch.arange(tokens, device=device)
+        return (distance >= 0) & (distance < window)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = dense_mask(q.shape[1], q.device)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+    return call
+
+
+def attention_row(
+    model: str, tokens: int, heads: int, kv_heads: int, head_dim: int, window: int, softcap: float | None, goal: Goal
+) -> Row:
+    def inputs() -> dict[str, Tensor]:
+        shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
+        return {name: normal(1, tokens, count, head_dim) for name, count in shapes.items()}
+
+    products = 4 * visible_pairs(tokens, window) * heads * head_dim
+    providers = {
+        OURS: Provider(lambda: our_attention(window, softcap)),
+        "torch.compile": Provider(lambda: flex_attention(window, softcap), "FlexAttention", needs_gpu=True),
+    }
+    if softcap is None:
+        providers["torch"] = Provider(lambda: masked_attention(window), "with a dense mask")
+    return Row(
+        "attention",
+        (tokens, heads, kv_heads, head_dim),
+        inputs,
+        partial(attention, window=window, softcap=softcap),
+        providers,
+        Floor(products, 3.5 * products, "FLOPs"),
+        goal,
+        f"{model}, window {window}",
+    )
+
+
 # The suite
 
 
@@ -651,6 +754,11 @@ def rows(size: Size) -> Iterator[Row]:
     for tokens in (8192, 32768):
         yield sized(partial(experts_row, "Qwen3-30B-A3B"), tokens, 128, 2048, 768, 8)
     yield sized(partial(experts_row, "Mixtral"), 8192, 8, 4096, 14336, 2)
+    flex = Goal(of_peer=1.0)
+    yield attention_row("Mistral", size(16384), 32, 8, 128, size(4096), None, flex)
+    for window in (size(4096), size(16384)):
+        goal = Goal(of_peer=0.7, directions=("forward_backward",))
+        yield attention_row("Gemma 2 with softcap", size(16384), 16, 8, 256, window, 50.0, goal)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,22 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from ligerzoo.layers import Attention, Context, KVCache, LayerCache, RotaryEmbedding, attend
+from ligerzoo.layers import (
+    Attention,
+    Context,
+    Decoder,
+    GatedMLP,
+    KVCache,
+    LayerCache,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    attend,
+)  # fmt: skip
 from ligerzoo.layers.attention import reference
 from ligerzoo.layers.masks import Mask
 
@@ -114,3 +125,69 @@ def test_the_backend_reaches_the_rotation() -> None:
     x = torch.randn(1, 3, 16, dtype=torch.float64)  # which no kernel serves
     with pytest.raises(ValueError, match='backend="triton"'):
         attention(x, Context(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+def test_long_texts_on_a_gpu(kind: str, window: int | None, softcap: float | None) -> None:
+    """By FlexAttention, without a matrix of T x S: as the plain steps do, outputs and gradients."""
+    rows, tokens = 2 if kind == "padded" else 1, 2500
+    options: dict[str, Tensor] = {}
+    if kind == "padded":
+        options["attention_mask"] = torch.ones(rows, tokens, device="cuda")
+        options["attention_mask"][1, :400] = 0
+    if kind == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 700, 710, 2400], device="cuda")
+    q, k, v = (torch.randn(rows, tokens, heads, 64, device="cuda", requires_grad=True) for heads in (4, 2, 2))
+    context = Context(q, **options)
+    mask = context.mask(tokens, window=window, even_if_plain=True)
+    assert isinstance(mask, Mask)
+    upstream = torch.randn_like(q)
+    if context.real is not None:
+        upstream = upstream * context.real[..., None, None]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attend(q, k, v, mask, softcap=softcap)
+    got = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+    assert torch.cuda.max_memory_allocated() - before < 8 * q.nbytes
+    expected = reference(q, k, v, mask.added(q.dtype), softcap=softcap)
+    wanted = [expected, *torch.autograd.grad(expected, (q, k, v), upstream)]
+    for a, b in zip(got, wanted, strict=True):
+        if a.shape == out.shape and context.real is not None:
+            a, b = a[context.real], b[context.real]
+        assert (a - b).norm() <= 2e-3 * b.norm()  # tf32's
+
+
+@pytest.mark.gpu
+def test_decoding_in_a_cuda_graph() -> None:
+    """A step with a static cache is captured once; replayed, it goes on where it was."""
+    torch.manual_seed(0)
+    blocks = [
+        PreNormBlock(
+            RMSNorm(64), Attention(64, 4, 2, rotary=RotaryEmbedding(16), window=w), RMSNorm(64), GatedMLP(64, 96)
+        )
+        for w in (None, 6)
+    ]
+    model = Decoder(nn.Embedding(50, 64), blocks, RMSNorm(64)).cuda()
+    tokens = torch.randint(50, (2, 20), device="cuda")
+    with torch.no_grad():
+        expected = model(tokens)
+        cache = model.new_cache(capacity=20)
+        model(tokens[:, :5], Context(tokens[:, :5], cache=cache))
+        token = tokens[:, 5:6].clone()
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            outputs = [model(token, Context(token, cache=cache))]
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(token, Context(token, cache=cache))
+        for i in range(6, 20):
+            token.copy_(tokens[:, i : i + 1])
+            graph.replay()
+            outputs.append(out.clone())
+    torch.testing.assert_close(torch.cat(outputs, 1), expected[:, 5:], rtol=0, atol=2e-3)
