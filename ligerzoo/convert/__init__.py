@@ -11,9 +11,15 @@ MODEL_TYPES = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    "glm",
+    "glm4",
     "granite",
     "llama",
     "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
 )
 """Every `model_type`. Each has a file here of the same name with its ARCHITECTURE, imported when it is asked for."""
 

@@ -60,14 +60,10 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     `rope_parameters` that holds theta too. A `rope_scaling` that is not empty wins; a theta inside the dict wins over
     the one beside it.
     """
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            "not an object", where="rope_scaling", got=repr(given), expected='{"rope_type": ..., its parameters}'
-        )
-    scaling = dict(given)
+    scaling = dict(_rope_entry(raw))
     rope_type = scaling.pop("rope_type", None) or scaling.get("type") or "default"
-    scaling.pop("type", None)
+    for name in ("type", "partial_rotary_factor"):
+        scaling.pop(name, None)
     theta = scaling.pop("rope_theta", None) or raw.get("rope_theta") or default_theta
     original = raw.get("original_max_position_embeddings")
     if original is not None:
@@ -76,6 +72,17 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
         "rope_theta": theta,
         "rope_scaling": {"rope_type": rope_type, **scaling} if rope_type != "default" else None,
     }
+
+
+def partial_rotary_factor(raw: Mapping[str, Any], default: float) -> float:
+    """What part of a head's features is rotated; the one inside the dict of `rope_fields` wins over the one beside
+    it."""
+    given = (_rope_entry(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
+    return next(factor for factor in given if factor is not None)
+
+
+def _rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return object_entry(raw, "rope_scaling") or object_entry(raw, "rope_parameters")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:

@@ -157,10 +157,20 @@ class KVCache:
 
     Args:
         layers: one for each attention layer, of any kinds. `Decoder.new_cache` makes those that fit.
+
+    Attributes:
+        useful_until: the length of a text up to which its keys are rotated as they were cached, and beyond which they
+            are rotated otherwise (LongRoPE); None where keys stay as they are.
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
+        self.useful_until: int | None = None
+
+    def serves(self, tokens: int) -> bool:
+        """Whether what it holds is of use to so many more tokens; if not, all are to be read anew, with a new cache."""
+        until = self.useful_until
+        return until is None or not 0 < self.length <= until < self.length + tokens
 
     @property
     def length(self) -> int:

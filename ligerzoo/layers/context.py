@@ -52,6 +52,11 @@ class Context:
     ) -> None:
         self.tokens, is_new = x.shape[1], cache is None or cache.length == 0
         self.cache = cache
+        if cache is not None and not cache.serves(self.tokens):
+            raise ValueError(
+                f"the cache holds {cache.length} tokens whose keys are rotated for at most {cache.useful_until}: "
+                "read all tokens anew, with a new cache"
+            )
         if cu_seqlens is not None and (cache is not None or attention_mask is not None or len(x) != 1):
             raise ValueError("cu_seqlens say which tokens of one row belong together: no batch, mask or cache with it")
         self._ready: Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -17,10 +17,13 @@ _LARGEST_SIZE = 2**31 - 1
 def check_fields(config: Any) -> None:
     """Raises ConfigError unless every field of a config dataclass holds what its annotation and name say.
 
-    A whole number is a size, from 1 to 2^31 - 1, unless its name ends in `_token_id`; a float is finite and not
-    negative (and may be given as a whole number); None is allowed where the annotation says so.
+    A whole number is a size, from 1 (or what the field's metadata has as "least") to 2^31 - 1, unless its name ends in
+    `_token_id`; a float is finite and not negative (and may be given as a whole number); None is allowed where the
+    annotation says so.
     """
-    for name, hint in get_type_hints(type(config)).items():
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) or (hint,)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is None and NoneType in kinds:
@@ -34,7 +37,8 @@ def check_fields(config: Any) -> None:
         elif bool in kinds:
             right, expected = isinstance(value, bool), "true or false"
         elif int in kinds:
-            right, expected = type(value) is int and 1 <= value <= _LARGEST_SIZE, "a positive whole number"
+            right = type(value) is int and least <= value <= _LARGEST_SIZE
+            expected = "a positive whole number" if least else "a whole number, 0 or more"
         elif float in kinds:
             right, expected = number and 0 <= value <= sys.float_info.max, "a finite number that is not negative"
         else:
@@ -109,6 +113,31 @@ class DecoderConfig:
     def rotary_size(self) -> int:
         """How many features of a head are rotated."""
         return self.head_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialRotaryConfig(DecoderConfig):
+    """Of a decoder that rotates only the first features of each head.
+
+    Attributes:
+        partial_rotary_factor: what part of the features, at most 1.
+    """
+
+    partial_rotary_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.partial_rotary_factor > 1:
+            raise ConfigError(
+                "more than all features", where="partial_rotary_factor", got=self.partial_rotary_factor,
+                expected="at most 1",
+            )  # fmt: skip
+        super().__post_init__()
+
+    @property
+    def rotary_size(self) -> int:
+        """How many features of a head are rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -7,6 +7,7 @@ import torch
 from ligerzoo.convert.fields import (
     object_entry,
     parse_dtype,
+    partial_rotary_factor,
     refuse,
     rope_fields,
     shared_fields,
@@ -36,6 +37,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
             10000.0,
             {**LINEAR, "original_max_position_embeddings": 9},
         ),
+        ({"rope_scaling": {**LINEAR, "partial_rotary_factor": 0.5}}, 10000.0, LINEAR),
         ({"rope_scaling": {"rope_type": "unheard of"}}, 10000.0, {"rope_type": "unheard of"}),
     ],
 )
@@ -45,10 +47,24 @@ def test_rope_fields(raw: dict[str, Any], theta: float, scaling: object) -> None
     assert repr(raw) == before
 
 
+@pytest.mark.parametrize(
+    "raw, factor",
+    [
+        ({}, 0.5),
+        ({"partial_rotary_factor": None, "rope_parameters": {"partial_rotary_factor": None}}, 0.5),
+        ({"partial_rotary_factor": 0.25, "rope_scaling": LINEAR}, 0.25),
+        ({"partial_rotary_factor": 0, "rope_scaling": None}, 0),
+        ({"partial_rotary_factor": 0.25, "rope_parameters": {"partial_rotary_factor": 0.75}}, 0.75),
+    ],
+)
+def test_partial_rotary_factor(raw: dict[str, Any], factor: float) -> None:
+    assert partial_rotary_factor(raw, 0.5) == factor
+
+
 @pytest.mark.parametrize("wrong", ["linear", 3, ["linear"]])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_entries_that_are_no_objects(key: str, wrong: object) -> None:
-    with pytest.raises(ConfigError, match="rope_scaling: not an object"):
+    with pytest.raises(ConfigError, match=f"{key}: not an object"):
         rope_fields({key: wrong})
 
 

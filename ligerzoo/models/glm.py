@@ -1,0 +1,62 @@
+"""GLM-4-9B as of 2024 (Team GLM 2024).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+
+Distinctive: Llama's block, with rotary positions on the first half of each head's features, neighbouring ones turning
+together (interleaved), and biases on the projections to queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import PartialRotaryConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmConfig(PartialRotaryConfig):
+    """The numbers of a GLM-4; defaults are GLM-4-9B-Chat's.
+
+    Attributes:
+        attention_bias: biases on the projections to queries, keys and values; the output never has one.
+    """
+
+    vocab_size: int = 151552
+    intermediate_size: int = 13696
+    num_hidden_layers: int = 40
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1.5625e-7
+    partial_rotary_factor: float = 0.5
+    attention_bias: bool = True
+
+
+class Glm(CausalLM):
+    """GLM-4 with a language-model head."""
+
+    config: GlmConfig
+
+    def __init__(self, config: GlmConfig, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(
+            c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True
+        )
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def block() -> PreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias, **make
+            )
+            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

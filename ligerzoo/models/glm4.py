@@ -1,0 +1,48 @@
+"""GLM-4-0414, 9B and 32B (Team GLM 2024, and the model cards of 2025).
+
+    tokens -> embedding -> L x [ x += norm(attention(norm(x)));  x += norm(mlp(norm(x))) ] -> norm -> head
+
+Distinctive: GLM-4 whose branches are normalized before and after (sandwich norms, Ding et al. 2021, section 2.4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, SandwichBlock
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.glm import GlmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4Config(GlmConfig):
+    """The numbers of a GLM-4-0414: those of a GLM-4."""
+
+
+class Glm4(CausalLM):
+    """GLM-4-0414 with a language-model head."""
+
+    config: Glm4Config
+
+    def __init__(self, config: Glm4Config, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(
+            c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True
+        )
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def block() -> SandwichBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias, **make
+            )
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

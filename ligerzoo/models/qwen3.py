@@ -1,0 +1,57 @@
+"""Qwen3, its dense models (Yang et al. 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+    attention: queries and keys of each head -> norm -> rotation -> scores
+
+Distinctive: Qwen2 with the biases dropped and QK-norm in their place: RMSNorm over the features of a head, the same
+weight for every head, before the rotation (Dehghani et al. 2023, section 2). A head's size is given, and all heads
+together need not have the size of the residual stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.qwen2 import Qwen2Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """The numbers of a Qwen3; defaults are those of transformers' Qwen3Config.
+
+    Attributes:
+        attention_bias: biases on the projections to queries, keys, values and output.
+    """
+
+    head_dim: int | None = 128
+    attention_bias: bool = False
+
+
+class Qwen3(CausalLM):
+    """Qwen3 with a language-model head."""
+
+    config: Qwen3Config
+
+    def __init__(self, config: Qwen3Config, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm(size: int = c.hidden_size) -> RMSNorm:
+            return RMSNorm(size, c.rms_norm_eps, **make)
+
+        def block(layer: int) -> PreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(layer),
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+            )  # fmt: skip
+            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block(layer) for layer in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

@@ -1,0 +1,99 @@
+"""SmolLM3 (Bakouch et al. 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+
+Distinctive: Llama's block, but every fourth layer has no positions at all (NoPE, Kazemnejad et al. 2023): its queries
+and keys are not rotated, and causality alone tells it the order of the tokens (Yang et al. 2025, "RoPE to NoPE and
+back again").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import WindowedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmolLM3Config(WindowedConfig):
+    """The numbers of a SmolLM3; defaults are those of transformers' SmolLM3Config, which are nearly SmolLM3-3B's.
+
+    Attributes:
+        attention_bias: biases on the projections to queries, keys, values and output.
+        mlp_bias: biases on the three projections of the feed-forward.
+        no_rope_layers: for each layer (and any beyond the last) 1 if it *has* rotary positions and 0 if it has none,
+            for all that the name says; None: as the interval has it.
+        no_rope_layer_interval: the last of every so many layers has no positions.
+        use_sliding_window: whether the layers without positions have the sliding window, if `layer_types` does not say
+            which layers have.
+    """
+
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32768
+    rope_theta: float = 2000000.0
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    no_rope_layers: Sequence[int] | None = None
+    no_rope_layer_interval: int = 4
+    use_sliding_window: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flags = self.no_rope_layers
+        if flags is not None and (
+            not isinstance(flags, list | tuple)
+            or len(flags) < self.num_hidden_layers
+            or any(type(flag) is not int or flag not in (0, 1) for flag in flags)
+        ):
+            raise ConfigError(
+                "not a flag for each layer",
+                where="no_rope_layers",
+                got=repr(flags)[:200],
+                expected=f"a list of {self.num_hidden_layers}, each 0 or 1",
+            )
+
+    def rotates(self, layer: int) -> bool:
+        """Whether this layer has rotary positions."""
+        if self.no_rope_layers is None:
+            return (layer + 1) % self.no_rope_layer_interval != 0
+        return bool(self.no_rope_layers[layer])
+
+    def slides(self, layer: int) -> bool:
+        return self.use_sliding_window and not self.rotates(layer)
+
+
+class SmolLM3(CausalLM):
+    """SmolLM3 with a language-model head."""
+
+    config: SmolLM3Config
+
+    def __init__(self, config: SmolLM3Config, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def block(layer: int) -> PreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary if c.rotates(layer) else None,
+                window=c.window(layer), qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+            )  # fmt: skip
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **make)
+            return PreNormBlock(norm(), attention, norm(), mlp)
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block(layer) for layer in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

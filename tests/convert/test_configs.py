@@ -1,0 +1,124 @@
+"""Every architecture's config.json: what absence means, what comes back, and that nonsense is refused."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.errors import ConfigError
+from tests.models.tiny import Tiny
+from tests.models.zoo import CHECKPOINTS
+
+every_type = pytest.mark.parametrize("model_type", MODEL_TYPES)
+
+RENAMED = {"num_experts": ("num_experts", "num_local_experts")}
+"""Our fields that are called otherwise in some of transformers' configs."""
+
+
+def value_of(config: Any, name: str) -> Any:
+    """A field of transformers' config, under its name or another."""
+    return next((getattr(config, n) for n in RENAMED.get(name, (name,)) if hasattr(config, n)), None)
+
+
+def windows(ours: Any, theirs: Any) -> tuple[list[int | None], list[int | None]]:
+    """Of each layer, as both configs have it."""
+    kinds = (
+        getattr(theirs, "layer_types", None)
+        or ["sliding_attention" if getattr(theirs, "sliding_window", None) else "full_attention"]
+        * ours.num_hidden_layers
+    )
+    got = [ours.window(i) for i in range(ours.num_hidden_layers)]
+    return got, [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def settled(config: Any) -> Any:
+    """With the numbers that a None stands for."""
+    return dataclasses.replace(config, num_key_value_heads=config.kv_heads, head_dim=config.head_size)
+
+
+@every_type
+def test_an_absent_entry_means_what_it_means_in_transformers(model_type: str) -> None:
+    required = {"head_dim": 128} if model_type == "ministral" else {}
+    ours, theirs = architecture_of(model_type).config_from_hf(required), CONFIG_MAPPING[model_type](**required)
+    elsewhere = {
+        "sliding_window",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+        "rope_local_base_freq",
+        "no_rope_layers",
+    }
+    for field in dataclasses.fields(ours):
+        if field.name in elsewhere or (field.name not in RENAMED and not hasattr(theirs, field.name)):
+            continue
+        # Explicit token ids alone count: transformers' generate does not use its own defaults either.
+        expected = None if field.name.endswith("_token_id") else value_of(theirs, field.name)
+        derived = {"num_key_value_heads": ours.kv_heads, "head_dim": ours.head_size}
+        got = derived.get(field.name, getattr(ours, field.name))
+        assert got == expected or (expected is None and field.name == "head_dim"), field.name
+    if hasattr(ours, "window"):
+        got, expected = windows(ours, theirs)
+        assert got == expected
+
+
+@pytest.mark.parametrize("row", CHECKPOINTS, ids=str)
+def test_there_and_back(row: Tiny, tmp_path: Path) -> None:
+    """What we write means to us, and to transformers, what was read."""
+    architecture = architecture_of(row.config["model_type"])
+    config = architecture.config_from_hf(row.config)
+    written = {"model_type": architecture.model_type, **architecture.config_to_hf(config)}
+    assert settled(architecture.config_from_hf(json.loads(json.dumps(written)))) == settled(config)
+
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    meant = transformers.AutoConfig.for_model(**copy.deepcopy(dict(row.config)))
+    for field in dataclasses.fields(config):
+        name = field.name
+        if not name.startswith("rope_") and (name in RENAMED or hasattr(meant, name)):
+            expected = row.config.get(name) if name.endswith("_token_id") else value_of(meant, name)
+            assert value_of(theirs, name) == expected, name
+    if hasattr(config, "window"):
+        assert getattr(theirs, "sliding_window", None) == getattr(meant, "sliding_window", None)
+    for name in ("layer_types", "tie_word_embeddings"):
+        assert getattr(theirs, name, None) == getattr(meant, name, None), name
+    kept = {"rope_theta", "rope_type", "factor", "partial_rotary_factor"}
+    rope, meant_rope = theirs.rope_parameters, meant.rope_parameters
+    assert {k: rope.get(k) for k in kept} == {k: meant_rope.get(k) for k in kept}
+
+
+NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], ["a"], {"a": 1}, "x" * 10**5]
+
+
+@every_type
+def test_nonsense_in_an_entry(model_type: str) -> None:
+    """Gives a model that can be built, or a ConfigError, and nothing else."""
+    architecture = architecture_of(model_type)
+    config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
+    known = {field.name for field in dataclasses.fields(architecture.config_from_hf(config))}
+    for name in sorted((known | config.keys()) - {"architectures", "model_type", "num_hidden_layers"}):
+        for value in NONSENSE:
+            with contextlib.suppress(ConfigError):
+                read = architecture.config_from_hf({**config, name: value})
+                if name not in ("vocab_size", "hidden_size", "intermediate_size"):
+                    architecture.build_on_meta(read)
+    for value in NONSENSE:
+        with contextlib.suppress(ConfigError):
+            architecture.config_from_hf({**config, "num_hidden_layers": value})
+
+
+@every_type
+def test_what_would_change_numbers_is_refused(model_type: str) -> None:
+    architecture = architecture_of(model_type)
+    config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
+    with pytest.raises(ConfigError, match="hidden_act"):  # gemma reads one entry, gemma2 the other
+        architecture.config_from_hf({**config, "hidden_act": "relu6", "hidden_activation": "relu6"})
+    with pytest.raises(ConfigError, match="unknown rope type"):
+        architecture.config_from_hf({**config, "rope_scaling": {"rope_type": "unheard of", "factor": 2.0}})

@@ -1,0 +1,53 @@
+"""config.json of a Phi-3: what became of its rope types, and where its entries count."""
+
+from typing import Any
+
+import pytest
+
+from ligerzoo.convert.phi3 import config_from_hf, config_to_hf
+from ligerzoo.errors import ConfigError
+from tests.models.tiny_phi3 import FACTORS, PHI3
+
+LONGROPE = {"rope_type": "longrope", **FACTORS}
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_all_its_rope_types_are_longrope(key: str, name: str) -> None:
+    config = config_from_hf({**PHI3, "rope_scaling": {key: name, **FACTORS}})
+    assert config.rope_scaling == LONGROPE
+    # Transformers 4 refuses any other entry.
+    assert config_to_hf(config)["rope_scaling"] == {"type": "longrope", **FACTORS}
+
+
+@pytest.mark.parametrize("beside, counts", [({}, 4096), ({"original_max_position_embeddings": 100}, 100)])
+def test_the_original_context_counts_beside_the_dict(beside: dict[str, int], counts: int) -> None:
+    raw = {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 7}, "head_dim": 8, **beside}
+    config = config_from_hf(raw)
+    assert (config.original_max_position_embeddings, config.rope_scaling) == (counts, LONGROPE)
+    written = config_to_hf(config)
+    assert written["original_max_position_embeddings"] == counts
+    assert "original_max_position_embeddings" not in written["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    "entry, named",
+    [
+        (
+            {"partial_rotary_factor": 1.25},
+            "partial_rotary_factor: more than all features; got 1.25; expected at most 1",
+        ),
+        ({"partial_rotary_factor": 1e300}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.0}, "head_dim: features rotate in pairs; got 0"),
+        ({"partial_rotary_factor": 0.9}, "head_dim: features rotate in pairs; got 7"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}, "short_factor: .* a list of 3 positive numbers"),
+        ({"rope_scaling": {"type": "su"}}, "rope_scaling of type longrope, short_factor"),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        ({"hidden_act": "gelu"}, "hidden_act: not supported; got 'gelu'"),
+    ],
+)
+def test_refusals(entry: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config_from_hf({**PHI3, **entry})

@@ -1,0 +1,47 @@
+"""config.json of a Qwen2: which layers have a window."""
+
+from typing import Any
+
+import pytest
+
+from ligerzoo.convert.qwen2 import config_from_hf
+from ligerzoo.errors import ConfigError
+from tests.models.tiny_qwen2 import QWEN2
+
+ON = {"use_sliding_window": True}
+TYPES = ["sliding_attention", "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    "entries, windows",
+    [
+        ({}, [None, None, None]),
+        (ON, [None, 7, 7]),
+        ({**ON, "max_window_layers": 0}, [7, 7, 7]),
+        ({**ON, "max_window_layers": 2}, [None, None, 7]),
+        ({**ON, "max_window_layers": None}, [None, None, None]),
+        ({**ON, "sliding_window": None}, [None, None, None]),
+        ({**ON, "layer_types": TYPES}, [7, None, None]),
+    ],
+)
+def test_windows(entries: dict[str, Any], windows: list[int | None]) -> None:
+    config = config_from_hf({**QWEN2, **entries})
+    assert [config.window(layer) for layer in range(3)] == windows
+
+
+@pytest.mark.parametrize(
+    "entry, named",
+    [
+        (
+            {"max_window_layers": -1},
+            "max_window_layers: not a possible value; got -1; expected a whole number, 0 or more",
+        ),
+        ({"max_window_layers": 1.0}, "max_window_layers"),
+        ({"use_sliding_window": 1}, "use_sliding_window: .* expected true or false"),
+        ({"sliding_window": 0}, "sliding_window: .* expected a positive whole number"),
+        ({"layer_types": ["full_attention"]}, "layer_types: .* a list of 3"),
+    ],
+)
+def test_refusals(entry: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config_from_hf({**QWEN2, **entry})
