@@ -10,6 +10,7 @@ turn's peak memory is its own and the first losses can be compared.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,7 @@ IN_TURN: dict[str, Callable[[], nn.Module]] = {"ligerzoo": ligerzoo_model, "tran
 
 def measure(build: Callable[[], nn.Module], input_ids: Tensor, weights: dict[str, Tensor]) -> dict[str, float]:
     """One turn: the median step, the peak memory, and the loss before the first step."""
+    gc.collect()  # for transformers' models lie in reference cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build()

@@ -63,9 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def info(options: argparse.Namespace) -> int:
-    from ligerzoo.info import describe
+    from ligerzoo.info import describe, describe_architectures
 
-    print(describe(options.model, revision=options.revision))
+    about = describe_architectures() if options.architectures else describe(options.model, revision=options.revision)
+    print(about)
     return 0
 
 
@@ -233,17 +234,21 @@ network.""",
         subparser.set_defaults(run=run)
         return subparser
 
-    command(
+    about = command(
         info,
         "tell what a checkpoint is: architecture, parameters, memory, files, tokenizer",
-        a_model,
         epilog="""\
 examples
   ligerzoo info HuggingFaceTB/SmolLM2-135M
   ligerzoo info path/to/checkpoint
+  ligerzoo info --architectures
 
 Only configs, the tokenizer and the headers of the weight files are read.""",
     )
+    subject = about.add_mutually_exclusive_group(required=True)
+    subject.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    subject.add_argument("--architectures", action="store_true", help="tell of all architectures there are instead")
+    about.add_argument("--revision", help="branch, tag or commit on the hub")
 
     text = command(
         generate,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
-from ligerzoo.convert import architecture_of
-from ligerzoo.convert.architecture import is_rotary_buffer
+from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
 from ligerzoo.errors import CheckpointError
 from ligerzoo.hub import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
@@ -32,6 +36,49 @@ ADAMW_BYTES = 16
 
 COUNTS = ("", " k", " M", " B", " T")
 BYTES = (" B", " kB", " MB", " GB", " TB")
+
+
+@dataclass(frozen=True)
+class Known:
+    """An architecture as its file presents it.
+
+    Attributes:
+        model_type: the entry of config.json.
+        class_name: of the model.
+        checkpoints: the models that are built so, and their papers.
+        distinctive: what is.
+    """
+
+    model_type: str
+    class_name: str
+    checkpoints: str
+    distinctive: str
+
+
+def architectures() -> list[Known]:
+    """Every architecture there is, by what its file says at its head."""
+    return [_known(architecture_of(model_type)) for model_type in MODEL_TYPES]
+
+
+def _known(architecture: Architecture) -> Known:
+    model_class = architecture.model_class
+    paragraphs = (sys.modules[model_class.__module__].__doc__ or "").split("\n\n")
+    checkpoints, *_, distinctive = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
+    distinctive = re.sub(r"^Distinctive(, (.*?))?: ", lambda match: f"{match[2]}: " if match[2] else "", distinctive)
+    return Known(architecture.model_type, model_class.__name__, checkpoints, distinctive)
+
+
+def describe_architectures() -> str:
+    """A page of text on all architectures."""
+    entries = [
+        f"{known.class_name} ({known.model_type})\n{_indented(known.checkpoints)}\n{_indented(known.distinctive)}"
+        for known in architectures()
+    ]
+    return "\n\n".join(entries)
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ")
 
 
 def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:

@@ -17,8 +17,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from ligerzoo import AutoModel, Tokenizer, cli, hub, info
 from ligerzoo.checkpoint import Checkpoint
+from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 
+ROOT = Path(__file__).parent.parent
 COMMANDS = ("info", "generate", "chat", "convert", "demo")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -392,3 +394,18 @@ def test_convert_keeps_its_hands_off_what_is_there(
         assert cli.main(["convert", str(checkpoint), str(target)]) == 1
         assert "is there already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_info_tells_of_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", "--architectures"]) == 0
+    out = capsys.readouterr().out
+    for model_type in MODEL_TYPES:
+        name = architecture_of(model_type).model_class.__name__
+        heading = f"{name} ({model_type})\n  "
+        assert heading in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "Distinctive" not in out
+
+
+def test_the_readme_has_them_too() -> None:
+    subprocess.run([sys.executable, "-m", "tools.architectures", "--check"], cwd=ROOT, check=True)

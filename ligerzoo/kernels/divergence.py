@@ -103,6 +103,11 @@ def _weighted(probability, x):
 
 
 @jit
+def _sign(x):
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # NaN stays NaN
+
+
+@jit
 def _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.constexpr):
     """(f, s) of each class."""
     ratio = log_q - log_p
@@ -113,8 +118,7 @@ def _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: t
         slope = _weighted(q, ratio)
         part = slope + (p - q)
     elif DIVERGENCE == "tvd":
-        sign = tl.where(q > p, 1.0, tl.where(q < p, -1.0, q - p))  # NaN stays NaN
-        slope = 0.5 * q * sign
+        slope = 0.5 * q * _sign(q - p)
         part = 0.5 * tl.abs(p - q)
     else:
         # log(m / max(p, q)): no exponential overflows, and that of equal probabilities is exactly 0.
@@ -126,17 +130,11 @@ def _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: t
 
 
 @jit
-def _probabilities_at(
-    row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature, DIVERGENCE: tl.constexpr
-):  # fmt: skip
+def _probabilities_at(row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature):
     """The probabilities in these columns and their logarithms, 0 and -inf in columns that are none."""
     x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-    x = (x - maximum) * inverse_temperature
-    EXACT: tl.constexpr = row_ptr.dtype.element_ty == tl.float32
-    if DIVERGENCE == "tvd":  # of the likely classes x has fewer digits to lose than x - log_sum
-        return exp(x, EXACT) * exp(-log_sum, EXACT), x - log_sum
-    else:  # elsewhere the two must agree, for what rounding does to both to cancel
-        return exp(x - log_sum, EXACT), x - log_sum
+    log_probability = (x - maximum) * inverse_temperature - log_sum
+    return exp(log_probability, row_ptr.dtype.element_ty == tl.float32), log_probability
 
 
 @jit
@@ -151,12 +149,8 @@ def _statistics(
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        q, log_q = _probabilities_at(
-            student_ptr, cols, n_cols, student_max, student_log, inverse_temperature, DIVERGENCE
-        )
-        p, log_p = _probabilities_at(
-            teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature, DIVERGENCE
-        )
+        q, log_q = _probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
+        p, log_p = _probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
         part, slope = _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
         parts += part
         slopes += slope
@@ -170,14 +164,12 @@ def _store_gradient(
 ):  # fmt: skip
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        q, log_q = _probabilities_at(
-            student_ptr, cols, n_cols, student_max, student_log, inverse_temperature, DIVERGENCE
-        )
-        p, log_p = _probabilities_at(
-            teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature, DIVERGENCE
-        )
+        q, log_q = _probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
+        p, log_p = _probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
         _, slope = _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
-        gradient = upstream * inverse_temperature * (slope - q * slope_sum)
+        # For tvd, s is 1/2 q sign(q - p), and of s - q S may be little left.
+        change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
+        gradient = upstream * inverse_temperature * change
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 

@@ -13,7 +13,6 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.models import Llama, LlamaConfig
 from tests.models.tiny_llama import LLAMA, LLAMA3_SCALING, LONGROPE, YARN
 
-
 NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], ["a"], {"a": 1}, "x" * 10**5]
 
 

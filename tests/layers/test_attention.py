@@ -128,6 +128,7 @@ def test_the_backend_reaches_the_rotation() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile looks at
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])

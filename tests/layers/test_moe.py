@@ -369,6 +369,7 @@ def test_nothing_depends_on_what_the_numbers_are(make: Callable[..., MoE]) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_gpu_is_waited_for() -> None:
     mixture, shared = shared_expert_moe(device="cuda", dtype=torch.bfloat16), Context()
     x, mask = torch.randn(2, 9, H, device="cuda", dtype=torch.bfloat16), torch.ones(2, 9, device="cuda")
