@@ -15,10 +15,16 @@ MODEL_TYPES = (
     "glm4",
     "granite",
     "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
     "olmo2",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
 )
 """Every `model_type`. Each has a file here of the same name with its ARCHITECTURE, imported when it is asked for."""

@@ -85,6 +85,12 @@ def _rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return object_entry(raw, "rope_scaling") or object_entry(raw, "rope_parameters")
 
 
+def switched_window(raw: Mapping[str, Any], default: int = 4096) -> dict[str, Any]:
+    """`sliding_window` of our config where `use_sliding_window` turns it on or off, and off when absent, as in Qwen's
+    config.json."""
+    return {"sliding_window": raw.get("sliding_window", default) if raw.get("use_sliding_window") else None}
+
+
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype that config.json names, under the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
     name = raw.get("dtype") or raw.get("torch_dtype")

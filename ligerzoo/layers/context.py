@@ -71,8 +71,10 @@ class Context:
                 self.real = None
         self._places = places = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.starts: Tensor | None = None
+        self._end: Tensor | None = None  # 0-d: of packed texts
         if cu_seqlens is not None:
             bounds = cu_seqlens.to(x.device, torch.int64)
+            self._end = bounds[-1]
             text = torch.searchsorted(bounds, places, right=True) - 1
             self.starts = bounds[text][None]
         elif position_ids is not None and position_ids.ndim == 2 and is_new and attention_mask is None:
@@ -91,6 +93,12 @@ class Context:
         if torch.compiler.is_compiling():  # which lets nothing out of such a layer but what it returns
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork
+
+    def real_tokens(self) -> Tensor | None:
+        """(B, T) bool: which of the call's tokens are no padding; None where all are known to be real."""
+        if self._end is not None:
+            return (self._places < self._end)[None]
+        return None if self.real is None else self.real[:, self._places]
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""

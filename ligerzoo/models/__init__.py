@@ -8,10 +8,16 @@ from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.llama import Llama, LlamaConfig
+from ligerzoo.models.ministral import Ministral, MinistralConfig
+from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
+from ligerzoo.models.mistral import Mistral, MistralConfig
+from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
+from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
+from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
 __all__ = [
@@ -31,14 +37,26 @@ __all__ = [
     "GraniteConfig",
     "Llama",
     "LlamaConfig",
+    "Ministral",
+    "Ministral3",
+    "Ministral3Config",
+    "MinistralConfig",
+    "Mistral",
+    "MistralConfig",
+    "Mixtral",
+    "MixtralConfig",
     "Olmo2",
     "Olmo2Config",
     "Phi3",
     "Phi3Config",
     "Qwen2",
     "Qwen2Config",
+    "Qwen2Moe",
+    "Qwen2MoeConfig",
     "Qwen3",
     "Qwen3Config",
+    "Qwen3Moe",
+    "Qwen3MoeConfig",
     "SmolLM3",
     "SmolLM3Config",
 ]

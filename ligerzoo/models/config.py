@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
@@ -24,7 +24,7 @@ def check_fields(config: Any) -> None:
     hints = get_type_hints(type(config))
     for field in fields(config):
         name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
-        value, kinds = getattr(config, name), get_args(hint) or (hint,)
+        value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is None and NoneType in kinds:
             continue

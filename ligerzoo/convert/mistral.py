@@ -1,0 +1,36 @@
+"""Mistral's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
+embedding's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import refuse, rope_fields, shared_fields
+from ligerzoo.models.mistral import Mistral, MistralConfig
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> MistralConfig:
+    """config.json -> MistralConfig. An absent `sliding_window` is one of 4096, a null is none; `layer_types` make it a
+    Ministral, as in transformers' AutoConfig."""
+    refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
+    return MistralConfig(**{**shared_fields(raw, MistralConfig), **rope_fields(raw)})
+
+
+def config_to_hf(config: MistralConfig) -> dict[str, Any]:
+    """MistralConfig -> the entries of config.json."""
+    entries = {"hidden_act": "silu", **asdict(config)}
+    if config.layer_types is None:
+        del entries["layer_types"]
+    return entries
+
+
+ARCHITECTURE = Architecture(
+    model_type="mistral",
+    hf_class="MistralForCausalLM",
+    model_class=Mistral,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+)

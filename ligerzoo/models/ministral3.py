@@ -1,0 +1,111 @@
+"""The text part of Ministral 3 (Liu et al. 2026).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+
+Distinctive: a Mistral for contexts longer than those of its pretraining. YaRN stretches the rotary frequencies, and
+queries grow with their position, so that attention stays as sharp over more keys (as in Llama 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers.rope_scaling import is_positive
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import DecoderConfig
+
+
+def _yarn() -> dict[str, Any]:
+    return {
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(DecoderConfig):
+    """The numbers of a Ministral 3; defaults are those of transformers.
+
+    Attributes:
+        sliding_window: how many tokens a token sees, itself included; None for all before it.
+        rope_scaling: has, besides the parameters of its rope type, `llama_4_scaling_beta`, by which queries grow, see
+            `GrowingQueryAttention`; without it they do not.
+    """
+
+    vocab_size: int = 131072
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 34
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    rope_scaling: Mapping[str, Any] | None = field(default_factory=_yarn)
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.query_growth and not is_positive(self.query_growth):
+            raise ConfigError(
+                "not a possible value",
+                where="rope_scaling, llama_4_scaling_beta",
+                got=repr(self.query_growth)[:200],
+                expected="a positive number, or 0 or null for queries that do not grow",
+            )
+
+    @property
+    def query_growth(self) -> float:
+        """The `llama_4_scaling_beta` of `rope_scaling`."""
+        return (self.rope_scaling or {}).get("llama_4_scaling_beta") or 0.0
+
+
+class GrowingQueryAttention(Attention):
+    """Attention whose queries, once turned, are multiplied by `1 + growth * ln(1 + floor(position / period))`.
+
+    Args:
+        growth: 0 for queries that stay as they are.
+        period: how many positions have the same factor; the first so many have 1.
+        arguments: those of `Attention`.
+        options: those of `Attention`.
+    """
+
+    def __init__(self, growth: float, period: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.growth, self.period = growth, period
+
+    def turn(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        q, k = super().turn(q, k, context)
+        factor = 1 + self.growth * torch.log(1 + torch.floor(context.position_ids / self.period))
+        return q * factor[..., None, None].to(q.dtype), k
+
+
+class Ministral3(CausalLM):
+    """Ministral 3 with a language-model head."""
+
+    config: Ministral3Config
+
+    def __init__(self, config: Ministral3Config, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def block() -> PreNormBlock:
+            attention = GrowingQueryAttention(
+                c.query_growth, rotary.original_max_position, c.hidden_size, c.num_attention_heads, c.kv_heads,
+                c.head_size, rotary, window=c.sliding_window, **make,
+            )  # fmt: skip
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            return PreNormBlock(norm(), attention, norm(), mlp)
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

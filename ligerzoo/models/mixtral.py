@@ -1,0 +1,74 @@
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2024).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mixture(norm(x)) ] -> norm -> head
+
+Distinctive: a Mistral whose feed-forwards are mixtures of experts. A token goes to two of eight, and their weights, the
+router's probabilities, are scaled to add up to one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import Attention, Decoder, Experts, LMHead, MoE, PreNormBlock, RMSNorm, RotaryEmbedding, Router
+from ligerzoo.models.causal_lm import Make
+from ligerzoo.models.mixture import MixtureConfig, MixtureLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralConfig(MixtureConfig):
+    """The numbers of a Mixtral; defaults are those of Mixtral-8x7B, but for longer texts.
+
+    Attributes:
+        intermediate_size: the width of an expert.
+        router_jitter_noise: see `ligerzoo.layers.MoE`.
+    """
+
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    router_jitter_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.router_jitter_noise >= 1:
+            raise ConfigError(
+                "not a possible value",
+                where="router_jitter_noise",
+                got=self.router_jitter_noise,
+                expected="0 to 1, without 1",
+            )
+
+
+class Mixtral(MixtureLM):
+    """Mixtral with a language-model head."""
+
+    config: MixtralConfig
+
+    def __init__(self, config: MixtralConfig, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def mixture() -> MoE:
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, **make)
+            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts, **make)
+            return MoE(router, experts, jitter_noise=c.router_jitter_noise)
+
+        def block() -> PreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.sliding_window, **make
+            )
+            return PreNormBlock(norm(), attention, norm(), mixture())
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block() for _ in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

@@ -1,0 +1,90 @@
+"""Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B (Qwen Team 2024; Yang et al. 2024).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mixture(norm(x)) + gated shared expert(norm(x)) ]
+           -> norm -> head
+
+Distinctive: besides the experts that the router picks, every token goes through one that all share, which a gate of its
+own weighs. The weights of those picked do not add up to one. Queries, keys and values have biases. Single layers may
+have a plain feed-forward instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    Experts,
+    GatedMLP,
+    LMHead,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+    SharedExpertMoE,
+)
+from ligerzoo.models.causal_lm import Make
+from ligerzoo.models.config import WindowedConfig
+from ligerzoo.models.mixture import MixtureLM, PartlyMixtureConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeConfig(PartlyMixtureConfig, WindowedConfig):
+    """The numbers of a Qwen2 with mixtures; defaults are Qwen1.5-MoE-A2.7B's.
+
+    Attributes:
+        shared_expert_intermediate_size: the width of the shared expert.
+        qkv_bias: biases on the projections to queries, keys and values.
+        max_window_layers: with a sliding window, every other layer slides, from the first on, among the first so many.
+    """
+
+    intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = 5632
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+    qkv_bias: bool = True
+    max_window_layers: int = 28
+
+    def slides(self, layer: int) -> bool:
+        return layer % 2 == 0 and layer < self.max_window_layers
+
+
+class Qwen2Moe(MixtureLM):
+    """Qwen2 with mixtures of experts and a language-model head."""
+
+    config: Qwen2MoeConfig
+
+    def __init__(self, config: Qwen2MoeConfig, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+        def mlp(i: int) -> nn.Module:
+            if not c.has_mixture(i):
+                return GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            return SharedExpertMoE(
+                Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **make),
+                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **make),
+                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **make),
+                nn.Linear(c.hidden_size, 1, bias=False, **make),
+            )
+
+        def block(i: int) -> PreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+                window=c.window(i), qkv_bias=c.qkv_bias, **make,
+            )  # fmt: skip
+            return PreNormBlock(norm(), attention, norm(), mlp(i))
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block(i) for i in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))

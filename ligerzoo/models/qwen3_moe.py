@@ -1,0 +1,78 @@
+"""The mixtures among Qwen3, such as Qwen3-30B-A3B and Qwen3-235B-A22B (Yang et al. 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mixture(norm(x)) ] -> norm -> head
+
+Distinctive: the heads of queries and keys are normalized before they are turned, with one scale for all heads, and
+feed-forwards are mixtures of many small experts, of which a token goes to eight. Single layers may have a plain
+feed-forward instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    Experts,
+    GatedMLP,
+    LMHead,
+    MoE,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+)
+from ligerzoo.models.causal_lm import Make
+from ligerzoo.models.mixture import MixtureLM, PartlyMixtureConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(PartlyMixtureConfig):
+    """The numbers of a Qwen3 with mixtures; defaults are those of transformers.
+
+    Attributes:
+        attention_bias: biases on the projections to queries, keys, values and output.
+    """
+
+    intermediate_size: int = 6144
+    num_key_value_heads: int | None = 4
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    attention_bias: bool = False
+
+
+class Qwen3Moe(MixtureLM):
+    """Qwen3 with mixtures of experts and a language-model head."""
+
+    config: Qwen3MoeConfig
+
+    def __init__(self, config: Qwen3MoeConfig, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm(size: int = c.hidden_size) -> RMSNorm:
+            return RMSNorm(size, c.rms_norm_eps, **make)
+
+        def mlp(i: int) -> nn.Module:
+            if not c.has_mixture(i):
+                return GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            return MoE(
+                Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **make),
+                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **make),
+            )
+
+        def block(i: int) -> PreNormBlock:
+            attention = Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.sliding_window,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+            )  # fmt: skip
+            return PreNormBlock(norm(), attention, norm(), mlp(i))
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        layers = [block(i) for i in range(c.num_hidden_layers)]
+        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
