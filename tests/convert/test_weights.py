@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -197,6 +197,7 @@ def tables(draw: st.DrawFn) -> tuple[Layout, Tensors]:
     return Layout(tuple(draw(st.permutations(rules))), bare=draw(st.booleans())), tensors
 
 
+@settings(deadline=None)
 @given(tables())
 def test_any_table_there_and_back(table: tuple[Layout, Tensors]) -> None:
     layout, ours = table
@@ -208,6 +209,7 @@ def test_any_table_there_and_back(table: tuple[Layout, Tensors]) -> None:
     assert raw_bytes(to_disk(layout, again)) == raw_bytes(disk)
 
 
+@settings(deadline=None)
 @given(tables())
 def test_a_piece_is_all_of_one_side(table: tuple[Layout, Tensors]) -> None:
     """By which the hub bounds their number."""
