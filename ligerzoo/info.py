@@ -105,6 +105,8 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
     lines = [
         ("architecture", f"{architecture.model_class.__name__} ({architecture.hf_class})"),
         ("shape", _shape(config)),
+        *_mixtures(config),
+        *_windows(config),
         ("context", f"{config.max_position_embeddings:,} tokens, {_rotary(config)}"),
         *_parameters(tensors, config),
         *_memory(tensors, config),
@@ -150,6 +152,28 @@ def _shape(config: Any) -> str:
     return f"{config.num_hidden_layers} layers, {sizes}; {heads}"
 
 
+def _mixtures(config: Any) -> list[tuple[str, str]]:
+    if not hasattr(config, "num_experts"):
+        return []
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    return [("mixtures", f"{config.num_experts} experts of {width:,}, {config.num_experts_per_tok} for each token")]
+
+
+def _windows_of(config: Any) -> list[int | None]:
+    """How far a token sees in each layer; None for all before it."""
+    if hasattr(config, "window"):
+        return [config.window(layer) for layer in range(config.num_hidden_layers)]
+    return [getattr(config, "sliding_window", None)] * config.num_hidden_layers
+
+
+def _windows(config: Any) -> list[tuple[str, str]]:
+    counts = Counter(window for window in _windows_of(config) if window is not None)
+    return [
+        ("windows", f"{count} of {config.num_hidden_layers} layers see the last {window:,} tokens")
+        for window, count in counts.items()
+    ]
+
+
 def _rotary(config: Any) -> str:
     scaling: Mapping[str, Any] = config.rope_scaling or {}
     kind = f", scaled by {scaling['rope_type']}" if scaling else ""
@@ -163,6 +187,11 @@ def _parameters(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]
             part = next((part for piece, part in PARTS.items() if piece in tensor.name), "other")
             counts[part] += math.prod(tensor.shape)
     lines = [("parameters", f"{counts.total():,} ({_short(counts.total(), COUNTS)})")]
+    if counts["experts"]:
+        idle = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
+        lines.append(
+            ("", f"{counts.total() - idle:,} of them ({_short(counts.total() - idle, COUNTS)}) for each token")
+        )
     lines += [("", f"{part:<13}{count:>18,} {count / counts.total():>6.1%}") for part, count in counts.most_common()]
     if config.tie_word_embeddings and "head" not in counts:
         lines.append(("", "head         the embedding's"))
@@ -172,11 +201,16 @@ def _parameters(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]
 def _memory(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-    cached = 2 * config.num_hidden_layers * config.kv_heads * config.head_size * tensors[0].dtype.itemsize
+    a_token = 2 * config.kv_heads * config.head_size * tensors[0].dtype.itemsize  # in the cache of a layer
+    windows = _windows_of(config)
+    held = a_token * sum(window for window in windows if window is not None)
     weights = sum(tensor.nbytes for tensor in tensors)
+    cached = f"{_bytes(a_token * windows.count(None))} for each token of context"
+    if held:
+        cached += f", and up to {_bytes(held)} for windows"
     return [
         ("dtype", " and ".join(sorted(dtypes))),
-        ("memory", f"to generate {_bytes(weights)} and {_bytes(cached)} for each token of context"),
+        ("memory", f"to generate {_bytes(weights)} and {cached}"),
         ("", f"to train {_bytes(ADAMW_BYTES * parameters)} and the activations (fp32, AdamW)"),
     ]
 

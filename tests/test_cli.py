@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from ligerzoo import AutoModel, Tokenizer, cli, hub, info
 from ligerzoo.checkpoint import Checkpoint
 from ligerzoo.convert import MODEL_TYPES, architecture_of
-from ligerzoo.models import CausalLM, Llama, LlamaConfig
+from ligerzoo.models import CausalLM, Gemma2, Gemma2Config, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("info", "generate", "chat", "convert", "demo")
@@ -409,3 +409,22 @@ def test_info_tells_of_every_architecture(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_readme_has_them_too() -> None:
     subprocess.run([sys.executable, "-m", "tools.architectures", "--check"], cwd=ROOT, check=True)
+
+
+def test_info_tells_of_mixtures_and_windows(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(
+        **sizes, num_hidden_layers=2, head_dim=4, intermediate_size=24, moe_intermediate_size=8, num_experts=4,
+        num_experts_per_tok=1,
+    )  # fmt: skip
+    Qwen3Moe(config).save_pretrained(tmp_path / "mixture")
+    text = info.describe(tmp_path / "mixture")
+    expert = 3 * 16 * 8
+    parameters = sum(p.numel() for p in Qwen3Moe(config).parameters())
+    assert "mixtures      4 experts of 8, 1 for each token" in text
+    assert f"{parameters - 2 * 3 * expert:,} of them" in text
+
+    Gemma2(Gemma2Config(**sizes, num_hidden_layers=3, head_dim=4, sliding_window=7)).save_pretrained(tmp_path / "gemma")
+    text = info.describe(tmp_path / "gemma")
+    assert "windows       2 of 3 layers see the last 7 tokens" in text
+    assert "64 B for each token of context, and up to 896 B for windows" in text

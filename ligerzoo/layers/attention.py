@@ -149,6 +149,9 @@ class Attention(nn.Module):
         qkv_bias: biases on the projections to queries, keys and values.
         output_bias: a bias on the output projection.
         backend: of the rotation: "auto" (Triton where it can), "triton" or "torch" (the reference).
+
+    Raises:
+        ValueError: the numbers make no attention.
     """
 
     def __init__(
@@ -178,6 +181,12 @@ class Attention(nn.Module):
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
             raise ValueError(f"Attention: {num_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"Attention: {hidden_size} features are no {num_heads} heads of a size; give head_dim")
+        if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+            raise ValueError(
+                f"Attention: window={window} and softcap={softcap}; expected at least 1 and above 0, or None"
+            )
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, q_size, bias=qkv_bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)

@@ -90,12 +90,17 @@ class StaticLayerCache(LayerCache):
 
     Args:
         capacity: the most tokens it holds.
+
+    Raises:
+        ValueError: the capacity is less than 1.
     """
 
     has_unwritten = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
+        if capacity < 1:
+            raise ValueError(f"a cache for {capacity} tokens; expected at least 1")
         self.capacity: int = capacity
         self._end: Tensor | None = None  # 0-d: `length` as a replayed graph counts it
 
@@ -110,7 +115,9 @@ class StaticLayerCache(LayerCache):
         self._check_batch(keys)
         tokens = keys.shape[1]
         if self.length + tokens > self.capacity:
-            raise ValueError(f"the cache has room for {self.capacity} tokens, and holds {self.length} of {tokens} more")
+            raise ValueError(
+                f"the cache has room for {self.capacity} tokens and holds {self.length}; {tokens} more do not fit"
+            )
         if self._keys is None or self._values is None:
             self._keys, self._values = (
                 x.new_zeros(x.shape[0], x.shape[2], self.capacity, x.shape[3]) for x in (keys, values)

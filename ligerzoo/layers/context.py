@@ -50,6 +50,10 @@ class Context:
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> None:
+        if x.ndim not in (2, 3) or x.shape[1] == 0:
+            raise ValueError(f"tokens of shape {tuple(x.shape)}; expected (B, T) ids or (B, T, H) embeddings, T > 0")
+        if not (cache is None or isinstance(cache, KVCache)):
+            raise ValueError(f"a cache of type {type(cache).__name__}; expected one that the model's new_cache() made")
         self.tokens, is_new = x.shape[1], cache is None or cache.length == 0
         self.cache = cache
         if cache is not None and not cache.serves(self.tokens):
@@ -57,8 +61,8 @@ class Context:
                 f"the cache holds {cache.length} tokens whose keys are rotated for at most {cache.useful_until}: "
                 "read all tokens anew, with a new cache"
             )
-        if cu_seqlens is not None and (cache is not None or attention_mask is not None or len(x) != 1):
-            raise ValueError("cu_seqlens say which tokens of one row belong together: no batch, mask or cache with it")
+        if cu_seqlens is not None:
+            _check_packing(cu_seqlens, x, attention_mask, cache)
         self._ready: Tensor | None = None
         self.real: Tensor | None = None
         if attention_mask is not None and _checked(attention_mask, self.tokens, cache).ndim == 4:
@@ -177,6 +181,24 @@ def shifted_labels(labels: Tensor, starts: Tensor | None = None, ignored: int = 
         is_last = F.pad(starts[..., 1:] != starts[..., :-1], (0, 1), value=True)
         shifted = shifted.masked_fill(is_last, ignored)
     return shifted
+
+
+def _check_packing(
+    cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None
+) -> None:  # fmt: skip
+    """Raises ValueError unless these are the bounds of texts in one row. Their values are looked at on a CPU alone, for
+    it would make the host wait for a GPU."""
+    if cache is not None or attention_mask is not None or len(x) != 1:
+        raise ValueError("cu_seqlens say which tokens of one row belong together: no batch, mask or cache with it")
+    is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and len(cu_seqlens) > 0
+    if not is_list or cu_seqlens.is_floating_point():
+        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens)
+        raise ValueError(f"cu_seqlens: {got}; expected a tensor of integers, (n + 1,)")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > x.shape[1]:
+            shown = f"{bounds[:8]}{' and so on' if len(bounds) > 8 else ''}"
+            raise ValueError(f"cu_seqlens: {shown}; expected to ascend from 0 to at most {x.shape[1]}")
 
 
 def _checked(attention_mask: Tensor, tokens: int, cache: KVCache | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
@@ -68,7 +69,7 @@ class Make(TypedDict, total=False):
 
 class CausalLM(nn.Module):
     """A decoder and a head. An architecture's class builds both and hands them to `__init__`; it takes a config, and
-    how to make the weights.
+    how to make the weights. There is no dropout, in training neither, whatever config.json says of one.
 
     Args:
         config: the architecture's config.
@@ -149,7 +150,10 @@ class CausalLM(nn.Module):
             past_key_values = self.new_cache()
         x = input_ids if inputs_embeds is None else inputs_embeds
         if x is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both")
+            raise ValueError("give one of input_ids and inputs_embeds")
+        for name, target in (("labels", labels), ("shift_labels", shift_labels)):
+            if target is not None and target.shape != x.shape[:2]:
+                raise ValueError(f"{name} {tuple(target.shape)} for tokens {tuple(x.shape[:2])}; expected one for each")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
         hidden = self.model(x, context)
 
@@ -186,9 +190,20 @@ class CausalLM(nn.Module):
         """The weights' dtype."""
         return next(self.parameters()).dtype
 
-    def gradient_checkpointing_enable(self) -> None:
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
         """From now on each block is computed again in the backward pass, from its input, which is all that is kept of
-        it."""
+        it.
+
+        Args:
+            gradient_checkpointing_kwargs: as Hugging Face's Trainer passes them: {"use_reentrant": False} or nothing.
+
+        Raises:
+            ValueError: another kind of checkpointing is asked for.
+        """
+        if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
+            raise ValueError(
+                f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}; expected {{'use_reentrant': False}}"
+            )
         self.model.gradient_checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:

@@ -70,7 +70,7 @@ def test_gradients_through_padding(dtype: torch.dtype, tolerance: float, device:
     results = []
     for function, of in ((attend, dtype), (reference, torch.float64)):
         q, k, v, upstream = (tensor.to(of, copy=True).requires_grad_() for tensor in exact)
-        mask = Context(q, attention_mask).mask(5)
+        mask = Context(q.flatten(2), attention_mask).mask(5)
         assert isinstance(mask, Mask)
         out = function(q, k, v, mask.added(of))
         results.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
@@ -142,7 +142,7 @@ def test_long_texts_on_a_gpu(kind: str, window: int | None, softcap: float | Non
     if kind == "packed":
         options["cu_seqlens"] = torch.tensor([0, 700, 710, 2400], device="cuda")
     q, k, v = (torch.randn(rows, tokens, heads, 64, device="cuda", requires_grad=True) for heads in (4, 2, 2))
-    context = Context(q, **options)
+    context = Context(q.flatten(2), **options)
     mask = context.mask(tokens, window=window, even_if_plain=True)
     assert isinstance(mask, Mask)
     upstream = torch.randn_like(q)

@@ -48,7 +48,7 @@ def test_a_static_cache_keeps_its_place(tokens: int) -> None:
             assert not whole[:, end:].any()
         places.add(got[0].data_ptr())
     assert len(places) == 1
-    with pytest.raises(ValueError, match="has room for 299 tokens, and holds 297 of 3 more"):
+    with pytest.raises(ValueError, match="has room for 299 tokens and holds 297; 3 more do not fit"):
         cache.append(keys[:, :3], values[:, :3])
     assert cache.length == 297
 

@@ -149,7 +149,7 @@ def test_embeddings_in_place_of_tokens(model: Llama, device: str) -> None:
     assert embeddings.grad is not None
     assert embeddings.grad.abs().sum(-1).gt(0).any()
     for wrong in ({}, {"input_ids": tokens, "inputs_embeds": embeddings}):
-        with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        with pytest.raises(ValueError, match="give one of input_ids and inputs_embeds"):
             model(**wrong)
 
 
