@@ -27,6 +27,7 @@ MINISTRAL3 = {
     "dtype": "float32",
     "max_position_embeddings": 144,
     "model_type": "ministral3",
+    "pad_token_id": None,  # transformers' default, 11, gets no gradient as an input
     "rope_parameters": ROPE,
 }
 
