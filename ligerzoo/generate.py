@@ -99,7 +99,7 @@ def generate(
         model: a causal language model. Whether it is in training mode is left as it is.
         input_ids: (B, T) token ids; no prompt is empty.
         attention_mask: (B, T), 1 for a token and 0 for padding, which may stand anywhere: a row is continued as it
-            would be alone.
+            would be alone (but for rotary positions of the types longrope and dynamic, which the longest row decides).
         max_new_tokens: the most tokens to add; 0 adds none.
         do_sample: draw each token. Otherwise it is the likeliest, and the next four options have no effect.
         temperature: see `apply_temperature`.
@@ -113,7 +113,9 @@ def generate(
         tokenizer: makes the text in which `stop_strings` are looked for.
         generator: of the random numbers, on the model's device; None for torch's own.
         streamer: gets the prompts, then each step's tokens.
-        use_cache: keep keys and values. Without, all is computed again for each token: slow, with the same result.
+        use_cache: keep keys and values. Without, all is computed again for each token: slow, with the same result
+            (but for rotary positions of type dynamic, and longrope outside Phi-3, whose keys a cache keeps as they
+            were first rotated, as transformers' does).
 
     Returns:
         (B, T + new) int64: each prompt as it was given, padding included, and then its continuation.

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
-from ligerzoo.convert.fields import parse_dtype, refuse, stored_dtype
+from ligerzoo.convert.fields import OTHER_SPELLINGS, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.weights import DiskTensors, Layout, Piece, Shape, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.models import CausalLM
@@ -267,9 +267,9 @@ def _config_json(model: CausalLM, origin: Origin | None) -> str:
         content = dict(origin.raw_config)
     else:
         ours = architecture.config_to_hf(model.config)
-        inherited = {
-            key: value for key, value in (origin.raw_config if origin else {}).items() if key != "rope_parameters"
-        }
+        # What our config tells it tells whole, by leaving entries out as well, and nothing may belie it.
+        told = get_type_hints(type(model.config)).keys() | OTHER_SPELLINGS
+        inherited = {key: value for key, value in (origin.raw_config if origin else {}).items() if key not in told}
         classes = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
         content = {**classes, **inherited, **ours}
     dtype = stored_dtype(content)

@@ -14,6 +14,14 @@ from ligerzoo.models.config import DecoderConfig
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+OTHER_SPELLINGS = frozenset(
+    {
+        "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
+        "partial_rotary_factor", "_sliding_window_pattern",
+    }
+)  # fmt: skip
+"""Entries of config.json that tell, in some version, what a field of another name tells in our configs."""
+
 
 def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
     """The entries of config.json that stand under the name of a field of our config.
@@ -64,7 +72,8 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     rope_type = scaling.pop("rope_type", None) or scaling.get("type") or "default"
     for name in ("type", "partial_rotary_factor"):
         scaling.pop(name, None)
-    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta") or default_theta
+    thetas = scaling.pop("rope_theta", None), raw.get("rope_theta"), default_theta
+    theta = next(theta for theta in thetas if theta is not None)
     original = raw.get("original_max_position_embeddings")
     if original is not None:
         scaling["original_max_position_embeddings"] = original

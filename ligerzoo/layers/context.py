@@ -54,7 +54,7 @@ class Context:
             raise ValueError(f"tokens of shape {tuple(x.shape)}; expected (B, T) ids or (B, T, H) embeddings, T > 0")
         if not (cache is None or isinstance(cache, KVCache)):
             raise ValueError(f"a cache of type {type(cache).__name__}; expected one that the model's new_cache() made")
-        self.tokens, is_new = x.shape[1], cache is None or cache.length == 0
+        self.rows, self.tokens = x.shape[:2]
         self.cache = cache
         if cache is not None and not cache.serves(self.tokens):
             raise ValueError(
@@ -81,7 +81,7 @@ class Context:
             self._end = bounds[-1]
             text = torch.searchsorted(bounds, places, right=True) - 1
             self.starts = bounds[text][None]
-        elif position_ids is not None and position_ids.ndim == 2 and is_new and attention_mask is None:
+        elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             self.starts = _starts(position_ids)
         if position_ids is None:
             position_ids = (places if self.starts is None else places - self.starts).view(-1, self.tokens)
@@ -102,7 +102,7 @@ class Context:
         """(B, T) bool: which of the call's tokens are no padding; None where all are known to be real."""
         if self._end is not None:
             return (self._places < self._end)[None]
-        return None if self.real is None else self.real[:, self._places]
+        return None if self.real is None else self.real[:, self._places].expand(self.rows, -1)
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""
@@ -146,7 +146,9 @@ class Context:
         self, keys: int, offset: int, window: int | None, is_causal: bool, even_if_plain: bool
     ) -> Mask | Tensor | None:
         if self._ready is not None:
-            return self._ready[..., offset : offset + keys]
+            hidden = False if self._ready.dtype == torch.bool else torch.finfo(self._ready.dtype).min
+            unwritten = max(0, offset + keys - self._ready.shape[-1])
+            return F.pad(self._ready, (0, unwritten), value=hidden)[..., offset : offset + keys]
         is_windowed = window is not None and keys > window
         is_chunk = is_causal and 1 < self.tokens < keys
         if self.real is None and self.starts is None and not (is_windowed or is_chunk or even_if_plain):

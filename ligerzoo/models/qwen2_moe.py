@@ -10,7 +10,7 @@ have a plain feed-forward instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Unpack
 
 from torch import nn
@@ -50,7 +50,7 @@ class Qwen2MoeConfig(PartlyMixtureConfig, WindowedConfig):
     num_experts: int = 60
     num_experts_per_tok: int = 4
     qkv_bias: bool = True
-    max_window_layers: int = 28
+    max_window_layers: int = field(default=28, metadata={"least": 0})
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers

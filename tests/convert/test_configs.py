@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
+from ligerzoo.hub import Origin, _config_json
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
@@ -40,8 +41,13 @@ def windows(ours: Any, theirs: Any) -> tuple[list[int | None], list[int | None]]
 
 
 def settled(config: Any) -> Any:
-    """With the numbers that a None stands for."""
-    return dataclasses.replace(config, num_key_value_heads=config.kv_heads, head_dim=config.head_size)
+    """With the numbers that a None stands for, and no scaling where it changes nothing."""
+    scaling = dict(config.rope_scaling or {})
+    does_nothing = scaling.get("rope_type", "default") == "default" and not scaling.get("llama_4_scaling_beta")
+    return dataclasses.replace(
+        config, num_key_value_heads=config.kv_heads, head_dim=config.head_size,
+        rope_scaling=None if does_nothing else scaling,
+    )  # fmt: skip
 
 
 @every_type
@@ -94,6 +100,29 @@ def test_there_and_back(row: Tiny, tmp_path: Path) -> None:
         kept.add("partial_rotary_factor")
     rope, meant_rope = theirs.rope_parameters, meant.rope_parameters
     assert {k: rope.get(k) for k in kept} == {k: meant_rope.get(k) for k in kept}
+
+
+@pytest.mark.parametrize("row", CHECKPOINTS, ids=str)
+def test_a_changed_config_is_written_over_what_was_read(row: Tiny) -> None:
+    """Also where a change means that an entry goes, and where the file spells it otherwise."""
+    architecture = architecture_of(row.config["model_type"])
+    config = architecture.config_from_hf(row.config)
+    model = architecture.build_on_meta(config)
+    model.origin = Origin(row.config, config, architecture.layouts[0], frozenset())
+    others: dict[str, Any] = {
+        "num_experts": 7,
+        "rope_theta": 77.0,
+        "rms_norm_eps": 0.125,
+        "max_position_embeddings": 77,
+    }
+    for field in dataclasses.fields(config):
+        for value in (None, others.get(field.name)):
+            with contextlib.suppress(ConfigError):
+                changed = dataclasses.replace(config, **{field.name: value})
+                model.config = changed
+                if changed != config:
+                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin)))
+                    assert settled(again) == settled(changed), field.name
 
 
 NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], ["a"], {"a": 1}, "x" * 10**5]

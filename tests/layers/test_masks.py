@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import Context, KVCache, LayerCache, Mask
+from ligerzoo.layers import Context, KVCache, LayerCache, Mask, StaticLayerCache
 from ligerzoo.layers.attention import reference
 
 
@@ -178,3 +178,23 @@ def test_a_ready_mask_for_fewer_queries_would_show_the_future(shape: tuple[int, 
 def test_a_ready_mask_of_ones_and_zeros_is_refused() -> None:
     with pytest.raises(ValueError, match="boolean or to be added; got torch"):
         mask_of(torch.ones(2, 1, 5, 5, dtype=torch.int64), 5, 5)
+
+
+def test_a_ready_mask_is_hidden_where_nothing_has_been_written() -> None:
+    cache = KVCache([StaticLayerCache(9)])
+    x = torch.zeros(2, 4, 1, 1)
+    Context(x[..., 0, 0], cache=cache)
+    cache.layers[0].append(x, x)
+    ready = torch.rand(2, 1, 1, 5) < 0.5
+    for mask, hidden in ((ready, False), (torch.where(ready, 0.0, -1.0), torch.finfo(torch.float32).min)):
+        got = Context(torch.zeros(2, 1), mask, cache=cache).mask(9, cache=cache.layers[0])
+        assert isinstance(got, Tensor)
+        assert torch.equal(got[..., :5], mask)
+        assert (got[..., 5:] == hidden).all()
+
+
+def test_texts_are_told_apart_without_a_cache_alone() -> None:
+    """For a cache does not remember where they began."""
+    again = torch.tensor([[0, 1, 2, 0, 1]])
+    assert Context(torch.zeros(1, 5), position_ids=again).starts is not None
+    assert Context(torch.zeros(1, 5), position_ids=again, cache=KVCache([LayerCache()])).starts is None
