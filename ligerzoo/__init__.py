@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
+    from ligerzoo.processor import Processor as Processor
     from ligerzoo.tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 
 # Imported when first used, so that `import ligerzoo` costs next to nothing.
-_HOMES = {"AutoModel": "ligerzoo.hub", "Tokenizer": "ligerzoo.tokenizer"}
+_HOMES = {"AutoModel": "ligerzoo.hub", "Processor": "ligerzoo.processor", "Tokenizer": "ligerzoo.tokenizer"}
 
-__all__ = ["AutoModel", "Tokenizer", "__version__"]
+__all__ = ["AutoModel", "Processor", "Tokenizer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

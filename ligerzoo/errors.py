@@ -52,3 +52,7 @@ class CheckpointError(LigerzooError):
 
 class TokenizerError(LigerzooError):
     """A tokenizer's files are missing or malformed, or its input cannot be encoded as asked."""
+
+
+class ImageError(LigerzooError):
+    """An image or video cannot be read, does not fit the prompt, or is of a size that the model does not take."""

@@ -153,7 +153,7 @@ def _shape(config: Any) -> str:
 
 
 def _mixtures(config: Any) -> list[tuple[str, str]]:
-    if not hasattr(config, "num_experts"):
+    if not hasattr(config, "num_experts_per_tok"):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     return [("mixtures", f"{config.num_experts} experts of {width:,}, {config.num_experts_per_tok} for each token")]
@@ -187,7 +187,7 @@ def _parameters(tensors: list[TensorInfo], config: Any) -> list[tuple[str, str]]
             part = next((part for piece, part in PARTS.items() if piece in tensor.name), "other")
             counts[part] += math.prod(tensor.shape)
     lines = [("parameters", f"{counts.total():,} ({_short(counts.total(), COUNTS)})")]
-    if counts["experts"]:
+    if counts["experts"] and hasattr(config, "num_experts_per_tok"):
         idle = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
         lines.append(
             ("", f"{counts.total() - idle:,} of them ({_short(counts.total() - idle, COUNTS)}) for each token")

@@ -24,6 +24,8 @@ ARROWS = {
     "chat_template": ("errors", ""),
     "text_stream": ("", ""),
     "tokenizer": ("errors chat_template text_stream", "hub"),
+    "images": ("errors", ""),
+    "processor": ("errors chat_template checkpoint tokenizer images", "hub"),
     "kernels": ("errors", ""),
     "layers": ("errors kernels", ""),
     "generate": ("errors layers", ""),
@@ -37,7 +39,7 @@ ARROWS = {
     "losses": ("errors kernels", ""),
     "parallel": ("errors kernels layers models", ""),
     "train": ("errors models hub losses", ""),
-    "ligerzoo": ("", "hub tokenizer"),  # the front door itself
+    "ligerzoo": ("", "hub tokenizer processor"),  # the front door itself
 }
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

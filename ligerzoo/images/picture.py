@@ -1,0 +1,193 @@
+"""Reading images of every kind into one: a uint8 tensor (3, H, W) of red, green and blue.
+
+What is transparent shows white, as in transformers 5. Files are opened with suspicion: only plain picture formats, and
+the size that the header tells is checked before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import ImageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+Image: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
+Video: TypeAlias = "Sequence[Image] | Tensor | np.ndarray[Any, Any]"
+
+MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB, where Pillow begins to warn
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # without those that run another program
+
+
+def read_image(image: Image, where: str = "image") -> Tensor:
+    """The red, green and blue of an image.
+
+    Args:
+        image: the name of a file ("file://" before it does no harm), which is turned as its EXIF data say; an image of
+            Pillow's, taken as it is; a "data:image/png;base64,..." text; or a uint8 tensor or array, (C, H, W),
+            (H, W, C) or (H, W), of C = 1, 3 or 4 channels, the fourth being opacity. Where both ends of the shape could
+            be channels, the first is.
+        where: what errors call it.
+
+    Returns:
+        uint8 (3, H, W), on the CPU.
+
+    Raises:
+        ImageError: it is none of these, there is no such file, it cannot be decoded, or has no or too many pixels.
+    """
+    if isinstance(image, (str, Path)):
+        return _from_pillow(_open(image, where), where)
+    if isinstance(image, (Tensor, np.ndarray)):
+        return _from_array(image, where)
+    if isinstance(image, pillow().Image):
+        return _from_pillow(image, where)
+    raise ImageError(
+        "is no image",
+        where=where,
+        got=type(image).__name__,
+        expected="the name of a file, an image of Pillow's, a tensor or an array",
+    )
+
+
+def read_video(video: Video, where: str = "video") -> Tensor:
+    """The red, green and blue of a video's frames.
+
+    Args:
+        video: a sequence of T images of one size; or a uint8 tensor or array, (T, C, H, W) or (T, H, W, C).
+        where: what errors call it.
+
+    Returns:
+        uint8 (T, 3, H, W), on the CPU.
+
+    Raises:
+        ImageError: it is none of these, there is no frame, their sizes differ, or one cannot be read.
+    """
+    remedy = "A file of a video has to be decoded first."
+    expected = "a sequence of frames, or a tensor or an array of four dimensions"
+    if isinstance(video, (str, Path)) or not isinstance(video, (Sequence, Tensor, np.ndarray)):
+        raise ImageError("is no video", where=where, got=type(video).__name__, expected=expected, remedy=remedy)
+    if not isinstance(video, Sequence) and video.ndim != 4:
+        raise ImageError("is no video", where=where, got=f"shape {tuple(video.shape)}", expected=expected)
+    frames = [read_image(frame, f"{where}[{i}]") for i, frame in enumerate(video)]
+    if not frames:
+        raise ImageError("has no frames", where=where)
+    for i, frame in enumerate(frames):
+        if frame.shape != frames[0].shape:
+            raise ImageError(
+                "has another size than the first frame",
+                where=f"{where}[{i}]",
+                got=f"{frame.shape[2]} x {frame.shape[1]}",
+                expected=f"{frames[0].shape[2]} x {frames[0].shape[1]}",
+            )
+    return torch.stack(frames)
+
+
+def pillow() -> ModuleType:
+    """Pillow's module of images.
+
+    Raises:
+        ImageError: it is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps  # noqa: F401  (which makes it Image's neighbour, PIL.ImageOps)
+    except ImportError as error:
+        raise ImageError(
+            "images need Pillow, which is not installed", remedy="Run `pip install ligerzoo[vision]`."
+        ) from error
+    return Image
+
+
+def check_size(height: int, width: int, where: str) -> None:
+    """Refuse the images that nobody has the memory for, and those without a pixel."""
+    if height < 1 or width < 1:
+        raise ImageError("has no pixels", where=where, got=f"{width} x {height}")
+    if height * width > MAX_PIXELS:
+        raise ImageError(
+            "has too many pixels",
+            where=where,
+            got=f"{width} x {height}",
+            expected=f"at most {MAX_PIXELS}",
+            remedy="Scale it down first.",
+        )
+
+
+def _open(name: str | Path, where: str) -> PILImage:
+    """The image in a file or a data: text, upright."""
+    text = str(name)
+    where = f"{where} ({text[:100]})"
+    if text.startswith(("http://", "https://")):
+        raise ImageError("is on the network", where=where, remedy="Download it first, and give the name of the file.")
+    source: Any = Path(text.removeprefix("file://"))
+    if text.startswith("data:"):
+        try:
+            source = io.BytesIO(base64.b64decode(text.partition(";base64,")[2], validate=True))
+        except binascii.Error as error:
+            raise ImageError("is not base64", where=where, got=error) from error
+
+    images = pillow()
+    from PIL import ImageOps
+
+    try:
+        with warnings.catch_warnings():  # Pillow's own of too many pixels, before it is told which image has them
+            warnings.simplefilter("ignore", images.DecompressionBombWarning)
+            image = images.open(source, formats=_FORMATS)
+        with image:
+            check_size(image.height, image.width, where)
+            image.load()
+            upright: PILImage = ImageOps.exif_transpose(image)
+            return upright
+    except ImageError:
+        raise
+    except Exception as error:  # of Pillow's decoders, which raise what they like
+        raise ImageError("cannot be read as an image", where=where, got=f"{type(error).__name__}: {error}") from error
+
+
+def _from_pillow(image: PILImage, where: str) -> Tensor:
+    check_size(image.height, image.width, where)
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        images = pillow()
+        background = images.new("RGBA", image.size, "white")
+        image = images.alpha_composite(background, image.convert("RGBA"))
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
+    # The copy turns what torch cannot take around: negative strides, memory that is not to be written.
+    image = array.detach().cpu() if isinstance(array, Tensor) else _tensor(np.array(array, order="C"), where)
+    if image.dtype != torch.uint8:
+        raise ImageError("is of another type", where=where, got=str(image.dtype), expected="uint8, from 0 to 255")
+    if image.ndim == 2:
+        image = image[None]
+    elif image.ndim == 3 and image.shape[0] not in (1, 3, 4):
+        image = image.permute(2, 0, 1)
+    if image.ndim != 3 or image.shape[0] not in (1, 3, 4):
+        raise ImageError(
+            "has not the shape of one image",
+            where=where,
+            got=tuple(array.shape),
+            expected="(C, H, W), (H, W, C) or (H, W), with C = 1, 3 or 4",
+        )
+    check_size(image.shape[1], image.shape[2], where)
+    if len(image) == 4:
+        opacity = image[3:].double() / 255
+        return torch.round(opacity * image[:3] + (1 - opacity) * 255).byte()
+    return image.expand(3, -1, -1)
+
+
+def _tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:  # an array of objects, or of numbers that torch does not have
+        raise ImageError("is of another type", where=where, got=array.dtype, expected="uint8, from 0 to 255") from error
