@@ -36,6 +36,7 @@ class LanguageModel(Protocol):
         past_key_values: Any,
         use_cache: bool,
         logits_to_keep: int,
+        **model_inputs: Any,
     ) -> Any: ...
 
 
@@ -88,6 +89,7 @@ def generate(
     generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
     use_cache: bool = True,
+    **model_inputs: Any,
 ) -> Tensor:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
@@ -116,6 +118,7 @@ def generate(
         use_cache: keep keys and values. Without, all is computed again for each token: slow, with the same result
             (but for rotary positions of type dynamic, and longrope outside Phi-3, whose keys a cache keeps as they
             were first rotated, as transformers' does).
+        model_inputs: what else the model reads with the prompts, such as the `pixel_values` of their images.
 
     Returns:
         (B, T + new) int64: each prompt as it was given, padding included, and then its continuation.
@@ -151,7 +154,7 @@ def generate(
     eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
     running = torch.ones(rows, dtype=torch.bool, device=device)
     continuation = torch.full((rows, max_new_tokens), pad_ids[0] if pad_ids else 0, device=device)
-    made, cache = 0, None
+    made, cache, beside = 0, None, model_inputs
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -160,7 +163,9 @@ def generate(
         if real is not None:
             end = prompt + made
             mask, position_ids = real[:, :end], positions[:, end - tokens.shape[1] : end]
-        output = model(tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1)
+        output = model(
+            tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1, **beside
+        )
         cache = output.past_key_values
 
         logits = output.logits[:, -1].float()
@@ -177,7 +182,7 @@ def generate(
         continuation[:, made] = token[:, 0].where(running, continuation[:, made])
         read = torch.cat([read, token], 1)
         is_read_anew = not use_cache or (cache is not None and not cache.serves(1))
-        tokens, cache = (read, None) if is_read_anew else (token, cache)
+        tokens, cache, beside = (read, None, model_inputs) if is_read_anew else (token, cache, {})
         made += 1
         if streamer is not None:
             streamer.put(continuation[:, made - 1].cpu())

@@ -114,12 +114,12 @@ def load(
 
     with Checkpoint(directory) as checkpoint:
         stored = checkpoint.tensors
-        if config.num_hidden_layers > len(stored):  # before a model of so many layers is built
+        if config.all_layers > len(stored):  # before a model of so many layers is built
             raise CheckpointError(
                 "fewer tensors than layers",
                 where=directory,
                 got=len(stored),
-                expected=f"{config.num_hidden_layers} layers",
+                expected=f"{config.all_layers} layers",
             )
         try:
             model: Model = architecture.build_on_meta(config, model_class)
@@ -145,7 +145,7 @@ def load(
             model.tie_weights()
         else:  # the config says tied, the files hold two weights: the files are right
             config = dataclasses.replace(config, tie_word_embeddings=False)
-            raw, model.config = {**raw, "tie_word_embeddings": False}, config
+            raw, model.config = _untied({**raw, "tie_word_embeddings": False}), config
     model.origin = Origin(raw, config, layout, frozenset(piece.ours for piece in absent), passengers)
     model.generation_config = generation_config
     return model.eval()
@@ -165,6 +165,12 @@ def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
         raise ConfigError(
             error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
         ) from error
+
+
+def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with no tied head, whether it says so of the whole model or of a part."""
+    tied = {name: False if name == "tie_word_embeddings" else value for name, value in raw.items()}
+    return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in tied.items()}
 
 
 def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[Piece]:

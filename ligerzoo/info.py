@@ -21,6 +21,7 @@ from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
 
 # Told by a piece of the tensor's name, the first that fits.
 PARTS = {
+    "visual.": "vision tower",
     "embed_tokens": "embedding",
     "lm_head": "head",
     "norm": "norms",

@@ -23,6 +23,7 @@ MODEL_TYPES = (
     "phi3",
     "qwen2",
     "qwen2_moe",
+    "qwen2_vl",
     "qwen3",
     "qwen3_moe",
     "smollm3",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ligerzoo.convert.weights import BASE_PREFIX, Layout, Shape
+from ligerzoo.convert.weights import Layout, Shape
 from ligerzoo.models import CausalLM
 
 
@@ -26,6 +26,8 @@ class Architecture:
         config_from_hf: config.json to our config.
         config_to_hf: our config to config.json, without `architectures`, `model_type` and the dtype.
         layouts: the ways in which its tensors may stand on disk; a new model is saved in the first.
+        prefixes: what our names begin with, and what may stand there on disk, in any layout and for each of them by
+            itself. A checkpoint of the bare decoder (`LlamaModel`) has no "model.".
     """
 
     model_type: str
@@ -34,6 +36,7 @@ class Architecture:
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     config_to_hf: Callable[[Any], dict[str, Any]]
     layouts: tuple[Layout, ...] = (Layout(),)
+    prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
 
     def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
         """A model of that config without weights: of `model_class`, if that is a subclass of ours."""
@@ -48,12 +51,16 @@ class Architecture:
             stored: names of the tensors on disk.
             shapes: of our tensors.
         """
-        bare = not any(name.startswith(BASE_PREFIX) for name in stored)
 
         def found(layout: Layout) -> int:  # by the first piece of each, for experts can be any number
             return sum(next(layout.pieces_of(ours, shapes)).theirs in stored for ours in shapes)
 
-        return max((replace(layout, bare=bare) for layout in self.layouts), key=found)
+        def spelled(layout: Layout) -> Layout:
+            for ours, spellings in self.prefixes.items():
+                layout = max((layout.with_prefix(ours, theirs) for theirs in spellings), key=found)
+            return layout
+
+        return max(map(spelled, self.layouts), key=found)
 
 
 class _NothingDrawn(TorchFunctionMode):
@@ -66,7 +73,7 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 _ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\..+")
+_LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d{1,9})\..+")
 
 
 def is_rotary_buffer(name: str) -> bool:

@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 OTHER_SPELLINGS = frozenset(
     {
         "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
-        "partial_rotary_factor", "_sliding_window_pattern",
+        "partial_rotary_factor", "_sliding_window_pattern", "text_config",
     }
 )  # fmt: skip
 """Entries of config.json that tell, in some version, what a field of another name tells in our configs."""
@@ -68,7 +68,7 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     `rope_parameters` that holds theta too. A `rope_scaling` that is not empty wins; a theta inside the dict wins over
     the one beside it.
     """
-    scaling = dict(_rope_entry(raw))
+    scaling = dict(rope_entry(raw))
     rope_type = scaling.pop("rope_type", None) or scaling.get("type") or "default"
     for name in ("type", "partial_rotary_factor"):
         scaling.pop(name, None)
@@ -86,11 +86,13 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
 def partial_rotary_factor(raw: Mapping[str, Any], default: float) -> float:
     """What part of a head's features is rotated; the one inside the dict of `rope_fields` wins over the one beside
     it."""
-    given = (_rope_entry(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
+    given = (rope_entry(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
     return next(factor for factor in given if factor is not None)
 
 
-def _rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the rotary embedding, as far as it stands in an object of its own, in either
+    spelling."""
     return object_entry(raw, "rope_scaling") or object_entry(raw, "rope_parameters")
 
 

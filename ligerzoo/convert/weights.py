@@ -18,10 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BASE_PREFIX = "model."
-"""The decoder's tensors begin with it, except in a checkpoint of the bare decoder (`LlamaModel`), which leaves it
-out."""
-
 Shape = tuple[int, ...]
 
 
@@ -118,16 +114,36 @@ class PerExpert:
 
 
 @dataclass(frozen=True)
+class Under:
+    """Rules for one part of the model, whose modules are called as those of another.
+
+    Attributes:
+        prefix: what the part's names begin with.
+        rules: the part's own table.
+    """
+
+    prefix: str
+    rules: tuple[Rule, ...]
+
+    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+        return _pieces_by(self.rules, ours, shapes) if ours.startswith(self.prefix) else None
+
+
+@dataclass(frozen=True)
 class Layout:
     """One way in which an architecture's tensors stand on disk.
 
     Attributes:
         rules: the table. The first rule about a tensor holds for it; without one it has our name.
-        bare: the names lack `BASE_PREFIX`.
+        prefixes: what stands at the beginning of names, where that is not ours: (ours, theirs) for each part.
     """
 
     rules: tuple[Rule, ...] = ()
-    bare: bool = False
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    def with_prefix(self, ours: str, theirs: str) -> Layout:
+        """The same with another beginning of one part's names."""
+        return self if ours == theirs else replace(self, prefixes=(*self.prefixes, (ours, theirs)))
 
     def pieces(self, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
         """The pieces of all our tensors, each told when it is asked for."""
@@ -136,9 +152,18 @@ class Layout:
 
     def pieces_of(self, ours: str, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
         """The pieces of one of our tensors; `shapes` are those of all."""
-        found = (pieces for rule in self.rules if (pieces := rule.pieces(ours, shapes)) is not None)
-        for piece in next(found, [Piece(ours, shapes[ours], ours)]):
-            yield replace(piece, theirs=piece.theirs.removeprefix(BASE_PREFIX)) if self.bare else piece
+        pieces = _pieces_by(self.rules, ours, shapes)
+        for piece in [Piece(ours, shapes[ours], ours)] if pieces is None else pieces:
+            yield replace(piece, theirs=self._prefixed(piece.theirs)) if self.prefixes else piece
+
+    def _prefixed(self, name: str) -> str:
+        found = (theirs + name.removeprefix(ours) for ours, theirs in self.prefixes if name.startswith(ours))
+        return next(found, name)
+
+
+def _pieces_by(rules: Iterable[Rule], ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+    """The pieces of one of our tensors by the first rule that is about it, if there is one."""
+    return next((pieces for rule in rules if (pieces := rule.pieces(ours, shapes)) is not None), None)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:

@@ -9,14 +9,17 @@ from ligerzoo.layers.decoder import Decoder
 from ligerzoo.layers.embedding import ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.masks import Mask
-from ligerzoo.layers.mlp import GatedMLP
+from ligerzoo.layers.mlp import MLP, GatedMLP, quick_gelu
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
-from ligerzoo.layers.rotary import RotaryEmbedding, sectioned
+from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
+from ligerzoo.layers.vision import PatchEmbedding, PatchMerger, VisionTower, grid_positions, put_rows
 
 __all__ = [
+    "MLP",
     "AllHeadsRMSNorm",
     "Attention",
+    "AxialRotaryEmbedding",
     "Context",
     "Decoder",
     "Experts",
@@ -27,6 +30,8 @@ __all__ = [
     "LayerNorm",
     "Mask",
     "MoE",
+    "PatchEmbedding",
+    "PatchMerger",
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
@@ -36,10 +41,15 @@ __all__ = [
     "SandwichBlock",
     "ScaledEmbedding",
     "ScaledPreNormBlock",
+    "SectionedRotaryEmbedding",
     "SharedExpertMoE",
     "StaticLayerCache",
+    "VisionTower",
     "attend",
+    "grid_positions",
     "load_balancing_loss",
+    "put_rows",
+    "quick_gelu",
     "sectioned",
     "set_backend",
     "shifted_labels",

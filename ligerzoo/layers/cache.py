@@ -168,11 +168,14 @@ class KVCache:
     Attributes:
         useful_until: the length of a text up to which its keys are rotated as they were cached, and beyond which they
             are rotated otherwise (LongRoPE); None where keys stay as they are.
+        position_offset: (B or 1, 1) int64, by how much the positions of tokens to come differ from their places in the
+            text, of which images take up more than they take up positions (M-RoPE); None for not at all.
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
         self.useful_until: int | None = None
+        self.position_offset: Tensor | None = None
 
     def serves(self, tokens: int) -> bool:
         """Whether what it holds is of use to so many more tokens; if not, all are to be read anew, with a new cache."""

@@ -25,15 +25,16 @@ class Context:
         x: (B, T) token ids or (B, T, H) embeddings, of which only the shape and the device matter.
         attention_mask: (B, S), 1 for a token and 0 for padding, cached tokens included; or a ready mask (B, 1, T, S)
             for every layer, boolean (True: visible) or to be added, each row of which sees something; or None.
-        position_ids: (B or 1, T); by default the tokens' places, counted from the start of their text. Without a cache
-            and padding, a position that is not the one before it plus 1 begins another text, as in transformers.
+        position_ids: (B or 1, T), or (A, B or 1, T) on several axes; by default the tokens' places, counted from the
+            start of their text. Without a cache and padding, a position on a single axis that is not the one before it
+            plus 1 begins another text, as in transformers.
         cu_seqlens: (n + 1,) int, where n texts packed into one row begin and end: 0, ..., at most T. What follows the
             last of them is padding.
         cache: what came before; it will take up these tokens.
 
     Attributes:
         cache: as given.
-        position_ids: (B or 1, T) int64.
+        position_ids: (B or 1, T) or (A, B or 1, T) int64.
         starts: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
         real: (B, S) bool, False for padding; None where all tokens are known to be real.
         router_logits: of each mixture of experts, (B * T, E), in the order of the layers.
@@ -103,6 +104,12 @@ class Context:
         if self._end is not None:
             return (self._places < self._end)[None]
         return None if self.real is None else self.real[:, self._places].expand(self.rows, -1)
+
+    def places(self) -> Tensor:
+        """(B or 1, T) int64: how many tokens of its text, padding not counted, stand before each token."""
+        if self.real is not None:
+            return (self.real.cumsum(1) - 1).clamp(min=0)[:, self._places]
+        return (self._places if self.starts is None else self._places - self.starts).view(-1, self.tokens)
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""

@@ -46,19 +46,33 @@ class Decoder(nn.Module):
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and context.cache is None
-        for index, layer in enumerate(self.layers):
-            if recompute:
-                x, router_logits = checkpoint(_forward, layer, x, context, use_reentrant=False)
-                context.router_logits += router_logits
-            else:
-                x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
+        x = run_blocks(self.layers, x, context, recompute=self.gradient_checkpointing)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache: rolling for layers with a sliding window and growing for the others, or, given a capacity,
         of that fixed size for all."""
         return KVCache(_new_layer_cache(layer, capacity) for layer in self.layers)
+
+
+def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: bool) -> Tensor:
+    """x: (B, T, H) -> (B, T, H), through one block after the other.
+
+    Args:
+        layers: the blocks, each called as `PreNormBlock` is.
+        x: what the first block reads.
+        context: where the tokens stand, and what came before.
+        recompute: keep only each block's input for the backward pass and compute the block again there. (Nothing is
+            differentiated through a cache, so that with one there is nothing to compute again.)
+    """
+    recompute = recompute and torch.is_grad_enabled() and context.cache is None
+    for index, layer in enumerate(layers):
+        if recompute:
+            x, router_logits = checkpoint(_forward, layer, x, context, use_reentrant=False)
+            context.router_logits += router_logits
+        else:
+            x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
+    return x
 
 
 def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:

@@ -1,6 +1,9 @@
 """Feed-forward layers."""
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import glu, glu_linear
@@ -52,3 +55,43 @@ class GatedMLP(nn.Module):
             return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
         gated = glu(gate, up, activation=self.activation, backend=self.backend)
         return self.down_proj(gated)  # type: ignore[no-any-return]
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), close to GELU (Hendrycks & Gimpel 2016, section 2; CLIP)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+class MLP(nn.Module):
+    """`fc2(activation(fc1(x)))`, the feed-forward without a gate (Vaswani et al. 2017, section 3.3), with biases.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        output_size: O; H when None.
+        activation: a function of each number.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        output_size: int | None = None,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.fc1 = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(intermediate_size, output_size or hidden_size, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Initializes both projections anew."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., O). The context is of no matter here: blocks call all feed-forwards alike."""
+        return self.fc2(self.activation(self.fc1(x)))  # type: ignore[no-any-return]

@@ -123,6 +123,54 @@ class RotaryEmbedding(nn.Module):
         return f"{self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"
 
 
+class SectionedRotaryEmbedding(RotaryEmbedding):
+    """Cosines and sines of positions on several axes, each of which turns some of the pairs of features: M-RoPE
+    (Qwen2-VL, Wang et al. 2024, section 2.1). Where the positions on all axes are the same, it is a plain one.
+
+    Args:
+        sections: how many pairs turn by each axis (time, height, width).
+        arguments: those of `RotaryEmbedding`.
+    """
+
+    def __init__(self, sections: Sequence[int], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.sections = tuple(sections)
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """position_ids: (A, B, T) integers on each of A axes, or (B, T) on all alike -> cosines and sines, each
+        (B, T, R/2).
+
+        Raises:
+            ValueError: there are other axes than sections.
+        """
+        cos, sin = super().forward(position_ids, dtype)
+        if position_ids.ndim == 2:
+            return cos, sin
+        if len(position_ids) != len(self.sections):
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}; expected (B, T) or ({len(self.sections)}, B, T)"
+            )
+        return sectioned(cos, self.sections), sectioned(sin, self.sections)
+
+
+class AxialRotaryEmbedding(RotaryEmbedding):
+    """Cosines and sines of positions on several axes, each of which turns as many features by the same frequencies.
+
+    Args:
+        axes: A, their number.
+        dim: R, the number of features that are rotated on all axes together.
+        arguments: those of `RotaryEmbedding` that are left.
+    """
+
+    def __init__(self, axes: int, dim: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(dim // axes, *arguments, **options)
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """position_ids: (A, B, T) integers -> cosines and sines, each (B, T, R/2)."""
+        cos, sin = super().forward(position_ids, dtype)
+        return torch.cat(cos.unbind(), -1), torch.cat(sin.unbind(), -1)
+
+
 def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
     """One set of angles out of those on several axes, as multimodal rope has them (Qwen2-VL, Wang et al. 2024).
 

@@ -16,6 +16,7 @@ from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
+from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
@@ -53,6 +54,9 @@ __all__ = [
     "Qwen2Config",
     "Qwen2Moe",
     "Qwen2MoeConfig",
+    "Qwen2VL",
+    "Qwen2VLConfig",
+    "Qwen2VLVisionConfig",
     "Qwen3",
     "Qwen3Config",
     "Qwen3Moe",

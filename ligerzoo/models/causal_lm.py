@@ -11,7 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ligerzoo.layers import Context, Decoder, Experts, KVCache, LMHead, RMSNorm, Router, shifted_labels
+from ligerzoo.layers import (
+    Context,
+    Decoder,
+    Experts,
+    KVCache,
+    LayerNorm,
+    LMHead,
+    PatchEmbedding,
+    RMSNorm,
+    Router,
+    VisionTower,
+    shifted_labels,
+)
 
 if TYPE_CHECKING:
     from ligerzoo.hub import Origin
@@ -75,17 +87,20 @@ class CausalLM(nn.Module):
         config: the architecture's config.
         model: token ids to final hidden states.
         lm_head: final hidden states to logits or loss; its weight becomes the embedding's if the config ties them.
+        parts: what else the architecture has, by the names of its attributes.
 
     Attributes:
         generation_config: the entries of generation_config.json: default token ids for `generate`.
         origin: where the weights came from, for saving them back under the same names; None for a new model.
     """
 
-    def __init__(self, config: CausalLMConfig, model: Decoder, lm_head: LMHead) -> None:
+    def __init__(self, config: CausalLMConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
         super().__init__()
         self.config = config
         self.model = model
         self.lm_head = lm_head
+        for name, part in parts.items():
+            self.add_module(name, part)
         self.generation_config: dict[str, Any] = {}
         self.origin: Origin | None = None
         self.tie_weights()
@@ -107,7 +122,9 @@ class CausalLM(nn.Module):
             elif isinstance(module, Experts):
                 for weight in module.parameters():
                     nn.init.normal_(weight, std=self.config.initializer_range)
-            elif isinstance(module, RMSNorm):
+            elif isinstance(module, PatchEmbedding):
+                module.reset_parameters(self.config.initializer_range)
+            elif isinstance(module, RMSNorm | LayerNorm):
                 module.reset_parameters()
 
     def forward(
@@ -124,6 +141,7 @@ class CausalLM(nn.Module):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        **modalities: Any,
     ) -> CausalLMOutput:
         """Logits, or with labels the loss.
 
@@ -142,6 +160,7 @@ class CausalLM(nn.Module):
             num_items_in_batch: divides the summed loss, in place of the number of labels that count.
             cu_seqlens: (n + 1,) int, where the n texts packed into a single row begin and end, as attention kernels
                 for packed texts take it: 0, ..., at most T. What is left of the row is padding.
+            modalities: what else the architecture reads, see its `embed`.
 
         Raises:
             ValueError: the inputs do not fit together.
@@ -155,7 +174,7 @@ class CausalLM(nn.Module):
             if target is not None and target.shape != x.shape[:2]:
                 raise ValueError(f"{name} {tuple(target.shape)} for tokens {tuple(x.shape[:2])}; expected one for each")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
-        hidden = self.model(x, context)
+        hidden = self.model(self.embed(x, context, **modalities), context)
 
         if labels is not None and shift_labels is None:
             shift_labels = shifted_labels(labels, context.starts)
@@ -168,6 +187,11 @@ class CausalLM(nn.Module):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
         return CausalLMOutput(logits=logits, past_key_values=past_key_values, aux_loss=aux_loss)
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        """What the decoder reads: (B, T) token ids, or (B, T, H) embeddings in their place. An architecture that reads
+        more than text puts that among them here, and may tell the context where it stands."""
+        return x
 
     aux_loss_weight = 0.0
     """What `aux_loss` is multiplied by before it is added to the loss."""
@@ -204,11 +228,16 @@ class CausalLM(nn.Module):
             raise ValueError(
                 f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}; expected {{'use_reentrant': False}}"
             )
-        self.model.gradient_checkpointing = True
+        self._set_gradient_checkpointing(True)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keeps what the backward pass needs again."""
-        self.model.gradient_checkpointing = False
+        self._set_gradient_checkpointing(False)
+
+    def _set_gradient_checkpointing(self, on: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, Decoder | VisionTower):
+                module.gradient_checkpointing = on
 
     @classmethod
     def from_pretrained(

@@ -100,6 +100,11 @@ class DecoderConfig:
         check_rope_scaling(self.rope_scaling or {}, self.rotary_size)
 
     @property
+    def all_layers(self) -> int:
+        """The number of blocks in all parts of the model."""
+        return self.num_hidden_layers
+
+    @property
     def kv_heads(self) -> int:
         """The number of key-value heads."""
         return self.num_key_value_heads or self.num_attention_heads

@@ -49,17 +49,22 @@ class Qwen2(CausalLM):
     def __init__(self, config: Qwen2Config, **make: Unpack[Make]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        super().__init__(config, qwen2_decoder(c, rotary, **make), LMHead(c.hidden_size, c.vocab_size, **make))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
 
-        def block(layer: int) -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                window=c.window(layer), qkv_bias=True, **make,
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding, **make: Unpack[Make]) -> Decoder:
+    """The decoder of Qwen2, and of what is built alike but for the rotary embedding."""
+    c = config
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
-        layers = [block(layer) for layer in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+    def norm() -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+
+    def block(layer: int) -> PreNormBlock:
+        attention = Attention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+            window=c.window(layer), qkv_bias=True, **make,
+        )  # fmt: skip
+        return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+
+    embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+    return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

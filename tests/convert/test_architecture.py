@@ -11,6 +11,7 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM, Llama
 
 ROUTER = (Rename("mlp.router", "mlp.gate"),)
+BARE = (("model.", ""),)
 
 
 def test_each_model_type_has_its_file() -> None:
@@ -53,15 +54,33 @@ SHAPES = {"model.norm.weight": (8,), "model.mlp.gate.weight": (4, 8), "lm_head.w
 
 
 @pytest.mark.parametrize(
-    "stored, bare",
+    "stored, prefixes",
     [
-        (["model.norm.weight", "lm_head.weight"], False),
-        (["model.x", "lm_head.weight"], False),
-        (["norm.weight", "lm_head.weight"], True),
+        (["model.norm.weight", "lm_head.weight"], ()),
+        (["model.x", "lm_head.weight"], ()),
+        (["norm.weight", "lm_head.weight"], BARE),
     ],
 )
-def test_names_with_and_without_the_prefix(stored: list[str], bare: bool) -> None:
-    assert architecture_of("llama").layout_of(stored, SHAPES) == Layout(bare=bare)
+def test_names_with_and_without_the_prefix(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
+    assert architecture_of("llama").layout_of(stored, SHAPES) == Layout(prefixes=prefixes)
+
+
+@pytest.mark.parametrize(
+    "stored, prefixes",
+    [
+        (["model.norm.weight", "lm_head.weight"], ()),
+        (["text.norm.weight", "lm_head.weight"], (("model.", "text."),)),
+        (["model.norm.weight", "head.weight"], (("lm_head.", "head."),)),
+        (["text.norm.weight", "head.weight"], (("model.", "text."), ("lm_head.", "head."))),
+    ],
+)
+def test_each_part_has_a_prefix_of_its_own(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
+    spellings = {"model.": ("model.", "text."), "lm_head.": ("lm_head.", "head.")}
+    architecture = dataclasses.replace(architecture_of("llama"), prefixes=spellings)
+    layout = architecture.layout_of(stored, SHAPES)
+    assert layout == Layout(prefixes=prefixes)
+    names = [piece.theirs for piece in layout.pieces(SHAPES)]
+    assert [name for name in names if "mlp" not in name] == stored
 
 
 @pytest.mark.parametrize(
@@ -69,9 +88,9 @@ def test_names_with_and_without_the_prefix(stored: list[str], bare: bool) -> Non
     [
         (["model.norm.weight", "model.mlp.gate.weight"], Layout()),
         (["model.norm.weight", "model.mlp.router.weight"], Layout(ROUTER)),
-        (["norm.weight", "mlp.router.weight"], Layout(ROUTER, bare=True)),
+        (["norm.weight", "mlp.router.weight"], Layout(ROUTER, BARE)),
         (["model.mlp.router.weight", "model.mlp.gate.weight"], Layout(ROUTER)),  # the first of equals
-        (["visual.patch"], Layout(ROUTER, bare=True)),
+        (["visual.patch"], Layout(ROUTER)),
     ],
 )
 def test_the_layout_that_finds_most(stored: list[str], expected: Layout) -> None:
@@ -98,6 +117,8 @@ def test_rotary_buffers(name: str, known: bool) -> None:
     [
         ("model.layers.2.mlp.up_proj.weight", True),
         ("layers.10.mlp.up_proj.weight", True),
+        ("model.language_model.layers.2.mlp.up_proj.weight", True),
+        ("language_model.model.layers.1.mlp.up_proj.weight", False),
         ("model.layers.1.mlp.up_proj.weight", False),
         ("model.layers.2", False),
         ("vision.layers.5.weight", False),

@@ -24,9 +24,27 @@ RENAMED = {"num_experts": ("num_experts", "num_local_experts")}
 """Our fields that are called otherwise in some of transformers' configs."""
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NEEDED: dict[str, dict[str, Any]] = {
+    "ministral": {"head_dim": 128},
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # for transformers' own default fits no decoder of its
+}
+"""What a config.json must say."""
+
+
 def value_of(config: Any, name: str) -> Any:
-    """A field of transformers' config, under its name or another."""
-    return next((getattr(config, n) for n in RENAMED.get(name, (name,)) if hasattr(config, n)), None)
+    """A field of the decoder in transformers' config, or else of the whole, under its name or another."""
+    places = [(part, n) for part in (config.get_text_config(), config) for n in RENAMED.get(name, (name,))]
+    return next((value for part, n in places if (value := getattr(part, n, None)) is not None), None)
+
+
+def has(config: Any, name: str) -> bool:
+    return name in RENAMED or hasattr(config, name) or hasattr(config.get_text_config(), name)
+
+
+def assert_same_vision(ours: Any, theirs: Any) -> None:
+    for field in dataclasses.fields(ours):
+        assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
 
 
 def windows(ours: Any, theirs: Any) -> tuple[list[int | None], list[int | None]]:
@@ -52,8 +70,9 @@ def settled(config: Any) -> Any:
 
 @every_type
 def test_an_absent_entry_means_what_it_means_in_transformers(model_type: str) -> None:
-    required = {"head_dim": 128} if model_type == "ministral" else {}
-    ours, theirs = architecture_of(model_type).config_from_hf(required), CONFIG_MAPPING[model_type](**required)
+    required = NEEDED.get(model_type, {})
+    ours = architecture_of(model_type).config_from_hf(required)
+    theirs = CONFIG_MAPPING[model_type](**copy.deepcopy(required))
     elsewhere = {
         "sliding_window",
         "layer_types",
@@ -63,15 +82,18 @@ def test_an_absent_entry_means_what_it_means_in_transformers(model_type: str) ->
         "no_rope_layers",
     }
     for field in dataclasses.fields(ours):
-        if field.name in elsewhere or (field.name not in RENAMED and not hasattr(theirs, field.name)):
+        if field.name in elsewhere or not has(theirs, field.name):
+            continue
+        if field.name == "vision_config":
+            assert_same_vision(ours.vision_config, theirs.vision_config)
             continue
         # Explicit token ids alone count: transformers' generate does not use its own defaults either.
-        expected = None if field.name.endswith("_token_id") else value_of(theirs, field.name)
+        expected = None if field.name in TOKEN_IDS else value_of(theirs, field.name)
         derived = {"num_key_value_heads": ours.kv_heads, "head_dim": ours.head_size}
         got = derived.get(field.name, getattr(ours, field.name))
         assert got == expected or (expected is None and field.name == "head_dim"), field.name
     if hasattr(ours, "window"):
-        got, expected = windows(ours, theirs)
+        got, expected = windows(ours, theirs.get_text_config())
         assert got == expected
 
 
@@ -88,17 +110,23 @@ def test_there_and_back(row: Tiny, tmp_path: Path) -> None:
     meant = transformers.AutoConfig.for_model(**copy.deepcopy(dict(row.config)))
     for field in dataclasses.fields(config):
         name = field.name
-        if not name.startswith("rope_") and (name in RENAMED or hasattr(meant, name)):
-            expected = row.config.get(name) if name.endswith("_token_id") else value_of(meant, name)
+        if name == "vision_config":
+            assert_same_vision(config.vision_config, meant.vision_config)
+            assert_same_vision(config.vision_config, theirs.vision_config)
+        elif not name.startswith("rope_") and has(meant, name):
+            entries = row.config.get("text_config", row.config)
+            expected = entries.get(name) if name in TOKEN_IDS else value_of(meant, name)
             assert value_of(theirs, name) == expected, name
     if hasattr(config, "window"):
-        assert getattr(theirs, "sliding_window", None) == getattr(meant, "sliding_window", None)
+        assert value_of(theirs, "sliding_window") == value_of(meant, "sliding_window")
     for name in ("layer_types", "tie_word_embeddings"):
-        assert getattr(theirs, name, None) == getattr(meant, name, None), name
+        assert value_of(theirs, name) == value_of(meant, name), name
     kept = {"rope_theta", "rope_type", "factor"}
     if hasattr(config, "partial_rotary_factor"):
         kept.add("partial_rotary_factor")
-    rope, meant_rope = theirs.rope_parameters, meant.rope_parameters
+    if hasattr(config, "mrope_section"):
+        kept.add("mrope_section")
+    rope, meant_rope = value_of(theirs, "rope_parameters"), value_of(meant, "rope_parameters")
     assert {k: rope.get(k) for k in kept} == {k: meant_rope.get(k) for k in kept}
 
 
@@ -116,7 +144,7 @@ def test_a_changed_config_is_written_over_what_was_read(row: Tiny) -> None:
         "max_position_embeddings": 77,
     }
     for field in dataclasses.fields(config):
-        for value in (None, others.get(field.name)):
+        for value in () if field.name == "vision_config" else (None, others.get(field.name)):
             with contextlib.suppress(ConfigError):
                 changed = dataclasses.replace(config, **{field.name: value})
                 model.config = changed

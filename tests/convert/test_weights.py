@@ -24,7 +24,18 @@ from ligerzoo import AutoModel, hub
 from ligerzoo.checkpoint import Checkpoint
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import rope_fields, shared_fields
-from ligerzoo.convert.weights import DiskTensors, Fused, Layout, PerExpert, Piece, Rename, Rule, assemble, shapes_of
+from ligerzoo.convert.weights import (
+    DiskTensors,
+    Fused,
+    Layout,
+    PerExpert,
+    Piece,
+    Rename,
+    Rule,
+    Under,
+    assemble,
+    shapes_of,
+)
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.layers import Attention, Decoder, LMHead, RMSNorm
@@ -32,6 +43,7 @@ from ligerzoo.models import CausalLM, LlamaConfig
 from tests.models.tiny import EMBEDDING, HEAD, Tensors, write_shards
 from tests.models.tiny_llama import LLAMA
 
+BARE = (("model.", ""),)
 QKV = Fused("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 SANDWICH = (
     Rename("post_self_attn_layernorm", "post_attention_layernorm"),
@@ -71,10 +83,16 @@ def from_disk(layout: Layout, theirs: Mapping[str, Tensor], ours: Tensors, dtype
 # Each rule, against what it should be
 
 
+def test_rules_for_one_part_alone() -> None:
+    ours = {name: torch.rand(2) for name in ("visual.norm.weight", "visual.fc.weight", "model.norm.weight")}
+    layout = Layout((Under("visual.", (Rename("ln", "norm"),)),), (("visual.", "model.vision."),))
+    assert list(to_disk(layout, ours)) == ["model.vision.ln.weight", "model.vision.fc.weight", "model.norm.weight"]
+
+
 def test_names_that_no_rule_knows_are_ours() -> None:
     ours = {"model.layers.0.mlp.gate_proj.weight": torch.rand(3, 2), "scale": torch.rand(())}
     assert raw_bytes(to_disk(Layout(EXPERTS), ours)) == raw_bytes(ours)
-    assert list(to_disk(Layout(EXPERTS, bare=True), ours)) == ["layers.0.mlp.gate_proj.weight", "scale"]
+    assert list(to_disk(Layout(EXPERTS, BARE), ours)) == ["layers.0.mlp.gate_proj.weight", "scale"]
 
 
 def test_a_permutation_of_names() -> None:
@@ -194,7 +212,7 @@ def tables(draw: st.DrawFn) -> tuple[Layout, Tensors]:
         return torch.randint(256, (n_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
 
     tensors = {f"model.layers.{layer}.{name}": random(shapes[name]) for layer, name in names}
-    return Layout(tuple(draw(st.permutations(rules))), bare=draw(st.booleans())), tensors
+    return Layout(tuple(draw(st.permutations(rules))), draw(st.sampled_from([(), BARE]))), tensors
 
 
 @settings(deadline=None)

@@ -1,31 +1,26 @@
-"""Every tiny checkpoint against transformers: logits, loss, every gradient, padding, and the way back to the files."""
+"""Every tiny checkpoint of text alone against transformers: logits, loss, every gradient, padding, and the way back."""
 
 import json
 import math
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ligerzoo import AutoModel
-from ligerzoo.convert import architecture_for
-from ligerzoo.convert.weights import DiskTensors, shapes_of
 from ligerzoo.models import CausalLM
+from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors, under_their_names
 from tests.models.tiny import Tiny
-from tests.models.zoo import CHECKPOINTS
+from tests.models.zoo import TEXT_CHECKPOINTS
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-TOLERANCE = 2e-5  # of the largest magnitude
 
-
-@pytest.fixture(scope="module", params=CHECKPOINTS, ids=str)
+@pytest.fixture(scope="module", params=TEXT_CHECKPOINTS, ids=str)
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     row: Tiny = request.param
     return row
@@ -47,39 +42,12 @@ def random_tokens(tiny: Tiny, device: str) -> Tensor:
     return torch.randint(tiny.config["vocab_size"], (2, tiny.tokens), device=device)
 
 
-def assert_close(ours: Tensor, theirs: Tensor, what: str) -> None:
-    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
-    error, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    assert error <= TOLERANCE * scale, f"{what}: off by {error / scale:.1e} of the largest"
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:
-    """Tensors by our parameters' names, as a weight table has them by transformers'."""
-    shapes = shapes_of(tensors)
-    layout = architecture_for(type(ours)).layout_of(theirs, shapes)
-    return dict(DiskTensors(layout.pieces(shapes), tensors))
-
-
 def assert_same_gradients(ours: CausalLM, theirs: PreTrainedModel) -> None:
     wanted = gradients(theirs)
     got = under_their_names(ours, gradients(ours), wanted)
     assert got.keys() == wanted.keys() == dict(theirs.named_parameters()).keys()
     for name, gradient in wanted.items():
         assert_close(got[name], gradient, f"gradient of {name}")
-
-
-def stored_tensors(directory: Path) -> dict[str, Tensor]:
-    index = directory / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
-
-
-def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
-    return {name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
 
 
 def test_logits_loss_and_gradients(tiny: Tiny, directory: Path, device: str) -> None:

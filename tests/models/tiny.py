@@ -7,6 +7,7 @@ folder go through all.
 import copy
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 Tensors = dict[str, Tensor]
 
@@ -77,12 +78,13 @@ class Tiny:
 def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     """transformers' model with weights large enough to show every mistake: the default 0.02 would hide most."""
     its_own = copy.deepcopy(dict(config))  # for transformers writes its own spelling into what it is given
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**its_own), dtype=torch.float32)
+    auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = auto_class.from_config(AutoConfig.for_model(**its_own), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+            parameter.copy_(1 + 0.2 * noise if re.search(r"(norm\d?|ln_q)\.weight$", name) else 0.2 * noise)
     return model
 
 

@@ -1,0 +1,200 @@
+"""Images and videos among the tokens of a text: from pixels to embeddings, and where those stand in the text.
+
+An image or a video is a grid of t frames of h x w patches. Its patches come frame by frame, and in a frame by blocks of
+m x m, which are merged into one token each; so of a frame there are h/m x w/m tokens, row by row.
+
+Shapes: N patches of all images, n images, C channels, P the side of a patch, F the frames of images that a patch has of
+them, E the tower's features, H the decoder's; B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.decoder import run_blocks
+
+
+class PatchEmbedding(nn.Module):
+    """A linear map of patches, which is a convolution whose stride is its kernel's size (Dosovitskiy et al. 2021).
+
+    Args:
+        patch: the sizes of a patch: channels, then frames if it has several, height and width.
+        embed_dim: E.
+    """
+
+    def __init__(
+        self,
+        patch: tuple[int, ...],
+        embed_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(embed_dim, *patch, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the weight from N(0, std^2)."""
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """patches: (N, C * F * P * P), of any floating dtype -> (N, E)."""
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1))
+
+    def extra_repr(self) -> str:
+        embed_dim, *patch = self.weight.shape
+        return f"{tuple(patch)}, {embed_dim}"
+
+
+class PatchMerger(nn.Module):
+    """Neighbouring patches, normalized, side by side in one vector, to one embedding (Qwen2-VL).
+
+    Args:
+        ln_q: the norm, of E features.
+        mlp: m^2 * E features to H.
+    """
+
+    def __init__(self, ln_q: nn.Module, mlp: nn.Module, *, merged: int) -> None:
+        super().__init__()
+        self.merged = merged
+        self.ln_q, self.mlp = ln_q, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., E), N in all, blocks one after the other -> (N / m^2, H)."""
+        return self.mlp(self.ln_q(x).reshape(-1, self.merged * x.shape[-1]))  # type: ignore[no-any-return]
+
+
+class VisionTower(nn.Module):
+    """Patches to embeddings for a decoder: every patch sees those of its own frame.
+
+    Args:
+        patch_embed: patches to features.
+        blocks: the blocks, each called as `PreNormBlock` is.
+        merger: features of blocks of patches to embeddings.
+        merge_size: m.
+
+    Attributes:
+        gradient_checkpointing: see `Decoder`.
+    """
+
+    def __init__(
+        self, patch_embed: nn.Module, blocks: Iterable[nn.Module], merger: nn.Module, *, merge_size: int
+    ) -> None:
+        super().__init__()
+        self.patch_embed = patch_embed
+        self.blocks = nn.ModuleList(blocks)
+        self.merger = merger
+        self.merge_size = merge_size
+        self.gradient_checkpointing = False
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
+        """patches: (N, C * F * P * P) -> (N / m^2, H).
+
+        Frames of one size are the rows of a batch, and attention needs no mask. Frames of several sizes are packed into
+        a single row.
+
+        Args:
+            patches: of all images, one after the other.
+            grid_thw: (n, 3) int, t, h and w of each; on the CPU, for there the sizes are needed.
+
+        Raises:
+            ValueError: the grids do not fit the patches.
+        """
+        grid = grid_thw.cpu().long()
+        sizes = (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0])  # of each frame
+        if sizes.sum() != len(patches) or (grid[:, 1:] % self.merge_size).any():
+            raise ValueError(
+                f"{len(patches)} patches for grids of {grid.tolist()}; expected t * h * w of each together, "
+                f"and h and w to be multiples of {self.merge_size}"
+            )
+        places = patch_places(grid, self.merge_size).to(patches.device)
+        x = self.patch_embed(patches)
+        if (sizes == sizes[0]).all():
+            x, places, bounds = x.view(len(sizes), -1, x.shape[-1]), places.view(2, len(sizes), -1), None
+        else:
+            x, places, bounds = x[None], places[:, None], F.pad(sizes.cumsum(0), (1, 0))
+        context = Context(x, position_ids=places, cu_seqlens=bounds)
+        return self.merger(run_blocks(self.blocks, x, context, recompute=self.gradient_checkpointing))  # type: ignore[no-any-return]
+
+
+def patch_places(grid: Tensor, merge_size: int) -> Tensor:
+    """(2, N) int64: the row and the column in its frame of each patch, in the patches' order.
+
+    Args:
+        grid: (n, 3) on the CPU.
+        merge_size: m.
+    """
+    m = merge_size
+
+    def places(frames: int, height: int, width: int) -> Tensor:
+        rows_and_columns = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
+        blocks = rows_and_columns.view(2, height // m, m, width // m, m).transpose(2, 3)
+        return blocks.flatten(1).repeat(1, frames)
+
+    return torch.cat([places(*sizes) for sizes in grid.tolist()], dim=1)
+
+
+def put_rows(x: Tensor, here: Tensor, rows: Tensor) -> Tensor:
+    """x: (B, T, H) -> (B, T, H) with other rows in some places, in their order.
+
+    Args:
+        x: the embeddings of all tokens.
+        here: (B, T) bool, as many of them true as there are rows.
+        rows: (n, H).
+
+    Raises:
+        ValueError: there are more or fewer rows than places.
+    """
+    where = here.flatten().nonzero()[:, 0]
+    if len(where) != len(rows):
+        raise ValueError(f"{len(rows)} embeddings of images or videos; expected {len(where)}, one for each token there")
+    return x.flatten(0, 1).index_copy(0, where, rows.to(x.dtype)).view_as(x)
+
+
+def grid_positions(
+    places: Tensor,
+    grids: Iterable[tuple[Tensor, Tensor]],
+    starts: Tensor | None = None,
+    *,
+    frames_advance: bool = False,
+) -> Tensor:
+    """Positions on three axes (time, height, width) of the tokens of texts with images (Wang et al. 2024, section 2.1).
+
+    The tokens of an image have the coordinates of their frame, row and column, counted from the position p at which the
+    image begins. The text goes on at p + max(h, w) on all axes. So each image leaves its number of tokens, less
+    max(h, w), out of the count of positions.
+
+    Args:
+        places: (B or 1, T) int64, see `Context.places`.
+        grids: for each kind of image, where its tokens are, (B, T) bool, and the grids in tokens, (n, 3), of all in
+            their order.
+        starts: see `Context`.
+        frames_advance: the text goes on at p + max(t, h, w), behind the last frame of a video.
+
+    Returns:
+        (3, B, T) int64.
+    """
+    positions, left_out = places.expand(3, -1, -1), torch.zeros_like(places)
+    for here, grid in grids:
+        t, h, w = grid.to(places.device, torch.int64).unbind(1)
+        sizes = t * h * w
+        ends = sizes.cumsum(0)
+        count = (here.flatten().cumsum(0) - 1).view(here.shape)  # of such tokens up to this
+        image = torch.searchsorted(ends, count, right=True).clamp(max=len(sizes) - 1)
+        token = count - (ends - sizes)[image]
+        h_, w_ = h[image], w[image]
+        coordinates = torch.stack([token // (h_ * w_), token // w_ % h_, token % w_])
+        positions = positions + (coordinates - token) * here
+        advance = grid.to(t).amax(1) if frames_advance else torch.maximum(h, w)
+        is_last = here & (token == sizes[image] - 1)
+        left_out = left_out + (sizes - advance)[image] * is_last
+    before = left_out.cumsum(1) - left_out
+    if starts is not None:
+        before = before - before.gather(1, starts.expand_as(before))
+    return positions - before

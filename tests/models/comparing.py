@@ -1,0 +1,42 @@
+"""What tests against transformers compare, and how."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ligerzoo.convert import architecture_for
+from ligerzoo.convert.weights import DiskTensors, shapes_of
+from ligerzoo.models import CausalLM
+
+TOLERANCE = 2e-5  # of the largest magnitude
+
+
+def assert_close(ours: Tensor, theirs: Tensor, what: str) -> None:
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
+    error, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    assert error <= TOLERANCE * scale, f"{what}: off by {error / scale:.1e} of the largest"
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:
+    """Tensors by our parameters' names, as a weight table has them by transformers'."""
+    shapes = shapes_of(tensors)
+    layout = architecture_for(type(ours)).layout_of(theirs, shapes)
+    return dict(DiskTensors(layout.pieces(shapes), tensors))
+
+
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    index = directory / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
+
+
+def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}

@@ -1,0 +1,442 @@
+"""Qwen2-VL against transformers: every tiny checkpoint on text, images, videos and padded batches of them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging
+
+from ligerzoo import AutoModel
+from ligerzoo.convert.qwen2_vl import config_from_hf
+from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.info import describe
+from ligerzoo.layers import Context
+from ligerzoo.models import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
+from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors, under_their_names
+from tests.models.tiny import Tiny, random_model
+from tests.models.tiny_qwen2_vl import CHECKPOINTS, PROMPTS, QWEN2_VL, VISION, Prompt, Row, image, prompt, video
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS, ids=str)
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    row: Tiny = request.param
+    return row
+
+
+@pytest.fixture(scope="module")
+def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(directory: Path, device: str) -> tuple[Qwen2VL, PreTrainedModel]:
+    return load_both(directory, torch.float32, device)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, device: str) -> Qwen2VL:
+    path = tmp_path_factory.mktemp("checkpoint")
+    CHECKPOINTS[0].write(path)
+    return Qwen2VL.from_pretrained(path, dtype=torch.float32, device=device)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return random_model(QWEN2_VL).model
+
+
+def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Qwen2VL, PreTrainedModel]:
+    theirs = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return Qwen2VL.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
+
+
+def prompt_for(model: Qwen2VL, rows: list[Row], side: str = "left") -> Prompt:
+    c = model.config.vision_config
+    made = prompt(rows, vars(c), side)
+    vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
+    return Prompt(made.ids.to(model.device), made.mask.to(model.device), vision)
+
+
+def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
+    types = {"mm_token_type_ids": p.types} if p.vision else {}
+    return theirs(input_ids=p.ids, attention_mask=p.mask, **p.vision, **types, **options)
+
+
+def labels_for(p: Prompt) -> Tensor:
+    """Of text, and none for the first token, which padding would predict."""
+    wanted = (
+        (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.types == 0) & (torch.rand(p.ids.shape) < 0.8).to(p.ids.device)
+    )
+    return p.ids.masked_fill(~wanted, -100)
+
+
+def all_gradients(model: Qwen2VL, **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    return found
+
+
+@every_prompt
+def test_logits_loss_and_gradients(models: tuple[Qwen2VL, PreTrainedModel], rows: list[Row]) -> None:
+    ours, theirs = models
+    p = prompt_for(ours, rows)
+    labels = labels_for(p)
+    expected = theirs_on(theirs, p, labels=labels)
+    with torch.no_grad():
+        logits = ours(p.ids, p.mask, **p.vision).logits
+    assert_close(logits[p.mask == 1], expected.logits[p.mask == 1], "logits")
+
+    for model in models:
+        model.zero_grad()
+    loss = ours(p.ids, p.mask, labels=labels, **p.vision).loss
+    assert_close(loss, expected.loss, "loss")
+    loss.backward()
+    expected.loss.backward()
+    wanted = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), wanted)
+    assert got.keys() == wanted.keys()
+    assert any("visual" in name for name in wanted) == bool(p.vision)
+    for name, gradient in wanted.items():
+        assert_close(got[name], gradient, f"gradient of {name}")
+
+
+@every_prompt
+@torch.no_grad()
+def test_bf16_logits(directory: Path, device: str, rows: list[Row]) -> None:
+    ours, theirs = load_both(directory, torch.bfloat16, device)
+    p = prompt_for(ours, rows)
+    got, expected = (x[p.mask == 1] for x in (ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits))
+    assert got.dtype == expected.dtype == torch.bfloat16
+    if device == "cpu":
+        ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
+        assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
+    truth = theirs_on(theirs.float(), p).logits[p.mask == 1]
+    assert (got - truth).norm() <= 1.05 * (expected - truth).norm()
+
+
+@every_prompt
+@torch.no_grad()
+def test_greedy_generation(models: tuple[Qwen2VL, PreTrainedModel], rows: list[Row]) -> None:
+    ours, theirs = models
+    p = prompt_for(ours, rows)
+    got = ours.generate(p.ids, p.mask, max_new_tokens=12, eos_token_id=[], **p.vision)
+    types = {"mm_token_type_ids": p.types} if p.vision else {}
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
+    assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **types, **options))
+
+
+def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(directory)
+    assert type(model) is Qwen2VL
+    theirs = AutoModelForImageTextToText.from_pretrained(directory)
+    assert model.dtype == theirs.dtype
+    original, config = stored_tensors(directory), json.loads((directory / "config.json").read_text())
+    size = sum(tensor.nbytes for tensor in original.values())
+    model.save_pretrained(tmp_path / "saved", max_shard_size=size // tiny.shards + 1)
+    assert raw_bytes(stored_tensors(tmp_path / "saved")) == raw_bytes(original)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == config | tiny.corrected
+
+    again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(report.values()), report
+    p = prompt_for(model, PROMPTS["an image, videos"])
+    assert torch.equal(theirs_on(again.eval(), p).logits, theirs_on(theirs.eval(), p).logits)
+
+
+# Positions
+
+
+def rows_of(longest: int = 6) -> st.SearchStrategy[list[Row]]:
+    """Texts with images and videos anywhere but side by side, which transformers would take for one."""
+    sizes = st.integers(1, 3)
+    vision = st.one_of(st.builds(image, sizes, sizes), st.builds(video, st.integers(1, 5), sizes, sizes))
+    pieces = st.lists(st.tuples(vision, st.integers(1, longest)), min_size=0, max_size=3)
+
+    def row(first: int, rest: list[Any]) -> Row:
+        pieces = [first, *(piece for pair in rest for piece in pair)]
+        return [piece for piece in pieces if piece != 0] or [1]
+
+    return st.lists(st.builds(row, st.integers(0, longest), pieces), min_size=1, max_size=3)
+
+
+def positions(model: Qwen2VL, p: Prompt) -> tuple[Tensor, Tensor]:
+    """On three axes, and by how much they go on beyond the places of tokens."""
+    context = Context(p.ids, p.mask, cache=model.new_cache())
+    grids = {name: tensor for name, tensor in p.vision.items() if "grid" in name}
+    model.embed(p.ids, context, **grids)
+    assert context.cache is not None
+    offset = context.cache.position_offset
+    assert offset is not None
+    return context.position_ids, offset
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of(), side=st.sampled_from(["left", "right"]))
+def test_positions(model: Qwen2VL, reference: Any, rows: list[Row], side: str) -> None:
+    p = prompt_for(model, rows, side)
+    if not p.vision:
+        return
+    grids = {name: tensor for name, tensor in p.vision.items() if "grid" in name}
+    expected, offset = reference.get_rope_index(p.ids, p.types, attention_mask=p.mask, **grids)
+    got, got_offset = positions(model, p)
+    assert torch.equal(got[:, p.mask == 1], expected[:, p.mask == 1])
+    assert torch.equal(got_offset, offset)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=rows_of())
+def test_positions_as_in_transformers_4(model: Qwen2VL, rows: list[Row]) -> None:
+    """Behind an image or a video they go on from the largest before."""
+    p = prompt_for(model, rows)
+    if not p.vision:
+        return
+    expected: list[list[tuple[int, int, int]]] = []
+    for row in rows:
+        made: list[tuple[int, int, int]] = []
+        for piece in row:
+            start = max(map(max, made), default=-1) + 1
+            if isinstance(piece, int):
+                made += [(i, i, i) for i in range(start, start + piece)]
+            else:
+                t, h, w = map(range, piece[1])
+                made += [(start + i, start + j, start + k) for i in t for j in h for k in w]
+        expected.append(made)
+    model.frames_advance = True
+    try:
+        got, offset = positions(model, p)
+    finally:
+        del model.frames_advance
+    for i, made in enumerate(expected):
+        assert got[:, i, p.mask[i] == 1].T.tolist() == [list(place) for place in made]
+        assert offset[i].item() == max(map(max, made)) + 1 - len(made)
+
+
+@torch.no_grad()
+def test_images_side_by_side(model: Qwen2VL) -> None:
+    """Are told apart by their grids."""
+    p = prompt_for(model, [[2, image(2, 1), image(1, 2), 1]])
+    got, _ = positions(model, p)
+    assert got[:, 0].T.tolist() == [[0] * 3, [1] * 3, [2] * 3, [2, 3, 2], [4] * 3, [4, 4, 5], [6] * 3]
+
+
+@torch.no_grad()
+def test_positions_of_one_s_own(model: Qwen2VL) -> None:
+    p = prompt_for(model, PROMPTS["a padded batch"])
+    wanted = model(p.ids, p.mask, **p.vision).logits
+    own, _ = positions(model, p)
+    assert torch.equal(model(p.ids, p.mask, own, **p.vision).logits, wanted)
+    plain = model(p.ids, p.mask, p.mask.cumsum(1) - 1, **p.vision).logits  # places, of which positions are made
+    assert torch.equal(plain, wanted)
+    with pytest.raises(ValueError, match=r"position_ids has shape \(4, .*expected \(B, T\) or \(3, B, T\)"):
+        model(p.ids, p.mask, own[[0, 0, 1, 2]], **p.vision)
+
+
+# Caches and packed texts
+
+
+@torch.no_grad()
+def test_a_conversation_from_a_cache(model: Qwen2VL) -> None:
+    """In chunks, with a new image in a later one, beside a row without any and padding: as computed at once."""
+    rows: list[list[Row]] = [[[4, image(2, 3), 3], [9]], [[3], [3]], [[2, image(3, 1), 4], [1, image(2, 2), 4]]]
+    turns = [prompt_for(model, turn) for turn in rows]
+    whole = Prompt(
+        torch.cat([turn.ids for turn in turns], 1),
+        torch.cat([turn.mask for turn in turns], 1),
+        {
+            "pixel_values": torch.cat([turn.vision["pixel_values"] for turn in (turns[0], turns[2])]),
+            "image_grid_thw": torch.cat([turn.vision["image_grid_thw"] for turn in (turns[0], turns[2])]),
+        },
+    )
+    in_order = model(whole.ids, whole.mask, **whole.vision).logits
+    for cache in (model.new_cache(), model.new_cache(capacity=64)):
+        end, pieces = 0, []
+        for turn in turns:
+            end += turn.ids.shape[1]
+            pieces.append(model(turn.ids, whole.mask[:, :end], past_key_values=cache, **turn.vision).logits)
+        assert_close(torch.cat(pieces, 1)[whole.mask == 1], in_order[whole.mask == 1], "logits from a cache")
+
+
+@torch.no_grad()
+def test_generation_with_and_without_a_cache(model: Qwen2VL) -> None:
+    p = prompt_for(model, PROMPTS["a padded batch"])
+    got = [model.generate(p.ids, p.mask, max_new_tokens=6, use_cache=use, **p.vision) for use in (True, False)]
+    assert torch.equal(*got)
+    alone = prompt_for(model, [[22]])
+    ids = p.ids[1:2, p.mask[1] == 1]
+    assert alone.ids.shape == ids.shape
+    assert torch.equal(model.generate(ids, max_new_tokens=6)[0], got[0][1, p.mask[1].argmax() :])
+
+
+@pytest.mark.parametrize("by_positions", [False, True])
+def test_packed(model: Qwen2VL, by_positions: bool) -> None:
+    """[A | B] gives the logits, the loss and the gradients of A and B alone, each with an image."""
+    row_a, row_b = [3, image(2, 3), 8], [image(3, 1), 4, video(3, 1, 2), 7]
+    both = prompt_for(model, [[*row_a, *row_b]])
+    lengths = [3 + 6 + 8, 3 + 4 + 6 + 7]
+    pixels, grid = both.vision["pixel_values"], both.vision["image_grid_thw"]
+    cut = int(grid[0].prod())
+    a = {"input_ids": both.ids[:, : lengths[0]], "pixel_values": pixels[:cut], "image_grid_thw": grid[:1]}
+    b = {
+        **both.vision,
+        "input_ids": both.ids[:, lengths[0] :],
+        "pixel_values": pixels[cut:],
+        "image_grid_thw": grid[1:],
+    }
+    packing: dict[str, Tensor] = {"cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)])}
+    if by_positions:
+        packing = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    packing = {name: tensor.to(model.device) for name, tensor in packing.items()}
+    with torch.no_grad():
+        context = Context(both.ids, **packing)
+        model.embed(both.ids, context, **both.vision)
+        assert (context.position_ids[:, 0, [0, lengths[0]]] == 0).all()
+        got = model(both.ids, **packing, **both.vision).logits.split(lengths, 1)
+        for part, text in zip(got, (a, b), strict=True):
+            assert_close(part, model(**text).logits, "logits")
+
+    packed = all_gradients(model, input_ids=both.ids, labels=both.ids, **packing, **both.vision)
+    items = sum(lengths) - 2
+    alone = [all_gradients(model, **text, labels=text["input_ids"], num_items_in_batch=items) for text in (a, b)]
+    for name, gradient in packed.items():
+        assert_close(gradient, alone[0][name] + alone[1][name], f"gradient of {name}")
+
+
+# Training
+
+
+def test_gradient_checkpointing(model: Qwen2VL) -> None:
+    p = prompt_for(model, PROMPTS["an image, videos"])
+    inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.vision}
+    calls: list[nn.Module] = []
+    blocks = [*model.visual.blocks, *model.model.layers]
+    hooks = [block.register_forward_pre_hook(lambda block, _: calls.append(block)) for block in blocks]
+    found, counts = [], []
+    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        switch()
+        calls.clear()
+        found.append(all_gradients(model, **inputs))
+        counts.append([calls.count(block) for block in blocks])
+    model.gradient_checkpointing_disable()
+    for hook in hooks:
+        hook.remove()
+    assert counts == [[2, 2, 1, 1], [4, 4, 2, 2]]  # the tower runs once for images and once for videos
+    assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_a_frozen_tower(model: Qwen2VL) -> None:
+    p = prompt_for(model, PROMPTS["an image"])
+    inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.vision}
+    whole = all_gradients(model, **inputs)
+    model.visual.requires_grad_(False)
+    try:
+        assert not model.visual(p.vision["pixel_values"], p.vision["image_grid_thw"]).requires_grad
+        got = all_gradients(model, **inputs)
+    finally:
+        model.visual.requires_grad_(True)
+    assert got.keys() == {name for name in whole if not name.startswith("visual.")}
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, whole[name])
+
+
+def test_a_new_model(tmp_path: Path) -> None:
+    """Is drawn at random, tower included, and saved as the hub has them."""
+    vision = Qwen2VLVisionConfig(depth=1, embed_dim=64, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4)
+    config = Qwen2VLConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, mrope_section=[2, 3, 3], vision_config=vision, initializer_range=0.3,
+    )  # fmt: skip
+    made = Qwen2VL(config)
+    for name, parameter in made.named_parameters():
+        std = parameter.std().item()
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+        else:
+            assert 0.2 < std < 0.4, name
+    made.save_pretrained(tmp_path)
+    assert Qwen2VL.from_pretrained(tmp_path).config == config
+    theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert "visual.blocks.0.attn.qkv.weight" in stored_tensors(tmp_path)
+    ids = torch.arange(9)[None]
+    assert_close(made(ids).logits, theirs(ids).logits, "logits")
+
+
+# Refusals
+
+
+def test_what_does_not_fit_together(model: Qwen2VL) -> None:
+    p = prompt_for(model, PROMPTS["an image"])
+    pixels, grid = p.vision["pixel_values"], p.vision["image_grid_thw"]
+    with pytest.raises(ValueError, match="6 embeddings of images or videos; expected 5, one for each token there"):
+        model(p.ids.index_fill(1, torch.tensor([5], device=p.ids.device), 7), **p.vision)
+    with pytest.raises(ValueError, match=r"23 patches for grids of \[\[1, 4, 6\]\]; expected t \* h \* w"):
+        model(p.ids, pixel_values=pixels[:-1], image_grid_thw=grid)
+    with pytest.raises(ValueError, match="multiples of 2"):
+        model(p.ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 3, 8]]))
+    with pytest.raises(ValueError, match="need their grids"):
+        model(p.ids, pixel_values=pixels)
+    with pytest.raises(ValueError, match="input_ids to tell their places"):
+        model(inputs_embeds=model.model.embed_tokens(p.ids), **p.vision)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three whole numbers that add up to head_dim / 2, 8"),
+        ({"mrope_section": [4, 4]}, "mrope_section"),
+        ({"mrope_section": 8}, "mrope_section"),
+        ({"vision_config": {"hidden_size": 48}}, "vision_config, hidden_size: .* got 48; expected 64"),
+        ({"vision_config": {"embed_dim": 36}}, r"vision_config, embed_dim: .* a multiple of 4 \* num_heads, 8"),
+        ({"vision_config": {"depth": 0}}, "depth"),
+        ({"vision_config": {"patch_size": [4, 4]}}, "patch_size"),
+        ({"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
+        ({"vision_config": {"rope_parameters": {"rope_theta": 3.0}}}, "rope_theta"),
+        ({"vision_config": []}, "vision_config, hidden_size"),
+        ({"vision_config": "large"}, "vision_config: not an object"),
+        ({"text_config": 5}, "text_config: not an object"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+)
+def test_configs_that_cannot_be(changes: dict[str, Any], named: str) -> None:
+    raw = {**QWEN2_VL, **changes}
+    if isinstance(changes.get("vision_config"), dict):
+        raw["vision_config"] = {**VISION, **changes["vision_config"]}
+    if "mrope_section" in changes:
+        raw["rope_scaling"] = {"type": "mrope", **changes}
+    with pytest.raises(ConfigError, match=named):
+        config_from_hf(raw)
+
+
+def test_a_tower_of_more_blocks_than_tensors(tmp_path: Path) -> None:
+    CHECKPOINTS[0].write(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["vision_config"]["depth"] = 10**9
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="fewer tensors than layers"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_info(tmp_path: Path) -> None:
+    CHECKPOINTS[3].write(tmp_path)
+    page = describe(tmp_path)
+    assert "Qwen2VL (Qwen2VLForConditionalGeneration)" in page
+    assert "vision tower" in page
