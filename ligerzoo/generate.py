@@ -143,7 +143,7 @@ def generate(
     _require(bool(pad_ids) or not can_end or len(input_ids) == 1, "pad_token_id", "none", "what ended rows should show")
 
     tokens, real = align_prompts(input_ids, attention_mask)
-    read = tokens
+    read = [tokens]
     (rows, prompt), device = tokens.shape, tokens.device
     if real is not None:
         real = F.pad(real, (0, max_new_tokens), value=True)
@@ -180,9 +180,9 @@ def generate(
 
         # A row that has ended shows padding but goes on reading its own tokens: padding may have no embedding.
         continuation[:, made] = token[:, 0].where(running, continuation[:, made])
-        read = torch.cat([read, token], 1)
+        read.append(token)
         is_read_anew = not use_cache or (cache is not None and not cache.serves(1))
-        tokens, cache, beside = (read, None, model_inputs) if is_read_anew else (token, cache, {})
+        tokens, cache, beside = (torch.cat(read, 1), None, model_inputs) if is_read_anew else (token, cache, {})
         made += 1
         if streamer is not None:
             streamer.put(continuation[:, made - 1].cpu())

@@ -85,7 +85,7 @@ class Context:
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             self.starts = _starts(position_ids)
         if position_ids is None:
-            position_ids = (places if self.starts is None else places - self.starts).view(-1, self.tokens)
+            position_ids = self._places_in_text()
         self.position_ids = position_ids
         self.router_logits: list[Tensor] = []
         self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -109,6 +109,10 @@ class Context:
         """(B or 1, T) int64: how many tokens of its text, padding not counted, stand before each token."""
         if self.real is not None:
             return (self.real.cumsum(1) - 1).clamp(min=0)[:, self._places]
+        return self._places_in_text()
+
+    def _places_in_text(self) -> Tensor:
+        """(B or 1, T) int64: how many tokens of its text, padding counted, stand before each token."""
         return (self._places if self.starts is None else self._places - self.starts).view(-1, self.tokens)
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -153,9 +157,7 @@ class Context:
         self, keys: int, offset: int, window: int | None, is_causal: bool, even_if_plain: bool
     ) -> Mask | Tensor | None:
         if self._ready is not None:
-            hidden = False if self._ready.dtype == torch.bool else torch.finfo(self._ready.dtype).min
-            unwritten = max(0, offset + keys - self._ready.shape[-1])
-            return F.pad(self._ready, (0, unwritten), value=hidden)[..., offset : offset + keys]
+            return _of_keys(self._ready, offset, keys)
         is_windowed = window is not None and keys > window
         is_chunk = is_causal and 1 < self.tokens < keys
         if self.real is None and self.starts is None and not (is_windowed or is_chunk or even_if_plain):
@@ -171,9 +173,7 @@ class Context:
         if window is not None:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)
-        real = self.real
-        if real is not None:
-            real = F.pad(real, (0, max(0, offset + keys - real.shape[1])))[:, offset : offset + keys]
+        real = None if self.real is None else _of_keys(self.real, offset, keys)
         return Mask(query, first, last, keys, real)
 
 
@@ -192,9 +192,7 @@ def shifted_labels(labels: Tensor, starts: Tensor | None = None, ignored: int = 
     return shifted
 
 
-def _check_packing(
-    cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None
-) -> None:  # fmt: skip
+def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> None:
     """Raises ValueError unless these are the bounds of texts in one row. Their values are looked at on a CPU alone, for
     it would make the host wait for a GPU."""
     if cache is not None or attention_mask is not None or len(x) != 1:
@@ -227,6 +225,12 @@ def _checked(attention_mask: Tensor, tokens: int, cache: KVCache | None) -> Tens
             f"attention_mask has shape {shape}; expected (batch, {keys}): one entry for each cached and new token"
         )
     return attention_mask
+
+
+def _of_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
+    """The mask's last dimension for so many keys from `offset` on; those it does not tell of are hidden."""
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
 
 
 def _starts(position_ids: Tensor) -> Tensor | None:

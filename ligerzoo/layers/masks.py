@@ -34,9 +34,7 @@ class Mask:
         real: (B, S) bool, False for padding; None for none.
     """
 
-    def __init__(
-        self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None) -> None:
         self.query, self.first, self.last, self.keys, self.real = query, first, last, keys, real
         self._added: dict[torch.dtype, Tensor] = {}
         self._blocks: Any = None

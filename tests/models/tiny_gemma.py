@@ -1,12 +1,14 @@
 """Gemma's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 # Gemma's files say gelu and mean its approximation by tanh; some versions of transformers take them at their word.
 MEANS_TANH = AutoConfig.for_model("gemma", hidden_act="gelu").hidden_act == "gelu_pytorch_tanh"
@@ -38,10 +40,7 @@ GEMMA: dict[str, Any] = {
 }
 
 
-def gemma(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**GEMMA, **(changes or {})}
-    options = {"stored_dtype": torch.bfloat16, "tensors": without(HEAD), **options}
-    return Tiny(f"gemma {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+gemma = partial(variant, GEMMA, stored_dtype=torch.bfloat16, tensors=without(HEAD))
 
 
 def gemmas() -> Iterator[Tiny]:

@@ -1,11 +1,13 @@
 """Gemma 2's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 GEMMA2: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -38,10 +40,7 @@ GEMMA2: dict[str, Any] = {
 }
 
 
-def gemma2(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**GEMMA2, **(changes or {})}
-    options = {"tensors": without(HEAD), **options}
-    return Tiny(f"gemma2 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+gemma2 = partial(variant, GEMMA2, tensors=without(HEAD))
 
 
 def gemma2s() -> Iterator[Tiny]:

@@ -1,11 +1,13 @@
 """Gemma 3's checkpoints of text alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, of_the_base_model, without
+from tests.models.variants import variant
 
 GEMMA3_TEXT: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -42,10 +44,7 @@ GEMMA3_TEXT: dict[str, Any] = {
 LINEAR = {"factor": 8.0, "rope_type": "linear"}
 
 
-def gemma3(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**GEMMA3_TEXT, **(changes or {})}
-    options = {"tensors": without(HEAD), **options}
-    return Tiny(f"gemma3_text {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+gemma3 = partial(variant, GEMMA3_TEXT, tensors=without(HEAD))
 
 
 def gemma3s() -> Iterator[Tiny]:

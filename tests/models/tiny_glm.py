@@ -1,11 +1,13 @@
 """GLM-4's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 GLM: dict[str, Any] = {
     "architectures": ["GlmForCausalLM"],
@@ -38,9 +40,7 @@ FEW_KEYS = (
 )  # fmt: skip
 
 
-def glm(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**GLM, **(changes or {})}
-    return Tiny(f"glm {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+glm = partial(variant, GLM)
 
 
 def glms() -> Iterator[Tiny]:

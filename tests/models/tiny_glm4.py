@@ -1,17 +1,15 @@
 """GLM-4-0414's checkpoints."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from tests.models.tiny import Tiny
 from tests.models.tiny_glm import FEW_KEYS, GLM
+from tests.models.variants import variant
 
-
-def glm4(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**GLM, "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", **(changes or {})}
-    return Tiny(f"glm4 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+glm4 = partial(variant, {**GLM, "architectures": ["Glm4ForCausalLM"], "model_type": "glm4"})
 
 
 def glm4s() -> Iterator[Tiny]:

@@ -1,11 +1,13 @@
 """Granite's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 GRANITE: dict[str, Any] = {
     "architectures": ["GraniteForCausalLM"],
@@ -37,10 +39,7 @@ GRANITE: dict[str, Any] = {
 }
 
 
-def granite(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**GRANITE, **(changes or {})}
-    options = {"tensors": without(HEAD), **options}
-    return Tiny(f"granite {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+granite = partial(variant, GRANITE, tensors=without(HEAD))
 
 
 def granites() -> Iterator[Tiny]:

@@ -1,6 +1,7 @@
 """Llama's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tests.models.tiny import (
     with_rotary_buffers,
     without,
 )
+from tests.models.variants import variant
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,9 +59,7 @@ LONGROPE = {
 }
 
 
-def llama(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**LLAMA, **(changes or {})}
-    return Tiny(f"llama {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+llama = partial(variant, LLAMA)
 
 
 def llamas() -> Iterator[Tiny]:

@@ -1,11 +1,13 @@
 """OLMo 2's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 OLMO2: dict[str, Any] = {
     "architectures": ["Olmo2ForCausalLM"],
@@ -32,9 +34,7 @@ OLMO2: dict[str, Any] = {
 }
 
 
-def olmo2(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**OLMO2, **(changes or {})}
-    return Tiny(f"olmo2 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+olmo2 = partial(variant, OLMO2)
 
 
 def olmo2s() -> Iterator[Tiny]:

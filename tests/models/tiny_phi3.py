@@ -1,11 +1,13 @@
 """Phi-3's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 PHI3: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
@@ -48,9 +50,7 @@ PARTIAL = {  # of Phi-4-mini
 }
 
 
-def phi3(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**PHI3, **(changes or {})}
-    return Tiny(f"phi3 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+phi3 = partial(variant, PHI3)
 
 
 def phi3s() -> Iterator[Tiny]:

@@ -1,11 +1,13 @@
 """Qwen2's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -34,9 +36,7 @@ QWEN2: dict[str, Any] = {
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def qwen2(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**QWEN2, **(changes or {})}
-    return Tiny(f"qwen2 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+qwen2 = partial(variant, QWEN2)
 
 
 def qwen2s() -> Iterator[Tiny]:

@@ -1,11 +1,13 @@
 """Qwen3's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -37,9 +39,7 @@ QWEN3: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def qwen3(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**QWEN3, **(changes or {})}
-    return Tiny(f"qwen3 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+qwen3 = partial(variant, QWEN3)
 
 
 def qwen3s() -> Iterator[Tiny]:

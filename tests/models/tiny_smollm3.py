@@ -1,11 +1,13 @@
 """SmolLM3's checkpoints."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.models.tiny import HEAD, Tiny, without
+from tests.models.variants import variant
 
 SMOLLM3: dict[str, Any] = {
     "architectures": ["SmolLM3ForCausalLM"],
@@ -40,9 +42,7 @@ SMOLLM3: dict[str, Any] = {
 }
 
 
-def smollm3(name: str, changes: Mapping[str, Any] | None = None, absent: tuple[str, ...] = (), **options: Any) -> Tiny:
-    config = {**SMOLLM3, **(changes or {})}
-    return Tiny(f"smollm3 {name}", {key: value for key, value in config.items() if key not in absent}, **options)
+smollm3 = partial(variant, SMOLLM3)
 
 
 def smollm3s() -> Iterator[Tiny]:
