@@ -4,11 +4,12 @@ A file holds one operation: its formula, its reference, its Triton kernels, and 
 has files of its own. Over several processes: `ligerzoo.parallel`.
 """
 
+from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
-from ligerzoo.kernels.glu import Activation, geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.head import set_logits_budget
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import TokenStatistics, linear_cross_entropy, token_logps, token_statistics
@@ -23,6 +24,7 @@ __all__ = [
     "Backend",
     "Reduction",
     "TokenStatistics",
+    "activation_linear",
     "add_rms_norm",
     "cross_entropy",
     "experts_mlp",

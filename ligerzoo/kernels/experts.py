@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import DEBUG, Backend, autocast, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.glu import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.routing import collect, sort_by_expert, spread
 from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward

@@ -3,10 +3,7 @@
 Forward:   y = a(gate) * up,   in fp32, rounded once.
 Backward:  dup = dy * a(gate),   dgate = dy * up * a'(gate).
 
-The activations a, with s(u) = 1 / (1 + exp(-u)) and c = sqrt(8 / pi):
-    silu        x s(x)
-    gelu_tanh   x s(c (x + 0.044715 x^3)),   which is x/2 (1 + tanh(...)) without a tanh
-    gelu        x P(x),   P the normal distribution
+The activations a are those of `activation`.
 
 `glu` saves gate and up. `glu_linear(gate, up, W)` computes `glu(gate, up) @ W.T` and saves the same two and W: a linear
 layer after `glu` would keep the product as well, a fifth of all that a Llama layer keeps for its backward, though the
@@ -15,37 +12,16 @@ backward kernel can write the product again for the price of one more store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import (
-    Backend,
-    as_rows,
-    autocast,
-    cdiv,
-    next_power_of_2,
-    once_differentiable,
-    register,
-    uses_triton,
-)
-from ligerzoo.kernels.elementwise import exp, sigmoids
-from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.rows import row_and_columns
-
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-}
-
-_BLOCK, _WARPS = 2048, 4
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
+from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton
+from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.rows import STRIP_WARPS, row_and_columns, strips
 
 
 def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
@@ -58,38 +34,6 @@ def linear_reference(
 ) -> Tensor:
     """`glu_linear` in plain torch."""
     return F.linear(reference(gate, up, activation).to(weight.dtype), weight, bias)
-
-
-@jit
-def _silu(x, EXACT: tl.constexpr):
-    share, rest = sigmoids(x, EXACT)
-    return x * share, share * (1.0 + x * rest)
-
-
-@jit
-def _gelu_tanh(x, EXACT: tl.constexpr):
-    c = 1.5957691216057308  # sqrt(8 / pi)
-    share, rest = sigmoids(c * (x + 0.044715 * x * x * x), EXACT)
-    slope = c * (1.0 + 3.0 * 0.044715 * x * x)
-    return x * share, share + x * (share * rest) * slope
-
-
-@jit
-def _gelu(x, EXACT: tl.constexpr):
-    distribution = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
-    density = 0.3989422804014327 * exp(-0.5 * x * x, EXACT)  # 1 / sqrt(2 pi)
-    return x * distribution, distribution + x * density
-
-
-@jit
-def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """a(x) and a'(x), see `elementwise` for EXACT."""
-    if ACTIVATION == "silu":
-        return _silu(x, EXACT)
-    elif ACTIVATION == "gelu_tanh":
-        return _gelu_tanh(x, EXACT)
-    else:
-        return _gelu(x, EXACT)
 
 
 @kernel
@@ -126,20 +70,6 @@ def _backward_kernel(
             tl.store(y_ptr + target, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _tiled(*tensors: Tensor) -> tuple[tuple[Tensor, ...], int, int, int]:
-    """The tensors with columns of unit stride, how many columns, how many of them a program takes, and the programs.
-
-    Where nothing is strided, all elements are one row. The halves of a fused projection are read where they are.
-    """
-    if all(t.is_contiguous() for t in tensors):
-        n_rows, n_cols = 1, tensors[0].numel()
-    else:
-        tensors = tuple(as_rows(t) for t in tensors)
-        n_rows, n_cols = tensors[0].shape
-    block = min(_BLOCK, next_power_of_2(n_cols))
-    return tensors, n_cols, block, n_rows * cdiv(n_cols, block)
-
-
 def _forward_fake(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
     return gate.new_empty(gate.shape, dtype=dtype)
 
@@ -147,9 +77,9 @@ def _forward_fake(gate: Tensor, up: Tensor, activation: Activation, dtype: torch
 @register("glu_forward(Tensor gate, Tensor up, str activation, ScalarType dtype) -> Tensor", fake=_forward_fake)
 def _forward(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
     y = _forward_fake(gate, up, activation, dtype)
-    (gate, up), n_cols, block, programs = _tiled(gate, up)
+    (gate, up), n_cols, block, programs = strips(gate, up)
     _forward_kernel[programs](
-        gate, up, y, gate.stride(0), up.stride(0), n_cols, block, activation, num_warps=_WARPS
+        gate, up, y, gate.stride(0), up.stride(0), n_cols, block, activation, num_warps=STRIP_WARPS
     )  # fmt: skip
     return y
 
@@ -171,10 +101,10 @@ def _backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dgate, dup, y = _backward_fake(dy, gate, up, activation, needs_gate, needs_up, needs_y)
-    (dy, gate, up), n_cols, block, programs = _tiled(dy, gate, up)
+    (dy, gate, up), n_cols, block, programs = strips(dy, gate, up)
     _backward_kernel[programs](
         dy, gate, up, dgate, dup, y, dy.stride(0), gate.stride(0), up.stride(0), n_cols, block, activation,
-        needs_gate, needs_up, needs_y, num_warps=_WARPS,
+        needs_gate, needs_up, needs_y, num_warps=STRIP_WARPS,
     )  # fmt: skip
     return dgate, dup, y
 
@@ -219,13 +149,6 @@ class _GLULinear(torch.autograd.Function):
         return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None
 
 
-def check_activation(activation: Activation) -> Activation:
-    """The activation; a ValueError if there is none of that name."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
-    return activation
-
-
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
     check_activation(activation)
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -241,7 +164,7 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation = "silu", backend: B
     Args:
         gate: (..., I), any strides; rows of unit stride, as the halves of a fused projection are, are not copied.
         up: (..., I), the same shape and dtype.
-        activation: a: "silu", "gelu_tanh" or "gelu" (with the error function).
+        activation: a, see `activation_linear`.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:
@@ -288,7 +211,7 @@ def glu_linear(
         weight: (H, I), as `torch.nn.Linear` has it. The product of gate and up is rounded to its dtype, which under
             autocast is autocast's.
         bias: (H,) or None.
-        activation: "silu", "gelu_tanh" or "gelu" (with the error function).
+        activation: see `activation_linear`.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:

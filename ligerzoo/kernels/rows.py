@@ -8,7 +8,7 @@ import functools
 
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, cdiv, multiprocessors, next_power_of_2
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 MAX_COLUMNS = 65536
@@ -16,6 +16,9 @@ MAX_COLUMNS = 65536
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 8192
 """About how many elements a program holds at a time."""
+
+_STRIP, STRIP_WARPS = 2048, 4
+"""How many elements a program takes, and its warps, where each element is one of its own, see `strips`."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Of the backward kernels, whose programs each walk many tiles and add up a weight's gradient on the way."""
@@ -96,6 +99,21 @@ def column_sums_(sums: Tensor, addends: Tensor) -> None:
     n_rows, n_cols = addends.shape
     rows, cols = 64, 32
     _column_sums_kernel[cdiv(n_cols, cols)](addends, sums, n_rows, n_cols, rows, cols, num_warps=4)
+
+
+def strips(*tensors: Tensor) -> tuple[tuple[Tensor, ...], int, int, int]:
+    """For what is elementwise: the tensors with columns of unit stride, how many columns, how many of them a program
+    takes, and the programs.
+
+    Where nothing is strided, all elements are one row. The halves of a fused projection are read where they are.
+    """
+    if all(t.is_contiguous() for t in tensors):
+        n_rows, n_cols = 1, tensors[0].numel()
+    else:
+        tensors = tuple(as_rows(t) for t in tensors)
+        n_rows, n_cols = tensors[0].shape
+    block = min(_STRIP, next_power_of_2(n_cols))
+    return tensors, n_cols, block, n_rows * cdiv(n_cols, block)
 
 
 @jit

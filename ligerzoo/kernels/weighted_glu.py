@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
 from ligerzoo.kernels.dispatch import cdiv, next_power_of_2, wide
-from ligerzoo.kernels.glu import ACTIVATIONS, Activation, activate
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.routing import spread
 from ligerzoo.kernels.rows import row_and_columns

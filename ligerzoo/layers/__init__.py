@@ -9,7 +9,7 @@ from ligerzoo.layers.decoder import Decoder
 from ligerzoo.layers.embedding import ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.masks import Mask
-from ligerzoo.layers.mlp import MLP, GatedMLP, quick_gelu
+from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
@@ -49,7 +49,6 @@ __all__ = [
     "grid_positions",
     "load_balancing_loss",
     "put_rows",
-    "quick_gelu",
     "sectioned",
     "set_backend",
     "shifted_labels",

@@ -1,14 +1,11 @@
 """Feed-forward layers."""
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels import glu, glu_linear
+from ligerzoo.kernels import activation_linear, glu, glu_linear
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.glu import Activation, check_activation
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.plain import is_plain
 
@@ -20,7 +17,7 @@ class GatedMLP(nn.Module):
         hidden_size: H.
         intermediate_size: I.
         bias: biases on all three projections.
-        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), or "quick_gelu".
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
@@ -57,11 +54,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), close to GELU (Hendrycks & Gimpel 2016, section 2; CLIP)."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 class MLP(nn.Module):
     """`fc2(activation(fc1(x)))`, the feed-forward without a gate (Vaswani et al. 2017, section 3.3), with biases.
 
@@ -69,7 +61,8 @@ class MLP(nn.Module):
         hidden_size: H.
         intermediate_size: I.
         output_size: O; H when None.
-        activation: a function of each number.
+        activation: "gelu", "gelu_tanh", "quick_gelu" or "silu".
+        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -78,12 +71,14 @@ class MLP(nn.Module):
         intermediate_size: int,
         output_size: int | None = None,
         *,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
+        activation: Activation = "gelu",
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation: Activation = check_activation(activation)
+        self.backend: Backend = check_backend(backend)
         self.fc1 = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
         self.fc2 = nn.Linear(intermediate_size, output_size or hidden_size, device=device, dtype=dtype)
 
@@ -94,4 +89,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., O). The context is of no matter here: blocks call all feed-forwards alike."""
-        return self.fc2(self.activation(self.fc1(x)))  # type: ignore[no-any-return]
+        x = self.fc1(x)
+        if is_plain(self.fc2, nn.Linear):
+            weight, bias = self.fc2.weight, self.fc2.bias
+            return activation_linear(x, weight, bias, activation=self.activation, backend=self.backend)
+        return self.fc2(ACTIVATIONS[self.activation](x))  # type: ignore[no-any-return]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import experts_mlp
+from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend, wide
-from ligerzoo.kernels.glu import Activation, check_activation
 
 
 class RouterLogits(Protocol):

@@ -26,7 +26,6 @@ from ligerzoo.layers import (
     PreNormBlock,
     SectionedRotaryEmbedding,
     VisionTower,
-    quick_gelu,
 )
 from ligerzoo.models.causal_lm import Make
 from ligerzoo.models.config import check_fields
@@ -141,7 +140,7 @@ def vision_tower(config: Qwen2VLVisionConfig, **make: Unpack[Make]) -> VisionTow
         attention = Attention(
             c.embed_dim, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True, **make
         )
-        mlp = MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation=quick_gelu, **make)
+        mlp = MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu", **make)
         return PreNormBlock(norm(), attention, norm(), mlp)
 
     patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import kernels
-from tests.kernels.machine import DOT_DTYPES, DTYPES, kernel_file
+from tests.kernels.machine import DTYPES, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.oracles import (
     angles,
     cross_entropy_oracle,
@@ -76,12 +76,17 @@ def _glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
     return _glu_inputs(batch, dtype, device) + weights
 
 
+def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    x, _, weight, bias = _glu_linear_inputs(batch, dtype, device)
+    return [x, weight, bias]
+
+
 def _cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device), targets(batch, 3, classes=33, device=device)]
 
 
 def _experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    dtype = torch.float16 if dtype in DTYPES and dtype not in DOT_DTYPES else dtype
+    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
     return [
         numbers(8 * batch, 17, dtype=dtype, device=device),
         torch.rand(8 * batch, 3, device=device).argsort(-1)[:, :2],
@@ -172,8 +177,14 @@ OPERATIONS = [
         for name, function, reference, inputs in (
             ("glu", kernels.glu, kernel_file("glu").reference, _glu_inputs),
             ("glu_linear", kernels.glu_linear, kernel_file("glu").linear_reference, _glu_linear_inputs),
+            (
+                "activation_linear",
+                kernels.activation_linear,
+                kernel_file("activation").reference,
+                _activation_linear_inputs,
+            ),
         )
-        for activation in kernel_file("glu").ACTIVATIONS
+        for activation in kernel_file("activation").ACTIVATIONS
     ),
     *(
         Operation(
@@ -225,4 +236,14 @@ OPERATIONS = [
     ),
 ]
 
+KERNELS = list({operation.name.partition("-")[0]: operation for operation in reversed(OPERATIONS)}.values())
+"""The first of each name, which stands for those with other options."""
+
+_OTHERS = [operation for operation in OPERATIONS if operation not in KERNELS]
+
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+every_kernel = pytest.mark.parametrize("operation", on_gpu_too(KERNELS, _OTHERS), ids=lambda operation: operation.name)
+"""For what options hardly bear on: on a CPU, where time is short, one operation of each name; on a GPU all."""
+
+DIVERGENCE_NAMES = on_gpu_too(["jsd"], [name for name in DIVERGENCES if name != "jsd"])
+"""Likewise."""

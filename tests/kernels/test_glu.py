@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import geglu, glu, glu_linear, swiglu
-from ligerzoo.kernels.glu import ACTIVATIONS, Activation, linear_reference, reference
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation
+from ligerzoo.kernels.glu import linear_reference, reference
 from ligerzoo.kernels.jit import INTERPRETING
 from tests.kernels.judging import differentiate, judge
 from tests.kernels.layouts import padded
-from tests.kernels.machine import DTYPES, ON_GPU, needs_triton, on_gpu_too
+from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 from tests.kernels.watching import Recorder, launch_nothing
 
@@ -24,14 +25,14 @@ every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 @every_activation
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, activation: Activation, device: str) -> None:
     inputs = [numbers(*shape, dtype=dtype, device=device) for _ in range(2)]
     judge(partial(glu, activation=activation), partial(reference, activation=activation), inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype, device: str) -> None:
@@ -57,7 +58,7 @@ def test_the_activations_are_torch_s(function: Any, torch_s: Callable[[Tensor], 
 
 @every_activation
 @pytest.mark.parametrize("scale", [10.0, 100.0, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 def test_gates_far_from_zero(scale: float, dtype: torch.dtype, activation: Activation, device: str) -> None:
     gate, up = numbers(100, 33, dtype=dtype, device=device, scale=scale), numbers(100, 33, dtype=dtype, device=device)
     judge(partial(glu, activation=activation), partial(reference, activation=activation), [gate, up])
@@ -160,7 +161,7 @@ def test_a_frozen_half_costs_nothing(frozen: str, device: str, monkeypatch: pyte
 
 def test_autocast_rounds_the_product_and_not_its_factors(device: str) -> None:
     """Rounding fp32 factors first would cost up to three times as much as rounding their product."""
-    dtype = torch.float16 if INTERPRETING else torch.bfloat16
+    dtype = HALF_DTYPE
     gate, up = torch.rand(64, 33, device=device) + 1, torch.rand(64, 33, device=device) + 1
     with torch.autocast(device, dtype):
         z = glu_linear(gate, up, torch.eye(33, device=device))
@@ -206,7 +207,7 @@ def test_gate_and_up_that_differ(function: Any, up: Tensor) -> None:
 
 def test_unknown_activations() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu', 'gelu_tanh', 'gelu'"):
+    with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu', 'gelu_tanh', 'gelu', 'quick_"):
         glu(x, x, activation="relu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='approximate=\'Tanh\'; expected "tanh" or "none"'):
         geglu(x, x, approximate="Tanh")  # type: ignore[arg-type]

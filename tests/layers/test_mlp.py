@@ -4,11 +4,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import GemmaConfig, LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.models.clip.configuration_clip import CLIPVisionConfig
+from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ligerzoo.kernels.glu import Activation
-from ligerzoo.layers import GatedMLP
+from ligerzoo.kernels.activation import Activation
+from ligerzoo.layers import MLP, GatedMLP
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -33,6 +35,18 @@ def test_it_is_gemma_s(activation: Activation, theirs: str, device: str) -> None
     x = 20 * torch.randn(2, 7, 24, device=device)  # far enough from 0 for the two GELUs to differ
     expected = gemma(x)
     torch.testing.assert_close(ours(x), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
+def test_it_is_clip_s(activation: Activation, adapted: bool, device: str) -> None:
+    theirs = CLIPMLP(CLIPVisionConfig(hidden_size=24, intermediate_size=50, hidden_act=activation)).to(device)
+    ours = MLP(24, 50, activation=activation, device=device)
+    ours.load_state_dict(theirs.state_dict())
+    if adapted:
+        ours.fc2 = nn.Sequential(ours.fc2)  # type: ignore[assignment]
+    x = torch.randn(2, 7, 24, device=device)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

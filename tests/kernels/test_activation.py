@@ -1,0 +1,101 @@
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from ligerzoo.kernels import activation_linear
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, reference
+from tests.kernels.judging import judge
+from tests.kernels.layouts import sliced
+from tests.kernels.machine import HALF_DTYPE, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.oracles import numbers
+from tests.kernels.watching import Recorder, launch_nothing
+
+SHAPES = on_gpu_too([(1,), (3, 1), (5, 127), (2, 2, 2, 33), (1, 2049)], [(1000, 4095), (17, 14336), (3, 100_001)])
+every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype, device: str) -> None:
+    x, bias = numbers(*shape, dtype=dtype, device=device), numbers(13, dtype=dtype, device=device)
+    weight = numbers(13, shape[-1], dtype=dtype, device=device, scale=shape[-1] ** -0.5)
+    judge(activation_linear, reference, [x, weight, *([bias] if has_bias else [])], sliced)
+
+
+@pytest.mark.parametrize(
+    "activation, theirs",
+    [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("quick_gelu", "quick_gelu")],
+)
+def test_the_activations_are_transformers_s(activation: Activation, theirs: str, device: str) -> None:
+    x = torch.linspace(-6, 6, 1001, device=device)[:, None]
+    found = activation_linear(x, torch.ones(1, 1, device=device), activation=activation)
+    torch.testing.assert_close(found, ACT2FN[theirs](x), rtol=0, atol=2e-6)
+
+
+@every_activation
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1e4])
+def test_numbers_far_from_zero(scale: float, activation: Activation, device: str) -> None:
+    x, weight = numbers(20, 33, device=device, scale=scale), torch.eye(33, device=device)
+    of = partial(activation_linear, activation=activation), partial(reference, activation=activation)
+    judge(of[0], of[1], [x, weight])
+
+
+def test_it_keeps_no_activated_numbers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "activation")
+    inputs = [numbers(*shape, device=device) for shape in ((64, 33), (17, 33))]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()), lambda t: t):
+        activation_linear(*inputs)
+    assert kept == [t.data_ptr() for t in inputs]
+
+
+@pytest.mark.parametrize("trainable, made", [("x", [64, 64]), ("x weight", [64, 64, 64, 17]), ("weight", [64, 17])])
+def test_what_is_frozen_costs_nothing(
+    trainable: str, made: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of dy, dx, the activated numbers and dweight only what is asked for is made."""
+    launch_nothing(monkeypatch, "activation")
+    inputs = {"x": torch.ones(64, 33, device=device), "weight": torch.ones(17, 33, device=device)}
+    wanted = [inputs[name].requires_grad_() for name in trainable.split()]
+    z = activation_linear(**inputs)
+    upstream = torch.ones_like(z)
+    with Recorder() as recorder:
+        torch.autograd.grad(z, wanted, upstream)
+    assert recorder.made == [rows * 33 * 4 for rows in made]
+
+
+def test_autocast_rounds_what_is_activated_and_not_before(device: str) -> None:
+    x = torch.rand(64, 33, device=device) + 1
+    with torch.autocast(device, HALF_DTYPE):
+        z = activation_linear(x, torch.eye(33, device=device))
+    activated = F.gelu(x.double())
+    assert z.dtype == HALF_DTYPE
+    assert ((z.double() - activated).abs() / activated).max() <= 0.501 * torch.finfo(HALF_DTYPE).eps
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("weight, bias", [(torch.ones(3, 32), None), (torch.ones(33), None), (torch.ones(3, 33), [4])])
+def test_shapes_that_do_not_fit(weight: Tensor, bias: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation_linear: x \(5, 33\), weight .*; expected \(..., I\)"):
+        activation_linear(torch.ones(5, 33), weight, bias and torch.ones(bias))
+
+
+def test_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match="activation='relu'; expected one of 'silu', 'gelu_tanh', 'gelu', 'quick_"):
+        activation_linear(torch.ones(3, 3), torch.ones(3, 3), activation="relu")  # type: ignore[arg-type]
+
+
+@needs_triton
+def test_the_backend_is_a_matter_of_the_call(device: str) -> None:
+    x = numbers(3, 3, device=device)
+    for backend, fused in (("auto", True), ("triton", True), ("torch", False)):
+        node = activation_linear(x, x, backend=backend).grad_fn  # type: ignore[arg-type]
+        assert ("ActivationLinear" in type(node).__name__) == fused
