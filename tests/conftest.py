@@ -47,6 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seed() -> None:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")  # what a test before may have changed
+    torch.backends.cudnn.allow_tf32 = False  # or transformers' convolutions would round to 10 bits
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,19 @@ from ligerzoo.convert import architecture_for
 from ligerzoo.convert.weights import DiskTensors, shapes_of
 from ligerzoo.models import CausalLM
 
-TOLERANCE = 2e-5  # of the largest magnitude
+TOLERANCE = 2e-5
+"""Of the largest magnitude, in fp32 on a CPU."""
+
+GPU_TOLERANCE = 1e-4
+"""On a GPU, where sums run in other orders: against fp64 transformers' gradients stray by up to 6.0e-5 there, and
+ours by up to 6.4e-5 (an H200, Gemma 3 with few keys)."""
 
 
 def assert_close(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
     error, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    assert error <= TOLERANCE * scale, f"{what}: off by {error / scale:.1e} of the largest"
+    tolerance = TOLERANCE if ours.device.type == "cpu" else GPU_TOLERANCE
+    assert error <= tolerance * scale, f"{what}: off by {error / scale:.1e} of the largest"
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -40,3 +46,10 @@ def stored_tensors(directory: Path) -> dict[str, Tensor]:
 
 def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
     return {name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+
+
+def assert_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
+    """In bf16: fused kernels round less often than transformers' eager steps, so what they must not do is stray further
+    from the same weights in fp32. On a GPU the two round each in its own way, and errors of a few tokens are draws."""
+    allowed = 1.05 if ours.device.type == "cpu" else 1.2
+    assert (ours - truth).norm() <= allowed * (theirs - truth).norm()
