@@ -12,8 +12,10 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETING
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DOT_DTYPES = tuple(d for d in DTYPES if not (INTERPRETING and d == torch.bfloat16))
-"""Those that kernels with a `tl.dot` are tested in: the interpreter's takes the bits of bf16 for integers."""
+ROUNDED_DTYPES = tuple(d for d in DTYPES if not (INTERPRETING and d == torch.bfloat16))
+"""Those to which this machine rounds: the interpreter cuts the bits of bf16 off, and its `tl.dot` takes them for
+integers."""
+HALF_DTYPE = ROUNDED_DTYPES[1]
 
 needs_triton = pytest.mark.skipif(not (ON_GPU or INTERPRETING), reason="needs a GPU or TRITON_INTERPRET=1")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ligerzoo.kernels import layer_norm
 from ligerzoo.kernels.layer_norm import reference
 from tests.kernels.judging import judge
-from tests.kernels.machine import DTYPES, kernel_file, on_gpu_too
+from tests.kernels.machine import ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.oracles import numbers
 from tests.kernels.watching import Recorder, launch_nothing
 
@@ -18,7 +18,7 @@ SHAPES = on_gpu_too(
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_sizes(has_bias: bool, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -31,7 +31,7 @@ def test_sizes(has_bias: bool, shape: tuple[int, ...], dtype: torch.dtype, devic
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 1)], ids=str)
 def test_a_single_column(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """It is its own mean. Of the gradients, exactly 0, no more is left than the rounding of one product."""
@@ -52,7 +52,7 @@ def test_mixed_dtypes(x_dtype: torch.dtype, weight_dtype: torch.dtype, device: s
     judge(layer_norm, partial(reference, eps=1e-5), [x, *vectors])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 def test_the_reference_is_torch_s(dtype: torch.dtype, device: str) -> None:
     x, *vectors = (numbers(*shape, dtype=dtype, device=device) for shape in ((5, 33), (33,), (33,)))
     assert torch.equal(layer_norm(x, *vectors, 1e-3, backend="torch"), F.layer_norm(x, (33,), *vectors, 1e-3))

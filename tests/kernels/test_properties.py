@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.judging import as_tuple, assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.layouts import LAYOUTS, constant, laid_out, repeated_rows
-from tests.kernels.machine import DTYPES, ON_GPU
-from tests.kernels.operations import Operation, every_operation
+from tests.kernels.machine import DTYPES, HALF_DTYPE, ON_GPU
+from tests.kernels.operations import Operation, every_kernel, every_operation
 
 
 def upstream_of(operation: Operation, inputs: list[Tensor]) -> list[Tensor]:
@@ -27,7 +27,7 @@ def test_outputs_and_gradients(operation: Operation, batch: int, dtype: torch.dt
     judge(operation.function, operation.reference, operation.inputs(batch, dtype, device))
 
 
-@every_operation
+@every_kernel
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_inputs_and_upstream_gradients_of_any_layout(
     operation: Operation, layout: Callable[[Tensor], Tensor], device: str
@@ -52,7 +52,7 @@ def test_zero_rows(operation: Operation, device: str) -> None:
         assert gradient is None or torch.equal(gradient, torch.zeros_like(t))
 
 
-@every_operation
+@every_kernel
 def test_gradients_exactly_where_they_are_needed(operation: Operation, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
     upstream = upstream_of(operation, inputs)
@@ -69,7 +69,7 @@ def test_gradients_exactly_where_they_are_needed(operation: Operation, device: s
                     torch.testing.assert_close(gradient, of_all, rtol=1e-5, atol=1e-6)
 
 
-@every_operation
+@every_kernel
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 def test_outputs_without_gradients(operation: Operation, mode: Any, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
@@ -80,7 +80,7 @@ def test_outputs_without_gradients(operation: Operation, mode: Any, device: str)
     assert_equal(same_outputs, [t.detach() for t in outputs])
 
 
-@every_operation
+@every_kernel
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(operation: Operation, use_reentrant: bool, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
@@ -97,7 +97,7 @@ def test_checkpointing(operation: Operation, use_reentrant: bool, device: str) -
     assert_equal(gradients(checkpointed), gradients(operation.function))
 
 
-@every_operation
+@every_kernel
 def test_saved_tensors_are_never_written_to(operation: Operation, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
     saved: list[tuple[Tensor, Tensor]] = []
@@ -134,11 +134,9 @@ def test_a_second_derivative_is_right_or_refused(operation: Operation, device: s
         assert_as_exact_as(second_derivative(operation.function, inputs, upstream), reference, truth)
 
 
-@every_operation
+@every_kernel
 def test_autocast(operation: Operation, device: str) -> None:
-    dtype = (
-        torch.float16 if INTERPRETING else torch.bfloat16
-    )  # the interpreter cuts bits off where a GPU rounds to bf16
+    dtype = HALF_DTYPE  # the interpreter cuts bits off where a GPU rounds to bf16
 
     def with_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Tensor) -> Any:

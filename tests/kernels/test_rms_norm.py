@@ -11,10 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ligerzoo.kernels import add_rms_norm, rms_norm
-from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.rms_norm import add_reference, reference
 from tests.kernels.judging import assert_as_exact_as, judge
-from tests.kernels.machine import DTYPES, kernel_file, on_gpu_too
+from tests.kernels.machine import DTYPES, HALF_DTYPE, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.operations import GEMMA
 from tests.kernels.oracles import numbers
 from tests.kernels.watching import Recorder, launch_nothing
@@ -31,7 +30,7 @@ OLMO2 = {"round_before_scale": False}
 every_order = pytest.mark.parametrize("options", [{}, GEMMA, OLMO2], ids=["llama", "gemma", "olmo2"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @every_order
 def test_sizes(options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -39,7 +38,7 @@ def test_sizes(options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dty
     judge(partial(rms_norm, eps=EPS, **options), partial(reference, eps=EPS, **options), [x, weight])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes_of_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     x, residual = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
@@ -47,7 +46,7 @@ def test_sizes_of_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) 
     judge(partial(add_rms_norm, eps=EPS), partial(add_reference, eps=EPS), [x, residual, weight])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @every_order
 def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     x, residual, weight = (numbers(*shape, dtype=dtype, device=device) for shape in ((5, 130), (5, 130), (130,)))
@@ -59,7 +58,7 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(options: dict[str, Any], d
     "module, options", [(LlamaRMSNorm, {}), (Gemma2RMSNorm, GEMMA), (Olmo2RMSNorm, OLMO2)], ids=str
 )
 def test_each_order_is_its_model_s(module: type[torch.nn.Module], options: dict[str, Any], device: str) -> None:
-    dtype = torch.float16 if INTERPRETING else torch.bfloat16  # the interpreter cuts bits off where a GPU rounds
+    dtype = HALF_DTYPE
     x, weight = numbers(5, 257, dtype=dtype, device=device, scale=3.0), numbers(257, dtype=dtype, device=device)
     norm = module(257, eps=1e-6)
 
@@ -122,7 +121,7 @@ def test_heads_are_read_where_they_lie(
     assert (forward.made, backward.made) == ([heads * 64 * 4, heads * 4], [heads * 64 * 4])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_where_the_normalized_numbers_are_rounded(dtype: torch.dtype, device: str) -> None:
     """Before the product, as Llama's checkpoints were trained, or after it; in both directions."""
     x, weight = numbers(1, 33, dtype=dtype, device=device), torch.ones(33, device=device).requires_grad_()
@@ -138,7 +137,7 @@ def test_where_the_normalized_numbers_are_rounded(dtype: torch.dtype, device: st
 
 @pytest.mark.parametrize("options", [GEMMA, OLMO2], ids=["gemma", "olmo2"])
 def test_nothing_is_rounded_but_the_product(options: dict[str, Any], device: str) -> None:
-    dtype = torch.float16 if INTERPRETING else torch.bfloat16  # the interpreter cuts bits off where a GPU rounds
+    dtype = HALF_DTYPE
     x, weight = numbers(5, 257, dtype=dtype, device=device), numbers(257, dtype=dtype, device=device)
     truth = reference(x.double(), weight.double(), 1e-6, **options)
     info = torch.finfo(dtype)

@@ -298,9 +298,10 @@ def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiled_is_eager_and_compiles_twice_at_most(device: str, padded: bool) -> None:
-    model = llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=30).to(device)
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = llama(num_hidden_layers=1, rope_scaling=scaling, max_position_embeddings=30).to(device)
     counter = CompileCounterWithBackend("aot_eager")
-    assert_compiled_is_eager(model, counter, [(2, 24), (3, 17), (4, 40), (2, 33)], padded)
+    assert_compiled_is_eager(model, counter, [(2, 24), (3, 17), (4, 40)], padded)
     assert counter.frame_count <= 2  # for the first sizes, and then for any
 
 
