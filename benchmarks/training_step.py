@@ -1,10 +1,11 @@
-"""A whole training step of a Llama-3.2-1B shape: ligerzoo against transformers, with and without liger-kernel.
+"""A whole training step of a model: ligerzoo against transformers, with and without liger-kernel.
 
-    python -m benchmarks.training_step --out benchmarks/results/training_step.json
+    python -m benchmarks.training_step
+    python -m benchmarks.training_step --model qwen2_vl_2b
 
-bf16 weights and AdamW states, random token ids. Plain transformers runs once, before liger-kernel patches it; the
-others take turns for several rounds in the same process. Each turn builds its model anew, from the same seed, so that a
-turn's peak memory is its own and the first losses can be compared.
+bf16 weights and AdamW states, random tokens and pictures. Plain transformers runs once, before liger-kernel patches it;
+the others take turns for several rounds in the same process. Each turn loads the same checkpoint anew, so that its peak
+memory is its own and the first losses can be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import milliseconds, write_result
+from ligerzoo import AutoModel, models
 
 LLAMA_1B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -35,119 +39,210 @@ LLAMA_1B: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+QWEN2_VL_2B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "vision_config": models.Qwen2VLVisionConfig(hidden_size=1536),
+}
 
-def ligerzoo_model() -> nn.Module:
-    from ligerzoo.models import Llama, LlamaConfig
-
-    return Llama(LlamaConfig(**LLAMA_1B), device="cuda", dtype=torch.bfloat16)
+Inputs = dict[str, Any]
 
 
-def transformers_model() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+@dataclass(frozen=True)
+class Workload:
+    """A model of some shape, and a batch for it.
 
-    config = LlamaConfig(**LLAMA_1B, use_cache=False, dtype=torch.bfloat16, attn_implementation="sdpa")
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = LlamaForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
+    Attributes:
+        model: ligerzoo's, without its weights.
+        hf_class: what loads its checkpoint in transformers.
+        liger: what patches that model with liger-kernel, and the options to do so.
+        inputs: makes the batch, of so many rows of so many tokens of text.
+        for_transformers: what transformers wants besides.
+        batch, length: the batch's usual size.
+    """
+
+    model: Callable[..., models.CausalLM]
+    config: Any
+    hf_class: str
+    liger: tuple[str, dict[str, bool]]
+    inputs: Callable[[int, int], Inputs]
+    for_transformers: Callable[[Inputs], Inputs]
+    batch: int
+    length: int
+
+
+def text(vocab_size: int, batch: int, length: int) -> Inputs:
+    ids = torch.randint(vocab_size, (batch, length), device="cuda")
+    return {"input_ids": ids, "labels": ids}
+
+
+def pictures(batch: int, length: int, *, count: int = 4, side: int = 896) -> Inputs:
+    """Rows with four pictures of 896 x 896 pixels, each between two tokens that say so, and behind them the text."""
+    config = models.Qwen2VLConfig()
+    rows = side // config.vision_config.patch_size
+    around, within = torch.tensor([config.vision_start_token_id]), torch.tensor([config.vision_end_token_id])
+    picture = torch.cat([around, torch.full((rows**2 // 4,), config.image_token_id), within])
+    ids = torch.cat([picture.repeat(count).expand(batch, -1), torch.randint(151000, (batch, length))], 1).cuda()
+    labels = ids.clone()
+    labels[:, :-length] = -100
+    pixels = torch.randn(batch * count * rows**2, 3 * 2 * 14 * 14, device="cuda")
+    grid = torch.tensor([[1, rows, rows]]).repeat(batch * count, 1)
+    return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "image_grid_thw": grid}
+
+
+WORKLOADS = {
+    "llama_1b": Workload(
+        model=models.Llama,
+        config=models.LlamaConfig(**LLAMA_1B),
+        hf_class="AutoModelForCausalLM",
+        liger=("apply_liger_kernel_to_llama", {"rope": True, "swiglu": True}),
+        inputs=lambda batch, length: text(128256, batch, length),
+        for_transformers=lambda inputs: {},
+        batch=8,
+        length=2048,
+    ),
+    "qwen2_vl_2b": Workload(
+        model=models.Qwen2VL,
+        config=models.Qwen2VLConfig(**QWEN2_VL_2B),
+        hf_class="AutoModelForImageTextToText",
+        liger=("apply_liger_kernel_to_qwen2_vl", {"rope": True, "swiglu": True, "layer_norm": True}),
+        inputs=pictures,
+        for_transformers=lambda inputs: {
+            "mm_token_type_ids": (inputs["input_ids"] == models.Qwen2VLConfig.image_token_id).int(),
+            "image_grid_thw": inputs["image_grid_thw"].cuda(),
+        },
+        batch=1,
+        length=512,
+    ),
+}
+
+
+def with_transformers(workload: Workload, checkpoint: Path) -> nn.Module:
+    import transformers
+
+    load = getattr(transformers, workload.hf_class).from_pretrained
+    return load(checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()  # type: ignore[no-any-return]
+
+
+def with_liger(workload: Workload, checkpoint: Path) -> nn.Module:
+    import liger_kernel.transformers
+
+    model, (patch, options) = with_transformers(workload, checkpoint), workload.liger
+    getattr(liger_kernel.transformers, patch)(rms_norm=True, fused_linear_cross_entropy=True, model=model, **options)
     return model
 
 
-def liger_model() -> nn.Module:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    model = transformers_model()
-    apply_liger_kernel_to_llama(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True, model=model)
-    return model
+def with_ligerzoo(workload: Workload, checkpoint: Path) -> nn.Module:
+    return AutoModel.from_pretrained(checkpoint, device="cuda")
 
 
 # liger-kernel replaces functions of transformers' module: plain transformers goes first and only once.
-ONCE: dict[str, Callable[[], nn.Module]] = {"transformers": transformers_model}
-IN_TURN: dict[str, Callable[[], nn.Module]] = {"ligerzoo": ligerzoo_model, "transformers + liger-kernel": liger_model}
+ONCE = {"transformers": with_transformers}
+IN_TURN = {"ligerzoo": with_ligerzoo, "transformers + liger-kernel": with_liger}
 
 
-def measure(build: Callable[[], nn.Module], input_ids: Tensor, weights: dict[str, Tensor]) -> dict[str, float]:
+def trained(model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
+    """A step of training, which returns the loss."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> Tensor:
+        loss: Tensor = model(**inputs, use_cache=False).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def measure(model: Callable[[], nn.Module], inputs: Inputs) -> dict[str, float]:
     """One turn: the median step, the peak memory, and the loss before the first step."""
     gc.collect()  # for transformers' models lie in reference cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = build()
-    model.load_state_dict(weights)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        loss = model(input_ids=input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
-
-    time = milliseconds(step, warmup=5, repeats=20)
-    memory = torch.cuda.max_memory_allocated() / 2**30
+    step = trained(model(), inputs)
+    first_loss = float(step())
+    time = milliseconds(step, warmup=3, repeats=12)
     return {
         "ms": time,
-        "peak_gib": memory,
-        "first_loss": float(losses[0]),
-        "tokens_per_s": input_ids.numel() / time * 1e3,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "first_loss": first_loss,
+        "tokens_per_s": inputs["input_ids"].numel() / time * 1e3,
     }
 
 
-def profile(build: Callable[[], nn.Module], input_ids: Tensor) -> str:
+def profile(model: nn.Module, inputs: Inputs) -> str:
     """Where the time of a step goes, by kernel."""
-    model = build().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    step = trained(model, inputs)
     for _ in range(3):
-        model(input_ids=input_ids, labels=input_ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        model(input_ids=input_ids, labels=input_ids).loss.backward()
-        optimizer.step()
+        step()
         torch.cuda.synchronize()
-    return profiler.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70)
+    return profiler.key_averages().table(sort_by="cuda_time_total", row_limit=50, max_name_column_width=90)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_step.json"))
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--profile", action="store_true", help="also write, beside the result, where ligerzoo's step spends its time"
-    )
-    arguments = parser.parse_args()
+def compare(workload: Workload, checkpoint: Path, inputs: Inputs, rounds: int) -> dict[str, Any]:
+    """Every provider's medians over its turns."""
+    turns: dict[str, list[dict[str, float]]] = {}
+    theirs = {**inputs, **workload.for_transformers(inputs)}
 
-    torch.manual_seed(0)
-    input_ids = torch.randint(LLAMA_1B["vocab_size"], (arguments.batch, arguments.length), device="cuda")
-    weights = {name: tensor.cpu() for name, tensor in ligerzoo_model().state_dict().items()}
+    def turn(name: str, load: Callable[[Workload, Path], nn.Module]) -> None:
+        of_the_provider = inputs if load is with_ligerzoo else theirs
+        try:
+            turns.setdefault(name, []).append(measure(lambda: load(workload, checkpoint), of_the_provider))
+        except (ImportError, torch.OutOfMemoryError) as error:
+            print(f"{name}: {error}")
 
-    turns: dict[str, list[dict[str, float]]] = {
-        name: [measure(build, input_ids, weights)] for name, build in ONCE.items()
-    }
-    for _ in range(arguments.rounds):
-        for name, build in IN_TURN.items():
-            try:
-                turns.setdefault(name, []).append(measure(build, input_ids, weights))
-            except ImportError as error:
-                print(f"{name}: {error}")
-    providers = {
+    for name, load in ONCE.items():
+        turn(name, load)
+    for _ in range(rounds):
+        for name, load in IN_TURN.items():
+            turn(name, load)
+    return {
         name: {key: statistics.median(turn[key] for turn in results) for key in results[0]}
         | {"all_ms": [turn["ms"] for turn in results]}
         for name, results in turns.items()
         if results
     }
-    ours, peer = providers["ligerzoo"], providers.get("transformers + liger-kernel")
-    ratios = {key: ours[key] / peer[key] for key in ("ms", "peak_gib")} if peer else {}
-    shape = {"model": LLAMA_1B, "batch": arguments.batch, "length": arguments.length}
-    write_result(
-        arguments.out, {"what": __doc__, "shape": shape, "providers": providers, "ligerzoo / liger-kernel": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=WORKLOADS, default="llama_1b")
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/training_step[_MODEL].json")
+    parser.add_argument("--batch", type=int, help="rows")
+    parser.add_argument("--length", type=int, help="tokens of text in a row")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--profile", action="store_true", help="also write, beside the result, where ligerzoo's step spends its time"
     )
-    if arguments.profile:
-        arguments.out.with_suffix(".profile.txt").write_text(profile(ligerzoo_model, input_ids))
+    arguments = parser.parse_args()
+    workload: Workload = WORKLOADS[arguments.model]
+    suffix = "" if arguments.model == "llama_1b" else f"_{arguments.model}"
+    out = arguments.out or Path(f"benchmarks/results/training_step{suffix}.json")
+    batch, length = arguments.batch or workload.batch, arguments.length or workload.length
+
+    torch.manual_seed(0)
+    inputs = workload.inputs(batch, length)
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = Path(directory) / "checkpoint"
+        workload.model(workload.config, device="cuda", dtype=torch.bfloat16).save_pretrained(checkpoint)
+        providers = compare(workload, checkpoint, inputs, arguments.rounds)
+        ours, peer = providers["ligerzoo"], providers.get("transformers + liger-kernel")
+        ratios = {key: ours[key] / peer[key] for key in ("ms", "peak_gib")} if peer else {}
+        shape = {"model": arguments.model, "config": asdict(workload.config), "batch": batch, "length": length}
+        result = {"what": __doc__, "shape": shape, "providers": providers, "ligerzoo / liger-kernel": ratios}
+        write_result(out, result)
+        if arguments.profile:
+            out.with_suffix(".profile.txt").write_text(profile(with_ligerzoo(workload, checkpoint), inputs))
 
 
 if __name__ == "__main__":
