@@ -27,7 +27,9 @@ Json = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-SUITES = ("operations", "launching", "scaling", "training_step", "loading")
+COMMANDS = ("operations", "launching", "scaling", "training_step", "training_step --model qwen2_vl_2b", "loading")
+STEPS = {"training_step": "of Llama-3.2-1B's shape", "training_step_qwen2_vl_2b": "of Qwen2-VL-2B's, with pictures"}
+SUITES = ("operations", "launching", "scaling", *STEPS, "loading")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 COLORS = {OURS: "#d1495b", "torch.compile": "#00798c", "liger-kernel": "#edae49", "cut-cross-entropy": "#66666e"}
 
@@ -74,37 +76,39 @@ def measured_on(*results: Json) -> str:
     return f"{values('gpu')}; {versions}"
 
 
+def step_figures(step: Json, what: str, providers: Sequence[str]) -> list[list[str]]:
+    """The time and the memory of a whole training step."""
+    found, shape = step["providers"], step["shape"]
+
+    def compared(what: str, key: str, show: Callable[[Json], str]) -> list[str]:
+        best = min(provider[key] for provider in found.values())
+        return [what, *(bold(show(found[n]), found[n][key] == best) if n in found else "" for n in providers)]
+
+    def speed(figures: Json) -> str:
+        return f"{figures['ms']:.0f} ms, {round(figures['tokens_per_s'], -2):,.0f} tokens/s"
+
+    title = f"training step {what}, {shape['batch']} x {shape['length']} tokens of text, bf16, fused AdamW"
+    memory = compared("its peak memory", "peak_gib", lambda figures: f"{figures['peak_gib']:.1f} GiB")
+    return [compared(title, "ms", speed), memory]
+
+
 def model_figures(results: Mapping[str, Json]) -> list[str]:
-    """A whole training step, and loading."""
-    step, loading = results.get("training_step"), results.get("loading")
-    if step is None and loading is None:
+    """Whole training steps, and loading."""
+    loading = results.get("loading")
+    if loading is None and not STEPS.keys() & results.keys():
         return []
     providers = (OURS, "transformers + liger-kernel", "transformers")
     lines = []
-    if step is not None:
-        found = step["providers"]
-        shape = f"{step['shape']['batch']} x {step['shape']['length']} tokens"
-
-        def compared(what: str, key: str, show: Callable[[Json], str]) -> list[str]:
-            best = min(provider[key] for provider in found.values())
-            cells = [bold(show(found[n]), found[n][key] == best) if n in found else "" for n in providers]
-            return [what, *cells]
-
-        lines += [
-            compared(
-                f"training step, Llama-3.2-1B shape, {shape}, bf16, fused AdamW",
-                "ms",
-                lambda figures: f"{figures['ms']:.0f} ms, {round(figures['tokens_per_s'], -2):,.0f} tokens/s",
-            ),
-            compared("its peak memory", "peak_gib", lambda figures: f"{figures['peak_gib']:.1f} GiB"),
-        ]
+    for name, what in STEPS.items():
+        if name in results:
+            lines += step_figures(results[name], what, providers)
     if loading is not None:
         seconds = {name: sum(parts) for name, parts in loading["median_import_and_load_s"].items()}
         what = f"import and load to the GPU, Llama-3-8B shape, {loading['gib']:.0f} GiB, warm page cache"
         best = min(seconds[name] for name in providers if name in seconds)
         cells = [bold(f"{seconds[n]:.1f} s", seconds[n] == best) if n in seconds else "" for n in providers]
         lines.append([what, *cells])
-    links = {"training_step": "the training step", "loading": "loading"}
+    links = {name: f"the step {what}" for name, what in STEPS.items()} | {"loading": "loading"}
     present = [f"[{text}](benchmarks/results/{name}.json)" for name, text in links.items() if name in results]
     where = measured_on(*(results[name] for name in links if name in results))
     parts = [
@@ -225,7 +229,7 @@ def figures(results: Mapping[str, Json]) -> str:
         parts += launch_figures(results["launching"])
     if "scaling" in results:
         parts += scaling_figures(results["scaling"])
-    *commands, last = (f"`python -m benchmarks.{name}`" for name in SUITES)
+    *commands, last = (f"`python -m benchmarks.{command}`" for command in COMMANDS)
     parts.append(
         paragraph(
             f"{', '.join(commands)} and {last} measure again, on a machine with a GPU and the packages compared with; "
