@@ -177,7 +177,7 @@ def experts_mlp(
         expert_weights: (T, k), of any dtype.
         gate_up: (E, 2I, H), the rows of the gate first, in the dtype of `x`.
         down: (E, H, I), in the dtype of `x`.
-        activation: of the gate: "silu", "gelu_tanh" (GELU's approximation by tanh) or "gelu".
+        activation: of the gate, see `activation_linear`.
         backend: "auto" (Triton where it can), "triton" or "torch" (the same steps in plain torch).
 
     Returns:

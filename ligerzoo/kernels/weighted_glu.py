@@ -67,6 +67,8 @@ def _backward_kernel(
 def _activation_backward(upstream: Tensor, gate: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return torch.ops.aten.silu_backward(upstream, gate)
+    if activation == "quick_gelu":
+        return torch.ops.aten.silu_backward(upstream, 1.702 * gate)
     return torch.ops.aten.gelu_backward(upstream, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

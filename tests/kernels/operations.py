@@ -236,14 +236,24 @@ OPERATIONS = [
     ),
 ]
 
-KERNELS = list({operation.name.partition("-")[0]: operation for operation in reversed(OPERATIONS)}.values())
-"""The first of each name, which stands for those with other options."""
-
-_OTHERS = [operation for operation in OPERATIONS if operation not in KERNELS]
+_TYPICAL = {
+    "rms_norm", "add_rms_norm", "layer_norm", "experts_mlp", "rope", "glu-silu", "glu_linear-silu",
+    "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none", "token_statistics", "softmax", "jsd",
+    "linear_jsd",
+}  # fmt: skip
+"""One operation of each kernel."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-every_kernel = pytest.mark.parametrize("operation", on_gpu_too(KERNELS, _OTHERS), ids=lambda operation: operation.name)
-"""For what options hardly bear on: on a CPU, where time is short, one operation of each name; on a GPU all."""
+every_kernel = pytest.mark.parametrize(
+    "operation",
+    on_gpu_too(
+        [operation for operation in OPERATIONS if operation.name in _TYPICAL],
+        [operation for operation in OPERATIONS if operation.name not in _TYPICAL],
+    ),
+    ids=lambda operation: operation.name,
+)
+"""For what options hardly bear on: on a CPU, where time is short, one operation of each kernel; on a GPU all."""
 
-DIVERGENCE_NAMES = on_gpu_too(["jsd"], [name for name in DIVERGENCES if name != "jsd"])
+every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
+one_divergence = pytest.mark.parametrize("of", on_gpu_too(["jsd"], [name for name in DIVERGENCES if name != "jsd"]))
 """Likewise."""

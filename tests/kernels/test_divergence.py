@@ -12,11 +12,9 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.divergence import Options, loss_then_gradient_
 from tests.kernels.judging import assert_as_exact_as, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
-from tests.kernels.operations import DIVERGENCE_NAMES, DIVERGENCES
+from tests.kernels.operations import DIVERGENCES, every_divergence, one_divergence
 from tests.kernels.oracles import divergence_oracle, numbers, targets
 from tests.kernels.watching import Recorder, launch_nothing
-
-every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
 
 
 def function_of(of: str, **options: Any) -> Callable[..., Tensor]:
@@ -34,7 +32,7 @@ SHAPES = on_gpu_too(
 )
 
 
-@every_divergence
+@one_divergence
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, of: str, device: str) -> None:
@@ -71,7 +69,7 @@ def test_at_its_ends_jsd_is_a_kl_divergence(beta: float, reverse: bool, device: 
     torch.testing.assert_close(near / 1e-7, kl, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("of", DIVERGENCE_NAMES)
+@one_divergence
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("ignore_index", [-100, 0, 10**6])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -10,11 +10,10 @@ from ligerzoo.kernels import linear_jsd, linear_kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.judging import assert_as_exact_as, differentiate, in_fp64, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, on_gpu_too
-from tests.kernels.operations import DIVERGENCE_NAMES, DIVERGENCES
+from tests.kernels.operations import DIVERGENCES, one_divergence
 from tests.kernels.oracles import linear_divergence_oracle, numbers, targets
 from tests.kernels.watching import Recorder
 
-every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
 SetChunk = Callable[[int], None]
 
 
@@ -49,7 +48,7 @@ def judge_with(of: str, inputs: list[Tensor], **options: Any) -> None:
 OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum", "temperature": 2.0}, {"num_items": 5, "ignore_index": 4}]
 
 
-@pytest.mark.parametrize("of", DIVERGENCE_NAMES)
+@one_divergence
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("rows", [1, 3, 7])
@@ -75,7 +74,7 @@ SHAPES = on_gpu_too(
 )
 
 
-@every_divergence
+@one_divergence
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, of: str, device: str) -> None:
@@ -118,7 +117,7 @@ def test_a_teacher_of_another_dtype(student: torch.dtype, teacher: torch.dtype, 
     judge_with("kl_div", [t.requires_grad_(i < 2) if i < 4 else t for i, t in enumerate(inputs)])
 
 
-@every_divergence
+@one_divergence
 def test_the_chunks_leave_no_trace(of: str, rows_per_chunk: SetChunk, device: str) -> None:
     inputs = make(9, 17, 33, device=device)
     upstream = [torch.randn((), device=device)]
