@@ -1,5 +1,6 @@
 """The processor against transformers' processors, built from the same toy tokenizer and settings."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -24,6 +25,9 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 import ligerzoo
 from ligerzoo.errors import CheckpointError, ConfigError, ImageError, LigerzooError, TokenizerError
 from ligerzoo.processor import Processor
+from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
+from tests.models.comparing import assert_close
+from tests.models.tiny import Tiny
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -214,6 +218,34 @@ def test_qwen_conversations(tmp_path: Path, kind: str, add_generation_prompt: bo
         messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True, return_tensors="pt"
     )
     assert_same(ours, theirs, "pixel_values", "image_grid_thw")
+
+
+@pytest.mark.parametrize("kind", QWENS)
+@torch.no_grad()
+def test_qwen_models_read_it(tmp_path: Path, kind: str, device: str) -> None:
+    """All that the processor makes of conversations, as transformers' models do."""
+    process = Processor.from_pretrained(checkpoint(tmp_path, kind))
+    row: Tiny = {"qwen2_vl": tiny_qwen2_vl, "qwen2_5_vl": tiny_qwen2_5_vl}[kind].CHECKPOINTS[0]
+    ids = {f"{name}_token_id": process.tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
+    vision = {**row.config["vision_config"], "patch_size": 14, "window_size": 56}
+    config = {**row.config, **ids, "vocab_size": len(process.tokenizer), "vision_config": vision}
+    dataclasses.replace(row, config=config).write(tmp_path)
+    ours = ligerzoo.AutoModel.from_pretrained(tmp_path, dtype=torch.float32, device=device)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).to(device)
+
+    conversations = [
+        user(
+            {"type": "video", "video": [picture(60, 90)] * 7}, text("and"), {"type": "image", "image": picture(90, 40)}
+        ),
+        user(text("What?"), {"type": "image", "image": picture(30, 50)}),
+    ]
+    inputs = {name: value.to(device) for name, value in process(conversations, fps=1).items()}
+    seen = [inputs["input_ids"] == ids[f"{name}_token_id"] for name in ("image", "video")]
+    expected = theirs(**inputs, mm_token_type_ids=seen[0] + 2 * seen[1].int()).logits
+    real = inputs["attention_mask"] == 1
+    assert_close(ours(**inputs).logits[real], expected[real], "logits")
+    prompt = inputs.pop("input_ids")
+    assert ours.generate(prompt, **inputs, max_new_tokens=3, eos_token_id=[]).shape == (2, prompt.shape[1] + 3)
 
 
 def test_ways_to_hand_images_over(qwen: Path, tmp_path: Path) -> None:

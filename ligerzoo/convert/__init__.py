@@ -22,6 +22,7 @@ MODEL_TYPES = (
     "olmo2",
     "phi3",
     "qwen2",
+    "qwen2_5_vl",
     "qwen2_moe",
     "qwen2_vl",
     "qwen3",

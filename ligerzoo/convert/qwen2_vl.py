@@ -1,4 +1,4 @@
-"""Qwen2-VL's checkpoints.
+"""Checkpoints of Qwen2-VL, and what those of Qwen2.5-VL have in common with them.
 
 config.json has the decoder's entries at the top level (the hub, transformers 4) or in `text_config` (transformers 5,
 and some of 4 beside those at the top level, which don't count then). The tower's tensors have names of their own on
@@ -9,38 +9,58 @@ that transformers 5 wrote as it holds a model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, refuse, rope_entry, rope_fields, shared_fields, written_fields
 from ligerzoo.convert.weights import Fused, Layout, Rename, Under
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
+from ligerzoo.models.vision_lm import VisionLMConfig, VisionTowerConfig
+
+Config = TypeVar("Config", bound=VisionLMConfig)
 
 _OF_BOTH = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen2VLConfig:
-    """config.json -> Qwen2VLConfig; an absent entry means what it means in transformers' configs of the two parts. The
-    head is tied if either level says so."""
-    text = object_entry(raw, "text_config") or raw
+    """config.json -> Qwen2VLConfig; an absent entry means what it means in transformers' configs of the two parts."""
+    return vision_lm_config(raw, Qwen2VLConfig, Qwen2VLVisionConfig, ("quick_gelu",))
+
+
+def config_to_hf(config: Qwen2VLConfig) -> dict[str, Any]:
+    """Qwen2VLConfig -> the entries of config.json, see `vision_lm_entries`."""
+    return vision_lm_entries(config, "quick_gelu")
+
+
+def vision_lm_config(
+    raw: Mapping[str, Any],
+    config_class: type[Config],
+    tower_class: type[VisionTowerConfig],
+    activations: tuple[str, ...],
+) -> Config:
+    """config.json -> our config. The head is tied if either level says so.
+
+    Args:
+        raw: config.json.
+        config_class: our config's.
+        tower_class: its vision tower's.
+        activations: the names of the one that the tower has.
+    """
+    text, vision = object_entry(raw, "text_config") or raw, object_entry(raw, "vision_config")
+    rope = object_entry(vision, "rope_parameters")
     refuse(text, "hidden_act", unless=(None, "silu", "swish"))
+    refuse(vision, "hidden_act", unless=(None, *activations))
+    refuse(rope, "rope_type", unless=(None, "axial"))
+    refuse(rope, "rope_theta", unless=(None, 10000.0))
     top = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
-    return Qwen2VLConfig(
+    return config_class(
         **{
-            **shared_fields({**text, **top}, Qwen2VLConfig),
-            **mrope_fields(text, Qwen2VLConfig.rope_theta),
-            "vision_config": _vision_config(object_entry(raw, "vision_config")),
+            **shared_fields({**text, **top}, config_class),
+            **mrope_fields(text, config_class.rope_theta),
+            "vision_config": tower_class(**shared_fields(vision, tower_class)),
             "tie_word_embeddings": raw.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False,
         }
     )
-
-
-def _vision_config(raw: Mapping[str, Any]) -> Qwen2VLVisionConfig:
-    refuse(raw, "hidden_act", unless=(None, "quick_gelu"))
-    rope = object_entry(raw, "rope_parameters")
-    refuse(rope, "rope_type", unless=(None, "axial"))
-    refuse(rope, "rope_theta", unless=(None, 10000.0))
-    return Qwen2VLVisionConfig(**shared_fields(raw, Qwen2VLVisionConfig))
 
 
 def mrope_fields(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
@@ -54,14 +74,42 @@ def mrope_fields(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]
     return {**rope, **sections}
 
 
-def config_to_hf(config: Qwen2VLConfig) -> dict[str, Any]:
-    """Qwen2VLConfig -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them: all of the
-    decoder's at the top level."""
+def vision_lm_entries(config: VisionLMConfig, activation: str) -> dict[str, Any]:
+    """Our config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them: all of the
+    decoder's at the top level.
+
+    Args:
+        config: ours.
+        activation: the tower's.
+    """
     entries = written_fields(config)
     scaling = {**(config.rope_scaling or {"type": "mrope"}), "mrope_section": list(entries.pop("mrope_section"))}
-    vision = {"hidden_act": "quick_gelu", **entries["vision_config"]}
+    vision = {"hidden_act": activation, **entries["vision_config"]}
     return {"hidden_act": "silu", **entries, "rope_scaling": scaling, "vision_config": vision}
 
+
+LAYOUTS = (
+    Layout(
+        (
+            Under(
+                "visual.",
+                (
+                    Rename("patch_embed.proj", "patch_embed"),
+                    Rename("norm1", "input_layernorm"),
+                    Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                    Rename("attn.proj", "self_attn.o_proj"),
+                    Rename("norm2", "post_attention_layernorm"),
+                    Rename("merger.mlp.0", "merger.mlp.fc1"),
+                    Rename("merger.mlp.2", "merger.mlp.fc2"),
+                ),
+            ),
+        )
+    ),
+)
+PREFIXES = {
+    "model.": ("model.", "model.language_model.", "language_model."),
+    "visual.": ("visual.", "model.visual."),
+}
 
 ARCHITECTURE = Architecture(
     model_type="qwen2_vl",
@@ -69,26 +117,6 @@ ARCHITECTURE = Architecture(
     model_class=Qwen2VL,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    layouts=(
-        Layout(
-            (
-                Under(
-                    "visual.",
-                    (
-                        Rename("patch_embed.proj", "patch_embed"),
-                        Rename("norm1", "input_layernorm"),
-                        Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                        Rename("attn.proj", "self_attn.o_proj"),
-                        Rename("norm2", "post_attention_layernorm"),
-                        Rename("merger.mlp.0", "merger.mlp.fc1"),
-                        Rename("merger.mlp.2", "merger.mlp.fc2"),
-                    ),
-                ),
-            )
-        ),
-    ),
-    prefixes={
-        "model.": ("model.", "model.language_model.", "language_model."),
-        "visual.": ("visual.", "model.visual."),
-    },
+    layouts=LAYOUTS,
+    prefixes=PREFIXES,
 )

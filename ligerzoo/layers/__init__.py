@@ -13,7 +13,15 @@ from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
-from ligerzoo.layers.vision import PatchEmbedding, PatchMerger, VisionTower, grid_positions, put_rows
+from ligerzoo.layers.vision import (
+    Grids,
+    PatchEmbedding,
+    PatchMerger,
+    VisionTower,
+    WindowedVisionTower,
+    grid_positions,
+    put_rows,
+)
 
 __all__ = [
     "MLP",
@@ -24,6 +32,7 @@ __all__ = [
     "Decoder",
     "Experts",
     "GatedMLP",
+    "Grids",
     "KVCache",
     "LMHead",
     "LayerCache",
@@ -45,6 +54,7 @@ __all__ = [
     "SharedExpertMoE",
     "StaticLayerCache",
     "VisionTower",
+    "WindowedVisionTower",
     "attend",
     "grid_positions",
     "load_balancing_loss",

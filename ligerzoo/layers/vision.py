@@ -10,6 +10,7 @@ them, E the tower's features, H the decoder's; B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,31 @@ class PatchMerger(nn.Module):
         return self.mlp(self.ln_q(x).reshape(-1, self.merged * x.shape[-1]))  # type: ignore[no-any-return]
 
 
+class Segments:
+    """Runs of patches, each of which sees itself alone: those of one size are the rows of a batch, in which attention
+    needs no mask, and those of several sizes are packed into a single row.
+
+    Args:
+        sizes: (n,) int64 on the CPU, how many patches each has.
+        places: (A, N) int64, where the patches stand on each axis.
+
+    Attributes:
+        shape: (B, T) of the rows.
+        context: what their attention sees.
+    """
+
+    def __init__(self, sizes: Tensor, places: Tensor) -> None:
+        is_batch = bool((sizes == sizes[0]).all())
+        self.shape = (len(sizes), int(sizes[0])) if is_batch else (1, int(sizes.sum()))
+        bounds = None if is_batch else F.pad(sizes.cumsum(0), (1, 0))
+        position_ids = places.view(-1, *self.shape)
+        self.context = Context(position_ids[0], position_ids=position_ids, cu_seqlens=bounds)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x: (..., E), N in all -> (B, T, E)."""
+        return x.view(*self.shape, x.shape[-1])
+
+
 class VisionTower(nn.Module):
     """Patches to embeddings for a decoder: every patch sees those of its own frame.
 
@@ -96,9 +122,6 @@ class VisionTower(nn.Module):
     def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
         """patches: (N, C * F * P * P) -> (N / m^2, H).
 
-        Frames of one size are the rows of a batch, and attention needs no mask. Frames of several sizes are packed into
-        a single row.
-
         Args:
             patches: of all images, one after the other.
             grid_thw: (n, 3) int, t, h and w of each; on the CPU, for there the sizes are needed.
@@ -106,21 +129,54 @@ class VisionTower(nn.Module):
         Raises:
             ValueError: the grids do not fit the patches.
         """
+        sizes, places = self._frames(patches, grid_thw)
+        frames = Segments(sizes, places.to(patches.device))
+        x = frames.rows(self.patch_embed(patches))
+        x = run_blocks(self.blocks, x, frames.context, recompute=self.gradient_checkpointing)
+        return self.merger(x)  # type: ignore[no-any-return]
+
+    def _frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor]:
+        """How many patches each frame has, and where they stand in it, see `patch_places`; both on the CPU."""
         grid = grid_thw.cpu().long()
-        sizes = (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0])  # of each frame
-        if sizes.sum() != len(patches) or (grid[:, 1:] % self.merge_size).any():
+        sizes = (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0])
+        if not len(patches) or sizes.sum() != len(patches) or (grid[:, 1:] % self.merge_size).any():
             raise ValueError(
                 f"{len(patches)} patches for grids of {grid.tolist()}; expected t * h * w of each together, "
                 f"and h and w to be multiples of {self.merge_size}"
             )
-        places = patch_places(grid, self.merge_size).to(patches.device)
-        x = self.patch_embed(patches)
-        if (sizes == sizes[0]).all():
-            x, places, bounds = x.view(len(sizes), -1, x.shape[-1]), places.view(2, len(sizes), -1), None
-        else:
-            x, places, bounds = x[None], places[:, None], F.pad(sizes.cumsum(0), (1, 0))
-        context = Context(x, position_ids=places, cu_seqlens=bounds)
-        return self.merger(run_blocks(self.blocks, x, context, recompute=self.gradient_checkpointing))  # type: ignore[no-any-return]
+        return sizes, patch_places(grid, self.merge_size)
+
+
+class WindowedVisionTower(VisionTower):
+    """A tower most of whose blocks show a patch no more than a square window of its frame (Qwen2.5-VL, Bai et al. 2025,
+    section 2.1). Windows at the right and the lower edge are what is left there.
+
+    Patches go through the blocks window by window: so those of a window, and those of a frame, are neighbours.
+
+    Args:
+        window: the side of a window, in tokens: m patches each.
+        full_blocks: the numbers of the blocks in which a patch sees all of its frame.
+        parts: those of `VisionTower`.
+    """
+
+    def __init__(self, *parts: Any, window: int, full_blocks: Iterable[int], **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self.window, self.full_blocks = window, frozenset(full_blocks)
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
+        """See `VisionTower.forward`."""
+        frame_sizes, places = self._frames(patches, grid_thw)
+        order, window_sizes = window_order(frame_sizes, places, self.window * self.merge_size)
+        token_order = order[:: self.merge_size**2] // self.merge_size**2
+        order, token_order, places = (x.to(patches.device) for x in (order, token_order, places[:, order]))
+        frames, windows = Segments(frame_sizes, places), Segments(window_sizes, places)
+
+        x = self.patch_embed(patches[order])
+        for number, block in enumerate(self.blocks):
+            seen = frames if number in self.full_blocks else windows
+            x = run_blocks([block], seen.rows(x), seen.context, recompute=self.gradient_checkpointing)
+        tokens = self.merger(x)
+        return torch.empty_like(tokens).index_copy(0, token_order, tokens)
 
 
 def patch_places(grid: Tensor, merge_size: int) -> Tensor:
@@ -140,6 +196,25 @@ def patch_places(grid: Tensor, merge_size: int) -> Tensor:
     return torch.cat([places(*sizes) for sizes in grid.tolist()], dim=1)
 
 
+def window_order(frame_sizes: Tensor, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """The patches frame by frame, and in a frame window by window, row by row of windows.
+
+    Args:
+        frame_sizes: (f,) int64, how many patches each frame has.
+        places: (2, N) int64, see `patch_places`.
+        side: of a window, in patches; a multiple of m.
+
+    Returns:
+        (N,) int64, the numbers of the patches in that order, those of a window as they came; and (w,) int64, how many
+        patches each window has.
+    """
+    frame = torch.arange(len(frame_sizes)).repeat_interleave(frame_sizes)
+    row, column = places // side
+    number = (frame * (row.max() + 1) + row) * (column.max() + 1) + column
+    order = number.argsort(stable=True)
+    return order, number[order].unique_consecutive(return_counts=True)[1]
+
+
 def put_rows(x: Tensor, here: Tensor, rows: Tensor) -> Tensor:
     """x: (B, T, H) -> (B, T, H) with other rows in some places, in their order.
 
@@ -157,12 +232,22 @@ def put_rows(x: Tensor, here: Tensor, rows: Tensor) -> Tensor:
     return x.flatten(0, 1).index_copy(0, where, rows.to(x.dtype)).view_as(x)
 
 
+class Grids(NamedTuple):
+    """All images of a batch, or all its videos, as the text has them.
+
+    Attributes:
+        here: (B, T) bool, where their tokens are.
+        sizes: (n, 3) int, of each in its turn how many frames, rows and columns of tokens it has.
+        interval: (n,) or 0-d, by how much the position in time grows from frame to frame; it is rounded down.
+    """
+
+    here: Tensor
+    sizes: Tensor
+    interval: Tensor
+
+
 def grid_positions(
-    places: Tensor,
-    grids: Iterable[tuple[Tensor, Tensor]],
-    starts: Tensor | None = None,
-    *,
-    frames_advance: bool = False,
+    places: Tensor, grids: Iterable[Grids], starts: Tensor | None = None, *, frames_advance: bool = False
 ) -> Tensor:
     """Positions on three axes (time, height, width) of the tokens of texts with images (Wang et al. 2024, section 2.1).
 
@@ -172,26 +257,29 @@ def grid_positions(
 
     Args:
         places: (B or 1, T) int64, see `Context.places`.
-        grids: for each kind of image, where its tokens are, (B, T) bool, and the grids in tokens, (n, 3), of all in
-            their order.
+        grids: one for each kind of image.
         starts: see `Context`.
-        frames_advance: the text goes on at p + max(t, h, w), behind the last frame of a video.
+        frames_advance: the text goes on behind the last frame of a video, too.
 
     Returns:
         (3, B, T) int64.
     """
     positions, left_out = places.expand(3, -1, -1), torch.zeros_like(places)
-    for here, grid in grids:
+    for here, grid, interval in grids:
         t, h, w = grid.to(places.device, torch.int64).unbind(1)
+        interval = interval.to(places.device).expand_as(t)
         sizes = t * h * w
         ends = sizes.cumsum(0)
         count = (here.flatten().cumsum(0) - 1).view(here.shape)  # of such tokens up to this
         image = torch.searchsorted(ends, count, right=True).clamp(max=len(sizes) - 1)
         token = count - (ends - sizes)[image]
         h_, w_ = h[image], w[image]
-        coordinates = torch.stack([token // (h_ * w_), token // w_ % h_, token % w_])
+        time = (token // (h_ * w_) * interval[image]).long()
+        coordinates = torch.stack([time, token // w_ % h_, token % w_])
         positions = positions + (coordinates - token) * here
-        advance = grid.to(t).amax(1) if frames_advance else torch.maximum(h, w)
+        advance = torch.maximum(h, w)
+        if frames_advance:
+            advance = torch.maximum(advance, ((t - 1) * interval).long() + 1)
         is_last = here & (token == sizes[image] - 1)
         left_out = left_out + (sizes - advance)[image] * is_last
     before = left_out.cumsum(1) - left_out

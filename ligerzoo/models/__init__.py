@@ -15,6 +15,7 @@ from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
+from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
@@ -57,6 +58,9 @@ __all__ = [
     "Qwen2VL",
     "Qwen2VLConfig",
     "Qwen2VLVisionConfig",
+    "Qwen2_5VL",
+    "Qwen2_5VLConfig",
+    "Qwen2_5VLVisionConfig",
     "Qwen3",
     "Qwen3Config",
     "Qwen3Moe",

@@ -27,7 +27,8 @@ RENAMED = {"num_experts": ("num_experts", "num_local_experts")}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
-    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # for transformers' own default fits no decoder of its
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # for transformers' own default fits no decoder of its
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
 }
 """What a config.json must say."""
 
@@ -44,7 +45,9 @@ def has(config: Any, name: str) -> bool:
 
 def assert_same_vision(ours: Any, theirs: Any) -> None:
     for field in dataclasses.fields(ours):
-        assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+        expected = getattr(theirs, field.name)
+        expected = list(expected) if isinstance(expected, tuple) else expected
+        assert getattr(ours, field.name) == expected, field.name
 
 
 def windows(ours: Any, theirs: Any) -> tuple[list[int | None], list[int | None]]:

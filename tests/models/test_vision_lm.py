@@ -1,5 +1,7 @@
-"""Qwen2-VL against transformers: every tiny checkpoint on text, images, videos and padded batches of them."""
+"""Qwen2-VL and Qwen2.5-VL against transformers: every tiny checkpoint on text, images, videos and padded batches."""
 
+import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,11 +16,12 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
 from ligerzoo import AutoModel
-from ligerzoo.convert.qwen2_vl import config_from_hf
+from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.info import describe
 from ligerzoo.layers import Context
-from ligerzoo.models import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
+from ligerzoo.models.vision_lm import VisionLM
+from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
 from tests.models.comparing import (
     assert_as_exact,
     assert_close,
@@ -27,16 +30,18 @@ from tests.models.comparing import (
     stored_tensors,
     under_their_names,
 )
+from tests.models.prompts import PROMPTS, VIDEO, Prompt, Row, image, prompt, video
 from tests.models.tiny import Tiny, random_model
-from tests.models.tiny_qwen2_vl import CHECKPOINTS, PROMPTS, QWEN2_VL, VISION, Prompt, Row, image, prompt, video
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
+ON_THE_HUB = [tiny_qwen2_vl.CHECKPOINTS[0], tiny_qwen2_5_vl.CHECKPOINTS[0]]
+
 every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS, ids=str)
+@pytest.fixture(scope="module", params=[*tiny_qwen2_vl.CHECKPOINTS, *tiny_qwen2_5_vl.CHECKPOINTS], ids=str)
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     row: Tiny = request.param
     return row
@@ -50,30 +55,40 @@ def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(directory: Path, device: str) -> tuple[Qwen2VL, PreTrainedModel]:
+def models(directory: Path, device: str) -> tuple[VisionLM, PreTrainedModel]:
     return load_both(directory, torch.float32, device)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, device: str) -> Qwen2VL:
-    path = tmp_path_factory.mktemp("checkpoint")
-    CHECKPOINTS[0].write(path)
-    return Qwen2VL.from_pretrained(path, dtype=torch.float32, device=device)
+def bf16_models(directory: Path, device: str) -> tuple[VisionLM, PreTrainedModel]:
+    return load_both(directory, torch.bfloat16, device)
+
+
+@pytest.fixture(scope="module", params=ON_THE_HUB, ids=lambda row: row.config["model_type"])
+def hub_row(request: pytest.FixtureRequest) -> Tiny:
+    row: Tiny = request.param
+    return row
 
 
 @pytest.fixture(scope="module")
-def reference() -> Any:
-    return random_model(QWEN2_VL).model
+def model(hub_row: Tiny, tmp_path_factory: pytest.TempPathFactory, device: str) -> Any:
+    path = tmp_path_factory.mktemp("checkpoint")
+    hub_row.write(path)
+    return AutoModel.from_pretrained(path, dtype=torch.float32, device=device)
 
 
-def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Qwen2VL, PreTrainedModel]:
+@pytest.fixture(scope="module")
+def reference(hub_row: Tiny) -> Any:
+    return random_model(hub_row.config).model
+
+
+def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Any, PreTrainedModel]:
     theirs = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return Qwen2VL.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
+    return AutoModel.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
 
 
-def prompt_for(model: Qwen2VL, rows: list[Row], side: str = "left") -> Prompt:
-    c = model.config.vision_config
-    made = prompt(rows, vars(c), side)
+def prompt_for(model: VisionLM, rows: list[Row], side: str = "left") -> Prompt:
+    made = prompt(rows, vars(model.config.vision_config), side)
     vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
     return Prompt(made.ids.to(model.device), made.mask.to(model.device), vision)
 
@@ -91,7 +106,7 @@ def labels_for(p: Prompt) -> Tensor:
     return p.ids.masked_fill(~wanted, -100)
 
 
-def all_gradients(model: Qwen2VL, **inputs: Any) -> dict[str, Tensor]:
+def all_gradients(model: VisionLM, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     model(**inputs).loss.backward()
     found = {name: gradient.clone() for name, gradient in gradients(model).items()}
@@ -100,7 +115,7 @@ def all_gradients(model: Qwen2VL, **inputs: Any) -> dict[str, Tensor]:
 
 
 @every_prompt
-def test_logits_loss_and_gradients(models: tuple[Qwen2VL, PreTrainedModel], rows: list[Row]) -> None:
+def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], rows: list[Row]) -> None:
     ours, theirs = models
     p = prompt_for(ours, rows)
     labels = labels_for(p)
@@ -125,32 +140,32 @@ def test_logits_loss_and_gradients(models: tuple[Qwen2VL, PreTrainedModel], rows
 
 @every_prompt
 @torch.no_grad()
-def test_bf16_logits(directory: Path, device: str, rows: list[Row]) -> None:
-    ours, theirs = load_both(directory, torch.bfloat16, device)
+def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
+    ours, theirs = bf16_models
     p = prompt_for(ours, rows)
     got, expected = (x[p.mask == 1] for x in (ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits))
     assert got.dtype == expected.dtype == torch.bfloat16
     if device == "cpu":
         ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
         assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
-    truth = theirs_on(theirs.float(), p).logits[p.mask == 1]
+    truth = theirs_on(copy.deepcopy(theirs).float(), p).logits[p.mask == 1]
     assert_as_exact(got, expected, truth)
 
 
-@every_prompt
+@pytest.mark.parametrize("name", ["a long video", "a padded batch"])
 @torch.no_grad()
-def test_greedy_generation(models: tuple[Qwen2VL, PreTrainedModel], rows: list[Row]) -> None:
+def test_greedy_generation(models: tuple[VisionLM, PreTrainedModel], name: str) -> None:
     ours, theirs = models
-    p = prompt_for(ours, rows)
-    got = ours.generate(p.ids, p.mask, max_new_tokens=12, eos_token_id=[], **p.vision)
+    p = prompt_for(ours, PROMPTS[name])
+    got = ours.generate(p.ids, p.mask, max_new_tokens=8, eos_token_id=[], **p.vision)
     types = {"mm_token_type_ids": p.types} if p.vision else {}
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **types, **options))
 
 
 def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
-    assert type(model) is Qwen2VL
+    assert type(model) is architecture_of(tiny.config["model_type"]).model_class
     theirs = AutoModelForImageTextToText.from_pretrained(directory)
     assert model.dtype == theirs.dtype
     original, config = stored_tensors(directory), json.loads((directory / "config.json").read_text())
@@ -161,7 +176,7 @@ def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path
 
     again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(report.values()), report
-    p = prompt_for(model, PROMPTS["an image, videos"])
+    p = prompt_for(model, PROMPTS["a padded batch"])
     assert torch.equal(theirs_on(again.eval(), p).logits, theirs_on(theirs.eval(), p).logits)
 
 
@@ -181,37 +196,45 @@ def rows_of(longest: int = 6) -> st.SearchStrategy[list[Row]]:
     return st.lists(st.builds(row, st.integers(0, longest), pieces), min_size=1, max_size=3)
 
 
-def positions(model: Qwen2VL, p: Prompt) -> tuple[Tensor, Tensor]:
+def positions(model: VisionLM, p: Prompt) -> tuple[Tensor, Tensor]:
     """On three axes, and by how much they go on beyond the places of tokens."""
     context = Context(p.ids, p.mask, cache=model.new_cache())
-    grids = {name: tensor for name, tensor in p.vision.items() if "grid" in name}
-    model.embed(p.ids, context, **grids)
+    model.embed(p.ids, context, **told_of(p))
     assert context.cache is not None
     offset = context.cache.position_offset
     assert offset is not None
     return context.position_ids, offset
 
 
+def told_of(p: Prompt) -> dict[str, Any]:
+    """What positions follow from."""
+    return {name: told for name, told in p.vision.items() if "pixel" not in name}
+
+
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of(), side=st.sampled_from(["left", "right"]))
-def test_positions(model: Qwen2VL, reference: Any, rows: list[Row], side: str) -> None:
+def test_positions(model: VisionLM, reference: Any, rows: list[Row], side: str) -> None:
     p = prompt_for(model, rows, side)
     if not p.vision:
         return
-    grids = {name: tensor for name, tensor in p.vision.items() if "grid" in name}
-    expected, offset = reference.get_rope_index(p.ids, p.types, attention_mask=p.mask, **grids)
+    expected, _ = reference.get_rope_index(p.ids, p.types, attention_mask=p.mask, **told_of(p))
     got, got_offset = positions(model, p)
     assert torch.equal(got[:, p.mask == 1], expected[:, p.mask == 1])
-    assert torch.equal(got_offset, offset)
+    for row, real, offset in zip(expected.unbind(1), p.mask == 1, got_offset[:, 0].tolist(), strict=True):
+        assert row[:, real][:, -1].tolist() == 3 * [offset + int(real.sum()) - 1]  # behind which the text goes on
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of())
-def test_positions_as_in_transformers_4(model: Qwen2VL, rows: list[Row]) -> None:
+def test_positions_as_in_transformers_4(model: VisionLM, rows: list[Row]) -> None:
     """Behind an image or a video they go on from the largest before."""
     p = prompt_for(model, rows)
     if not p.vision:
         return
+    if "second_per_grid_ts" in p.vision:
+        p.vision["second_per_grid_ts"] *= torch.rand(())
+    speed = getattr(model.config.vision_config, "tokens_per_second", 1)
+    intervals = (speed * seconds.item() for seconds in p.vision.get("second_per_grid_ts", []))
     expected: list[list[tuple[int, int, int]]] = []
     for row in rows:
         made: list[tuple[int, int, int]] = []
@@ -220,8 +243,10 @@ def test_positions_as_in_transformers_4(model: Qwen2VL, rows: list[Row]) -> None
             if isinstance(piece, int):
                 made += [(i, i, i) for i in range(start, start + piece)]
             else:
-                t, h, w = map(range, piece[1])
-                made += [(start + i, start + j, start + k) for i in t for j in h for k in w]
+                kind, (t, h, w) = piece
+                interval = next(intervals, 1) if kind == VIDEO else 1
+                times = [start + int(i * interval) for i in range(t)]
+                made += [(time, start + j, start + k) for time in times for j in range(h) for k in range(w)]
         expected.append(made)
     model.frames_advance = True
     try:
@@ -234,7 +259,7 @@ def test_positions_as_in_transformers_4(model: Qwen2VL, rows: list[Row]) -> None
 
 
 @torch.no_grad()
-def test_images_side_by_side(model: Qwen2VL) -> None:
+def test_images_side_by_side(model: VisionLM) -> None:
     """Are told apart by their grids."""
     p = prompt_for(model, [[2, image(2, 1), image(1, 2), 1]])
     got, _ = positions(model, p)
@@ -242,7 +267,7 @@ def test_images_side_by_side(model: Qwen2VL) -> None:
 
 
 @torch.no_grad()
-def test_positions_of_one_s_own(model: Qwen2VL) -> None:
+def test_positions_of_one_s_own(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
     wanted = model(p.ids, p.mask, **p.vision).logits
     own, _ = positions(model, p)
@@ -257,17 +282,19 @@ def test_positions_of_one_s_own(model: Qwen2VL) -> None:
 
 
 @torch.no_grad()
-def test_a_conversation_from_a_cache(model: Qwen2VL) -> None:
+def test_a_conversation_from_a_cache(model: VisionLM) -> None:
     """In chunks, with a new image in a later one, beside a row without any and padding: as computed at once."""
-    rows: list[list[Row]] = [[[4, image(2, 3), 3], [9]], [[3], [3]], [[2, image(3, 1), 4], [1, image(2, 2), 4]]]
+    rows: list[list[Row]] = [
+        [[4, image(2, 3), 3, video(7, 1, 1), 1], [9]],
+        [[3], [3]],
+        [[2, image(3, 1), 4], [1, image(2, 2), 4]],
+    ]
     turns = [prompt_for(model, turn) for turn in rows]
+    seen = {name for turn in turns for name in turn.vision}
     whole = Prompt(
         torch.cat([turn.ids for turn in turns], 1),
         torch.cat([turn.mask for turn in turns], 1),
-        {
-            "pixel_values": torch.cat([turn.vision["pixel_values"] for turn in (turns[0], turns[2])]),
-            "image_grid_thw": torch.cat([turn.vision["image_grid_thw"] for turn in (turns[0], turns[2])]),
-        },
+        {name: torch.cat([turn.vision[name] for turn in turns if name in turn.vision]) for name in seen},
     )
     in_order = model(whole.ids, whole.mask, **whole.vision).logits
     for cache in (model.new_cache(), model.new_cache(capacity=64)):
@@ -279,7 +306,7 @@ def test_a_conversation_from_a_cache(model: Qwen2VL) -> None:
 
 
 @torch.no_grad()
-def test_generation_with_and_without_a_cache(model: Qwen2VL) -> None:
+def test_generation_with_and_without_a_cache(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
     got = [model.generate(p.ids, p.mask, max_new_tokens=6, use_cache=use, **p.vision) for use in (True, False)]
     assert torch.equal(*got)
@@ -290,7 +317,7 @@ def test_generation_with_and_without_a_cache(model: Qwen2VL) -> None:
 
 
 @pytest.mark.parametrize("by_positions", [False, True])
-def test_packed(model: Qwen2VL, by_positions: bool) -> None:
+def test_packed(model: VisionLM, by_positions: bool) -> None:
     """[A | B] gives the logits, the loss and the gradients of A and B alone, each with an image."""
     row_a, row_b = [3, image(2, 3), 8], [image(3, 1), 4, video(3, 1, 2), 7]
     both = prompt_for(model, [[*row_a, *row_b]])
@@ -326,8 +353,8 @@ def test_packed(model: Qwen2VL, by_positions: bool) -> None:
 # Training
 
 
-def test_gradient_checkpointing(model: Qwen2VL) -> None:
-    p = prompt_for(model, PROMPTS["an image, videos"])
+def test_gradient_checkpointing(model: VisionLM) -> None:
+    p = prompt_for(model, PROMPTS["a padded batch"])
     inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.vision}
     calls: list[nn.Module] = []
     blocks = [*model.visual.blocks, *model.model.layers]
@@ -341,14 +368,15 @@ def test_gradient_checkpointing(model: Qwen2VL) -> None:
     model.gradient_checkpointing_disable()
     for hook in hooks:
         hook.remove()
-    assert counts == [[2, 2, 1, 1], [4, 4, 2, 2]]  # the tower runs once for images and once for videos
+    once = [2] * len(model.visual.blocks) + [1] * len(model.model.layers)  # the tower for images and for videos
+    assert counts == [once, [2 * count for count in once]]
     assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient)
 
 
-def test_a_frozen_tower(model: Qwen2VL) -> None:
-    p = prompt_for(model, PROMPTS["an image"])
+def test_a_frozen_tower(model: VisionLM) -> None:
+    p = prompt_for(model, [[5, image(2, 3), 20]])
     inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.vision}
     whole = all_gradients(model, **inputs)
     model.visual.requires_grad_(False)
@@ -362,14 +390,11 @@ def test_a_frozen_tower(model: Qwen2VL) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
-def test_a_new_model(tmp_path: Path) -> None:
+def test_a_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     """Is drawn at random, tower included, and saved as the hub has them."""
-    vision = Qwen2VLVisionConfig(depth=1, embed_dim=64, num_heads=2, hidden_size=32, mlp_ratio=2, patch_size=4)
-    config = Qwen2VLConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, mrope_section=[2, 3, 3], vision_config=vision, initializer_range=0.3,
-    )  # fmt: skip
-    made = Qwen2VL(config)
+    architecture = architecture_of(hub_row.config["model_type"])
+    config = dataclasses.replace(architecture.config_from_hf(hub_row.config), initializer_range=0.3)
+    made: Any = architecture.model_class(config)
     for name, parameter in made.named_parameters():
         std = parameter.std().item()
         if name.endswith("bias"):
@@ -379,7 +404,7 @@ def test_a_new_model(tmp_path: Path) -> None:
         else:
             assert 0.2 < std < 0.4, name
     made.save_pretrained(tmp_path)
-    assert Qwen2VL.from_pretrained(tmp_path).config == config
+    assert AutoModel.from_pretrained(tmp_path).config == config
     theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     assert "visual.blocks.0.attn.qkv.weight" in stored_tensors(tmp_path)
@@ -390,8 +415,8 @@ def test_a_new_model(tmp_path: Path) -> None:
 # Refusals
 
 
-def test_what_does_not_fit_together(model: Qwen2VL) -> None:
-    p = prompt_for(model, PROMPTS["an image"])
+def test_what_does_not_fit_together(model: VisionLM) -> None:
+    p = prompt_for(model, [[5, image(2, 3), 20]])
     pixels, grid = p.vision["pixel_values"], p.vision["image_grid_thw"]
     with pytest.raises(ValueError, match="6 embeddings of images or videos; expected 5, one for each token there"):
         model(p.ids.index_fill(1, torch.tensor([5], device=p.ids.device), 7), **p.vision)
@@ -405,36 +430,36 @@ def test_what_does_not_fit_together(model: Qwen2VL) -> None:
         model(inputs_embeds=model.model.embed_tokens(p.ids), **p.vision)
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three whole numbers that add up to head_dim / 2, 8"),
-        ({"mrope_section": [4, 4]}, "mrope_section"),
-        ({"mrope_section": 8}, "mrope_section"),
-        ({"vision_config": {"hidden_size": 48}}, "vision_config, hidden_size: .* got 48; expected 64"),
-        ({"vision_config": {"embed_dim": 36}}, r"vision_config, embed_dim: .* a multiple of 4 \* num_heads, 8"),
-        ({"vision_config": {"depth": 0}}, "depth"),
-        ({"vision_config": {"patch_size": [4, 4]}}, "patch_size"),
-        ({"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
-        ({"vision_config": {"rope_parameters": {"rope_theta": 3.0}}}, "rope_theta"),
-        ({"vision_config": []}, "vision_config, hidden_size"),
-        ({"vision_config": "large"}, "vision_config: not an object"),
-        ({"text_config": 5}, "text_config: not an object"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-    ],
-)
-def test_configs_that_cannot_be(changes: dict[str, Any], named: str) -> None:
-    raw = {**QWEN2_VL, **changes}
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three whole numbers that add up to head_dim / 2, 8"),
+    ({"mrope_section": [4, 4]}, "mrope_section"),
+    ({"mrope_section": 8}, "mrope_section"),
+    ({"hidden_size": 48, "mrope_section": [2, 2, 2]}, "vision_config: .* got 64; expected hidden_size, 48"),
+    ({"vision_config": {"num_heads": 16}}, "vision_config, num_heads: .* got 16 for 32 features of a patch"),
+    ({"vision_config": {"depth": 0}}, "depth"),
+    ({"vision_config": {"patch_size": [4, 4]}}, "patch_size"),
+    ({"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
+    ({"vision_config": {"rope_parameters": {"rope_theta": 3.0}}}, "rope_theta"),
+    ({"vision_config": []}, "vision_config: .* of another size than the decoder's"),
+    ({"vision_config": "large"}, "vision_config: not an object"),
+    ({"text_config": 5}, "text_config: not an object"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+]
+
+
+@pytest.mark.parametrize("changes, named", IMPOSSIBLE)
+def test_configs_that_cannot_be(hub_row: Tiny, changes: dict[str, Any], named: str) -> None:
+    raw = {**hub_row.config, **changes}
     if isinstance(changes.get("vision_config"), dict):
-        raw["vision_config"] = {**VISION, **changes["vision_config"]}
+        raw["vision_config"] = {**hub_row.config["vision_config"], **changes["vision_config"]}
     if "mrope_section" in changes:
-        raw["rope_scaling"] = {"type": "mrope", **changes}
+        raw["rope_scaling"] = {"type": "mrope", "mrope_section": changes["mrope_section"]}
     with pytest.raises(ConfigError, match=named):
-        config_from_hf(raw)
+        architecture_of(hub_row.config["model_type"]).config_from_hf(raw)
 
 
-def test_a_tower_of_more_blocks_than_tensors(tmp_path: Path) -> None:
-    CHECKPOINTS[0].write(tmp_path)
+def test_a_tower_of_more_blocks_than_tensors(hub_row: Tiny, tmp_path: Path) -> None:
+    hub_row.write(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["vision_config"]["depth"] = 10**9
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -442,8 +467,9 @@ def test_a_tower_of_more_blocks_than_tensors(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path)
 
 
-def test_info(tmp_path: Path) -> None:
-    CHECKPOINTS[3].write(tmp_path)
+def test_info(hub_row: Tiny, tmp_path: Path) -> None:
+    hub_row.write(tmp_path)
     page = describe(tmp_path)
-    assert "Qwen2VL (Qwen2VLForConditionalGeneration)" in page
+    architecture = architecture_of(hub_row.config["model_type"])
+    assert f"{architecture.model_class.__name__} ({architecture.hf_class})" in page
     assert "vision tower" in page

@@ -1,0 +1,87 @@
+"""Prompts with images and videos, as a processor would make them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMAGE, VIDEO = 90, 91  # tokens
+
+# A row is a list of numbers of random text tokens, and of grids of tokens between them.
+
+Grid = tuple[int, int, int]
+Row = list[int | tuple[int, Grid]]
+
+
+def image(height: int, width: int) -> tuple[int, Grid]:
+    return IMAGE, (1, height, width)
+
+
+def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
+    return VIDEO, (frames, height, width)
+
+
+PROMPTS: dict[str, list[Row]] = {
+    "text": [[40]],
+    "images of one size": [[4, image(2, 4), 5, image(2, 4), 19]],
+    "a long video": [[12, video(12, 1, 2), 4]],  # beyond the text behind it
+    "a padded batch": [
+        [3, image(1, 3), 25],
+        [22],
+        [image(3, 2), 5, video(2, 2, 2), 1, image(2, 1), 3, video(3, 1, 1), 17],
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a processor would make of some rows.
+
+    Attributes:
+        ids: (B, T).
+        mask: (B, T).
+        vision: what the model gets besides.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    vision: dict[str, Tensor]
+
+    @property
+    def types(self) -> Tensor:
+        return (self.ids == IMAGE).int() + 2 * (self.ids == VIDEO).int()
+
+
+def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left") -> Prompt:
+    m = vision_config["spatial_merge_size"]
+    texts: list[list[int]] = []
+    grids: dict[int, list[Grid]] = {IMAGE: [], VIDEO: []}
+    for row in rows:
+        text: list[int] = []
+        for piece in row:
+            if isinstance(piece, int):
+                text += torch.randint(3, 89, (piece,)).tolist()
+                continue
+            kind, (frames, height, width) = piece
+            text += [kind] * (frames * height * width)
+            grids[kind].append((frames, m * height, m * width))
+        texts.append(text)
+    longest = max(map(len, texts))
+    pads = [[0] * (longest - len(text)) for text in texts]
+    both = zip(texts, pads, strict=True)
+    ids = torch.tensor([pad + text if side == "left" else text + pad for text, pad in both])
+    both = zip(texts, pads, strict=True)
+    real = [[0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + pad for text, pad in both]
+    size = vision_config["in_channels"] * vision_config["temporal_patch_size"] * vision_config["patch_size"] ** 2
+    vision = {}
+    names = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
+    for kind, (pixels, grid) in names.items():
+        if grids[kind]:
+            vision[grid] = torch.tensor(grids[kind])
+            vision[pixels] = torch.randn(int(vision[grid].prod(1).sum()), size)
+    if grids[VIDEO] and "tokens_per_second" in vision_config:
+        # Whole ones, for transformers before 5.18 rounds them down.
+        vision["second_per_grid_ts"] = torch.randint(1, 4, (len(grids[VIDEO]),)).float()
+    return Prompt(ids, torch.tensor(real), vision)
