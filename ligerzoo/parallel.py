@@ -55,12 +55,13 @@ def _sweep(
     head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
     walk = functools.partial(
         walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
-        order=head.order, count=head.count, triton=triton,
+        order=head.order, triton=triton,
     )  # fmt: skip
-    for start in range(0, head.n_rows, rows):
-        logits = head.logits(start)
-        chunk: Any = slice(start, start + rows) if head.order is None else head.order[start : start + rows]
-        walk(logits, first_row=start)
+    for part in head.chunks:
+        logits = head.logits(part)
+        chunk: Any = part if head.order is None else head.order[part]
+        walk_part = functools.partial(walk, logits, first_row=part.start, count=head.count(part))
+        walk_part()
         own_logsumexp, own_logp, mine = own.logsumexp[chunk], own.logp[chunk], inside[chunk]
         if is_padding:
             own_logsumexp = torch.full_like(own_logsumexp, -torch.inf)
@@ -80,8 +81,8 @@ def _sweep(
             of_logsumexp[chunk] = (
                 g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + of_x_target
             )
-            walk(logits, upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits, first_row=start)
-            head.take_gradient(start, logits)
+            walk_part(upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits)
+            head.take_gradient(part, logits)
     dhidden, dweight, _ = head.gradients()
     if needs.hidden and of_loss is not None:
         dist.all_reduce(dhidden, dist.ReduceOp.SUM, group)

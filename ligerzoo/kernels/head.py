@@ -3,10 +3,14 @@
 A head makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
 the chunks of dlogits.T @ x in at least 24 bits. There are two: `DenseHead` for any device and dtype, and `SkippingHead`
 for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows`.
+
+A head sweeps the rows in an order of its own, unless it is given one: then row i of the sweep is among those of chunk
+i // rows, and of the rows of a chunk alone those that count come first. So rows that belong together stay together.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -43,6 +47,12 @@ def _checked(budget: int) -> int:
     return budget
 
 
+def most_rows(n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
+    """How many rows' logits fit the budget; perhaps 0."""
+    budget = _logits_budget if budget is None else _checked(budget)
+    return budget * 2**20 // (max(1, n_classes) * bytes_per_logit)
+
+
 def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
     """How many of (M, H) hidden states to take at a time, so that their logits fit the budget.
 
@@ -50,8 +60,7 @@ def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget:
     the longest, wait for the last ones of a chunk.
     """
     n_rows, hidden_size = hidden.shape
-    budget = _logits_budget if budget is None else _checked(budget)
-    most = max(1, budget * 2**20 // (max(1, n_classes) * bytes_per_logit))
+    most = max(1, most_rows(n_classes, bytes_per_logit, budget))
     if n_rows <= most or most < 128:
         return max(1, min(n_rows, most))
     tiles_of_128_rows, at_a_time = cdiv(hidden_size, 256), multiprocessors(hidden)
@@ -82,48 +91,59 @@ class DenseHead:
     """Computes all rows alike; on a CPU, where to look costs no wait, those alone that count.
 
     Attributes:
-        order: row i of those that are swept is row order[i] of `hidden`; None if all are swept as they come.
-        count: (1,) int32, how many of them count; None if that is for the targets to say.
+        chunks: which rows of the sweep each chunk has; none where it has none that counts.
+        order: row i of the sweep is row order[i] of `hidden`; None if all are swept as they come.
     """
 
-    count = None
-
     def __init__(
-        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None
-    ) -> None:
-        self.order = counts.nonzero()[:, 0] if counts.device.type == "cpu" else None
+        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.order = order
+        if counts.device.type == "cpu":
+            self.order = counts.nonzero()[:, 0] if order is None else order[counts[order]]
         self.hidden = hidden if self.order is None else hidden[self.order]
-        self.weight, self.rows, self.needs, self.bias, self.shape = weight, rows, needs, bias, hidden.shape
-        self.n_rows = self.hidden.shape[0]
-        self.buffer = hidden.new_empty((min(rows, self.n_rows), weight.shape[0]))
+        self.chunks = _chunks(self.hidden.shape[0], rows)
+        if counts.device.type == "cpu" and order is not None:
+            ends = counts[order].cumsum(0)[[chunk.stop - 1 for chunk in _chunks(hidden.shape[0], rows)]].tolist()
+            self.chunks = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+        self.weight, self.needs, self.bias, self.shape = weight, needs, bias, hidden.shape
+        self.buffer = hidden.new_empty((min(rows, self.hidden.shape[0]), weight.shape[0]))
         self.dhidden = hidden.new_empty(self.hidden.shape if needs.hidden else (0,))
         self.dweight = weight.new_empty(weight.shape if needs.weight else (0,), dtype=wide(weight.dtype))
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=wide(weight.dtype))
 
-    def logits(self, start: int) -> Tensor:
-        """(rows, V) of the chunk that begins at row `start`: a buffer that the next call fills anew."""
-        x = self.hidden[start : start + self.rows]
+    def count(self, chunk: slice) -> None:
+        """How many rows of the sweep count, up to the end of a chunk; None if that is for the targets to say."""
+
+    def logits(self, chunk: slice) -> Tensor:
+        """(rows, V) of a chunk: a buffer that the next call fills anew."""
+        x = self.hidden[chunk]
         buffer = self.buffer[: x.shape[0]]
         if self.bias is None:
             return torch.mm(x, self.weight.T, out=buffer)
         return torch.addmm(self.bias, x, self.weight.T, out=buffer)
 
-    def take_gradient(self, start: int, dlogits: Tensor) -> None:
+    def take_gradient(self, chunk: slice, dlogits: Tensor) -> None:
         """To be called for each chunk in turn, with what has become of its logits."""
         if self.needs.hidden:
-            torch.mm(dlogits, self.weight, out=self.dhidden[start : start + self.rows])
+            torch.mm(dlogits, self.weight, out=self.dhidden[chunk])
         if self.needs.weight:
-            _accumulate_(self.dweight, dlogits.T, self.hidden[start : start + self.rows], first=start == 0)
+            _accumulate_(self.dweight, dlogits.T, self.hidden[chunk], first=chunk.start == 0)
         if self.needs.bias:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """dhidden, dweight and dbias."""
-        if self.n_rows == 0:
+        if self.hidden.shape[0] == 0:
             self.dweight.zero_()
         if self.needs.hidden and self.order is not None:
             self.dhidden = self.dhidden.new_zeros(self.shape).index_copy_(0, self.order, self.dhidden)
         return self.dhidden, self.dweight, self.dbias
+
+
+def _chunks(n_rows: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, n_rows)) for start in range(0, n_rows, rows)]
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
@@ -144,37 +164,55 @@ class SkippingHead:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None
-    ) -> None:
+        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.hidden, self.weight, self.counts = hidden, weight, counts
         self.rows, self.needs, self.bias = rows, needs, bias
-        self.n_rows = hidden.shape[0]
-        self.order = torch.argsort(counts.to(torch.uint8), descending=True, stable=True)
-        self.count = counts.sum(dtype=torch.int32).view(1)
-        # Where no row stands that counts stands one more copy of the first: it meets zeros, so it must be finite.
-        places = torch.arange(self.order.shape[0], device=hidden.device)
-        self.source = torch.where(places < self.count, self.order, self.order[0])
+        n_rows = hidden.shape[0]
+        self.chunks = _chunks(n_rows, rows)
+        places = torch.arange(n_rows, device=hidden.device)
+        if order is None:
+            self.order = torch.argsort(counts.to(torch.uint8), descending=True, stable=True)
+            self.end = counts.sum(dtype=torch.int32).view(1)
+            ends = self.end.expand(len(self.chunks))
+        else:
+            is_last = ~counts[order]
+            self.order = order[torch.argsort(places // rows * 2 + is_last, stable=True)]
+            starts = places[::rows]
+            present = torch.zeros_like(starts).index_add_(0, places // rows, (~is_last).long())
+            ends = (starts + present).int()  # a row of the sweep counts if it stands before its chunk's
+            self.end = torch.where(present > 0, ends, 0).max().view(1)
+        self.ends = ends[:, None].repeat(1, 4)  # one at each multiple of 16 bytes, as kernels like their pointers
+        # Where no row stands that counts stands one more copy of one that does: it meets zeros, so it must be finite.
+        is_there = places < ends[places // rows]
+        first = is_there.byte().argmax().view(1)
+        self.source = torch.where(is_there, self.order, self.order[first])
         self.x = hidden  # of the present chunk
-        self.buffer = valid_rows.row_buffer(hidden, min(rows, self.n_rows), weight.shape[0])
+        self.buffer = valid_rows.row_buffer(hidden, min(rows, n_rows), weight.shape[0])
         self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
         self.dweight = weight.new_empty(weight.shape if needs.weight else (0,))
-        several = rows < self.n_rows
+        several = rows < n_rows
         self.low = torch.empty(self.dweight.shape if several else (0,), dtype=torch.uint8, device=weight.device)
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=torch.float32)
 
-    def logits(self, start: int) -> Tensor:
-        self.x = self.hidden.index_select(0, self.source[start : start + self.rows])
+    def count(self, chunk: slice) -> Tensor:
+        return self.ends[chunk.start // self.rows, :1]
+
+    def logits(self, chunk: slice) -> Tensor:
+        self.x = self.hidden.index_select(0, self.source[chunk])
         logits = self.buffer[: self.x.shape[0]]
-        valid_rows.product_(logits, self.x, self.weight.T, self.count, start)
+        valid_rows.product_(logits, self.x, self.weight.T, self.count(chunk), chunk.start)
         return logits if self.bias is None else logits.add_(self.bias)
 
-    def take_gradient(self, start: int, dlogits: Tensor) -> None:
+    def take_gradient(self, chunk: slice, dlogits: Tensor) -> None:
+        count = self.count(chunk)
         if self.needs.hidden:
-            valid_rows.product_(self.dhidden, dlogits, self.weight, self.count, start, self.order)
+            valid_rows.product_(self.dhidden, dlogits, self.weight, count, chunk.start, self.order)
         if self.needs.weight:
-            valid_rows.accumulate_(self.dweight, self.low, dlogits, self.x, self.count, start)
+            valid_rows.accumulate_(self.dweight, self.low, dlogits, self.x, count, self.end, chunk.start)
         if self.needs.bias:
-            counts = torch.arange(start, start + dlogits.shape[0], device=dlogits.device)[:, None] < self.count
+            counts = torch.arange(chunk.start, chunk.stop, device=dlogits.device)[:, None] < count
             self.dbias += torch.where(counts, dlogits, 0).sum(0, dtype=torch.float32)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -79,14 +79,15 @@ def _sweep(
     counts = target != ignore_index
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), budget)
     head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
-    for start in range(0, head.n_rows, rows):
-        logits = head.logits(start)
+    for chunk in head.chunks:
+        logits = head.logits(chunk)
         walk_rows_(
             logits, target, results, upstream, terms, ignore_index, bias=bias, class_weight=class_weight,
-            out=logits if any(needs) else None, order=head.order, count=head.count, first_row=start, triton=triton,
+            out=logits if any(needs) else None, order=head.order, count=head.count(chunk), first_row=chunk.start,
+            triton=triton,
         )  # fmt: skip
         if any(needs):
-            head.take_gradient(start, logits)
+            head.take_gradient(chunk, logits)
     dhidden, dweight, dbias = head.gradients()
     return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
 
@@ -180,7 +181,7 @@ def _statistics(results: Sequence[Tensor], target: Tensor, ignore_index: int) ->
     return TokenStatistics(logps, entropy, logsumexp, argmax, accuracy)
 
 
-def _prepared(
+def prepared(
     name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(rows of hidden, weight, target, bias) in the dtypes that they are computed in; ValueError if they do not fit."""
@@ -268,7 +269,7 @@ def linear_cross_entropy(  # type: ignore[misc]
             target is no class. On a GPU without LIGERZOO_DEBUG such a token's loss is NaN.
     """
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
-    rows, weight, target, bias = _prepared(name, hidden, weight, target, bias, ignore_index, terms)
+    rows, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     check_class_weight(name, class_weight, weight.shape[0])
     token_weight = as_token_weight(name, token_weight, target, ignore_index)
     triton = uses_triton(rows, weight, backend=backend)
@@ -306,7 +307,7 @@ def token_statistics(
     All of one sweep; differentiable, but for the last two. Arguments and errors are those of `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    rows, weight, target, bias = _prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
+    rows, weight, target, bias = prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
     options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), True)
     results = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)
     return _statistics(results, target, ignore_index)
@@ -330,7 +331,7 @@ def token_logps(
     What preference and reinforcement losses stand on. Arguments and errors are those of `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    rows, weight, target, bias = _prepared("token_logps", hidden, weight, target, bias, ignore_index, terms)
+    rows, weight, target, bias = prepared("token_logps", hidden, weight, target, bias, ignore_index, terms)
     options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), False)
     logps: Tensor = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)[1]
     return logps.view(target.shape)

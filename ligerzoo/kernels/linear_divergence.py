@@ -75,13 +75,12 @@ def _sweep(
     student = head(student_hidden, student_weight, counts, rows, needs, student_bias)
     teacher = head(teacher_hidden, teacher_weight, counts, rows, Needs(False, False), teacher_bias)
     losses = target.new_zeros(target.shape, dtype=wide(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)))
-    for start in range(0, student.n_rows, rows):
-        chunk = slice(start, start + rows)
+    for chunk in student.chunks:
         tokens = chunk if student.order is None else student.order[chunk]
-        logits, teacher_logits = student.logits(start), teacher.logits(start)
+        logits, teacher_logits = student.logits(chunk), teacher.logits(chunk)
         if any(needs):
             losses[tokens] = loss_then_gradient_(logits, teacher_logits, target[tokens], options, triton)
-            student.take_gradient(start, logits)
+            student.take_gradient(chunk, logits)
         else:
             losses[tokens] = losses_of(logits, teacher_logits, target[tokens], options, triton)
     dhidden, dweight, dbias = student.gradients()

@@ -141,12 +141,12 @@ def _add(
 
 @kernel
 def _accumulate_kernel(
-    a_descriptor, b_descriptor, high_ptr, low_ptr, count_ptr, first_row, n_rows, height, width,
+    a_descriptor, b_descriptor, high_ptr, low_ptr, count_ptr, end_ptr, first_row, n_rows, height, width,
     IS_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     count = tl.load(count_ptr)
     depth = tl.minimum(tl.maximum(count - first_row, 0), n_rows)
-    is_last = count <= first_row + n_rows
+    is_last = tl.load(end_ptr) <= first_row + n_rows
     if (depth > 0) | IS_FIRST:
         n_vertical, n_horizontal = tl.cdiv(height, ROWS), tl.cdiv(width, COLS)
         for tile in range(tl.program_id(0), n_vertical * n_horizontal, tl.num_programs(0)):
@@ -161,7 +161,9 @@ def _accumulate_kernel(
             _add(right, high_ptr, low_ptr, row * ROWS, col * COLS + half, height, width, is_last, IS_FIRST, ROWS, half)
 
 
-def accumulate_(high: Tensor, low: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int) -> None:
+def accumulate_(
+    high: Tensor, low: Tensor, a: Tensor, b: Tensor, count: Tensor, end: Tensor, first_row: int
+) -> None:  # fmt: skip
     """(high, low) += a.T @ b over the rows that count: those with a number first_row + i below `count`.
 
     To be called for all chunks of rows in turn, from first_row = 0; with the last chunk that has a row that counts,
@@ -171,13 +173,14 @@ def accumulate_(high: Tensor, low: Tensor, a: Tensor, b: Tensor, count: Tensor, 
         high: (N, K) bf16, contiguous. Written to.
         low: (N, K) uint8, contiguous. Written to, but not with the last chunk.
         a: (M, N), b: (M, K) bf16, rows beginning at multiples of 16 bytes; see `ROW_TILE`.
-        count: (1,) int32, the rows that count in all chunks together.
+        count: (1,) int32.
+        end: (1,) int32, the number behind that of the last row that counts in all chunks; the same for all of them.
         first_row: the number of the chunk's row 0.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     _accumulate_kernel[multiprocessors(a)](
         TensorDescriptor.from_tensor(a, [ROW_TILE, _TALL]), TensorDescriptor.from_tensor(b, [ROW_TILE, _WIDE]),
-        high, low, count, first_row, a.shape[0], *high.shape, first_row == 0, _TALL, _WIDE, ROW_TILE,
+        high, low, count, end, first_row, a.shape[0], *high.shape, first_row == 0, _TALL, _WIDE, ROW_TILE,
         num_warps=8, num_stages=3,
     )  # fmt: skip

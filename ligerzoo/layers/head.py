@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -45,27 +49,38 @@ class LMHead(nn.Module):
         """Draws the weight from N(0, 0.02^2)."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, hidden: Tensor, target: Tensor | None = None, num_items: int | Tensor | None = None) -> Tensor:
-        """Logits (..., V) in the dtype of `hidden`; or, given `target`, the loss, 0-d fp32.
+    def forward(
+        self,
+        hidden: Tensor,
+        target: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+        objective: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Logits (..., V) in the dtype of `hidden`; or, given `target`, the loss, 0-d fp32; or whatever an objective
+        makes of them.
 
         Args:
             hidden: (..., H).
             target: (...) token ids, -100 for a token that does not count: what each hidden state should predict
                 (already shifted).
             num_items: divides the summed loss in place of the number of tokens that count.
+            objective: called in place of `ligerzoo.kernels.linear_cross_entropy`, with hidden states, weight, target and
+                this head's softcap, logit_scale, logits_budget and backend: within the hooks of this module, which
+                DistributedDataParallel and FSDP2 need.
         """
         if target is None:
             logits = nn.functional.linear(hidden, self.weight)
             if self.logit_scale != 1.0:
                 logits = logits * self.logit_scale
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-        return linear_cross_entropy(
+        if objective is None:
+            objective = partial(linear_cross_entropy, num_items=num_items)
+        return objective(
             hidden,
             self.weight,
             target,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
-            num_items=num_items,
             logits_budget=self.logits_budget,
             backend=self.backend,
         )

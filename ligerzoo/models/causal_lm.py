@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
@@ -39,12 +39,14 @@ class CausalLMOutput:
         logits: (B, T, V) in the model's dtype; None when labels were given, for they are never all made.
         past_key_values: the cache, when one was passed or asked for.
         aux_loss: 0-d, of architectures with a router.
+        details: what an objective returned besides the loss.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     past_key_values: KVCache | None = None
     aux_loss: Tensor | None = None
+    details: Any = None
 
     def __getitem__(self, key: str | int) -> Any:
         if isinstance(key, str):
@@ -54,6 +56,11 @@ class CausalLMOutput:
 
 # FSDP2 and DDP find the tensors to hook through pytree.
 _pytree.register_dataclass(CausalLMOutput)
+
+
+Objective = Callable[..., tuple[Tensor | None, Any]]
+"""(hidden states (B, T, H), the head's weight (V, H), targets (B, T), softcap, logit_scale, logits_budget, backend) ->
+(loss, 0-d or None, and details): what a model computes instead of the cross entropy."""
 
 
 class CausalLMConfig(Protocol):
@@ -141,6 +148,7 @@ class CausalLM(nn.Module):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        objective: Objective | None = None,
         **modalities: Any,
     ) -> CausalLMOutput:
         """Logits, or with labels the loss.
@@ -160,6 +168,8 @@ class CausalLM(nn.Module):
             num_items_in_batch: divides the summed loss, in place of the number of labels that count.
             cu_seqlens: (n + 1,) int, where the n texts packed into a single row begin and end, as attention kernels
                 for packed texts take it: 0, ..., at most T. What is left of the row is padding.
+            objective: what is made of hidden states and head in place of the cross entropy of the labels, such as the
+                losses of `ligerzoo.losses`, see `Objective`. It divides by what it likes.
             modalities: what else the architecture reads, see its `embed`.
 
         Raises:
@@ -180,10 +190,12 @@ class CausalLM(nn.Module):
             shift_labels = shifted_labels(labels, context.starts)
         aux_loss = self.aux_loss(context)
         if shift_labels is not None:
-            loss = self.lm_head(hidden, shift_labels, num_items_in_batch)
-            if aux_loss is not None:
+            loss, details = self.lm_head(hidden, shift_labels, num_items_in_batch, objective), None
+            if objective is not None:
+                loss, details = loss
+            if aux_loss is not None and loss is not None:
                 loss = loss + self.aux_loss_weight * aux_loss
-            return CausalLMOutput(loss=loss, past_key_values=past_key_values, aux_loss=aux_loss)
+            return CausalLMOutput(loss=loss, past_key_values=past_key_values, aux_loss=aux_loss, details=details)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept])
         return CausalLMOutput(logits=logits, past_key_values=past_key_values, aux_loss=aux_loss)

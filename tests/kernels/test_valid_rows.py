@@ -61,7 +61,7 @@ def test_sums_over_chunks(rows_at_a_time: int, shape: tuple[int, int], count: in
     low = torch.full(high.shape, 255, device="cuda", dtype=torch.uint8)
     for start in range(0, 900, rows_at_a_time):
         chunk = slice(start, start + rows_at_a_time)
-        valid_rows.accumulate_(high, low, a[chunk], b[chunk], number(count), start)
+        valid_rows.accumulate_(high, low, a[chunk], b[chunk], number(count), number(count), start)
     assert_as_good_as_a_plain_product(high, a.T, b)
 
 
@@ -70,7 +70,7 @@ def test_numbers_that_are_none_stay_so() -> None:
     a[3, 0], a[5, 1], a[7, 2] = torch.nan, torch.inf, -torch.inf
     high, low = torch.empty(8, 8, device="cuda").bfloat16(), torch.empty(8, 8, device="cuda", dtype=torch.uint8)
     for start in (0, 64):
-        valid_rows.accumulate_(high, low, a[start : start + 64], b[start : start + 64], number(128), start)
+        valid_rows.accumulate_(high, low, a[start : start + 64], b[start : start + 64], number(128), number(128), start)
     assert high[0].isnan().all()
     assert (high[1] == torch.inf).all()
     assert (high[2] == -torch.inf).all()

@@ -1,0 +1,123 @@
+"""Kahneman-Tversky optimization: answers that are each desirable or not, without pairs.
+
+With q the log-ratio log p(y | x) - log p_ref(y | x) of an answer, z the KL divergence of the model from the reference,
+b = beta and S the logistic function, a row's loss is (Ethayarajh et al. 2024, eq. 7 and 8)
+
+    kto                  w_d S(-b (q - z))  of a desirable answer,   w_u S(b (q - z))  of another
+    apo_zero_unpaired    the same with z = 0                        (D'Oosterlinck et al. 2024, eq. 7)
+
+z is a constant, estimated as the mean log-ratio, 0 at least, of answers to other prompts: the batch's own, each moved
+on to the next prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import wide
+from ligerzoo.losses.logps import check_number, check_rows, check_variant, counted, divisor, summed
+from ligerzoo.losses.objective import HeadOptions, LossOutput, Objective, evaluate
+
+VARIANTS = ("kto", "apo_zero_unpaired")
+
+
+@torch.no_grad()
+def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """z, 0-d and a constant, from the (B,) log-probabilities of answers to other prompts.
+
+    Args:
+        logps: `sequence_logps` under the model.
+        ref_logps: the same under the reference.
+        group: the processes whose answers count too (the same number of them on each); None for this one alone.
+    """
+    mean = (logps - ref_logps).sum() / max(1, logps.shape[0])
+    if group is not None:
+        dist.all_reduce(mean, dist.ReduceOp.SUM, group)
+        mean = mean / dist.get_world_size(group)
+    return mean.clamp(min=0)
+
+
+def kto_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    desirable: Tensor,
+    *,
+    ref_logps: Tensor | None = None,
+    kl: Tensor | None = None,
+    variant: str = "kto",
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    weights: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    **head: Unpack[HeadOptions],
+) -> LossOutput:
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), over the formulas in `kto.py`.
+
+    Args:
+        hidden: (B, T, H) hidden states.
+        weight: (V, H), the head.
+        target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts and padding.
+        desirable: (B,) bool.
+        ref_logps: (B,), `sequence_logps` of the reference model; a constant. None for 0.
+        kl: 0-d, z, see `kto_kl`; None for 0.
+        variant: "kto" or "apo_zero_unpaired", which has no use for `kl`.
+        beta: how closely the model is held to the reference.
+        desirable_weight: w_d.
+        undesirable_weight: w_u.
+        weights: (B,), a factor for each row's loss.
+        num_items: divides the summed losses in place of B: the same number for all micro-batches of a step makes
+            gradient accumulation exact.
+        head: see `HeadOptions`.
+
+    Returns:
+        The loss; of rewards (beta times the log-ratio) and log-probabilities the means over the desirable rows and over
+        the others, 0 where there are none; the margin between the two rewards, and `kl`.
+
+    Raises:
+        ValueError: shapes do not fit, or an option is out of range.
+    """
+    n_rows = target.shape[0]
+    check_rows(
+        "kto_loss", hidden, target, desirable=(desirable, (n_rows,)), ref_logps=(ref_logps, (n_rows,)),
+        weights=(weights, (n_rows,)), kl=(kl, ()),
+    )  # fmt: skip
+    check_number("kto_loss", num_items=num_items, beta=beta)
+    check_variant("kto_loss", variant, VARIANTS)
+    if variant != "kto" and kl is not None:
+        raise ValueError(f"kto_loss: {variant} was given kl; expected None")
+    mask, desirable = counted(target, head), desirable.bool()
+    ones = torch.ones(n_rows, dtype=wide(hidden.dtype), device=hidden.device)
+    row_weights = torch.where(desirable, desirable_weight * ones, undesirable_weight * ones)
+    row_weights = row_weights if weights is None else row_weights * weights
+    ref_logps = torch.zeros_like(ones) if ref_logps is None else ref_logps
+    expected = ones.new_zeros(()) if kl is None else kl.detach()
+
+    def objective(
+        logps: Tensor, _: None, mask: Tensor, ref_logps: Tensor, desirable: Tensor, row_weights: Tensor
+    ) -> Tensor:  # fmt: skip
+        gain = beta * (summed(logps, mask) - ref_logps - expected)
+        return (row_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum()
+
+    constants = (mask, ref_logps, desirable, row_weights)
+    value, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "row"), head)
+    of_rows = summed(logps, mask)
+    rewards = beta * (of_rows - ref_logps)
+
+    def mean(x: Tensor, rows: Tensor) -> Tensor:
+        return torch.where(rows, x, 0.0).sum() / rows.sum().clamp(min=1)
+
+    metrics = {
+        "rewards/chosen": mean(rewards, desirable),
+        "rewards/rejected": mean(rewards, ~desirable),
+        "logps/chosen": mean(of_rows, desirable),
+        "logps/rejected": mean(of_rows, ~desirable),
+        "kl": expected,
+    }
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return LossOutput(value / divisor(num_items, n_rows, hidden), metrics)
