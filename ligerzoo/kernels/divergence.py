@@ -34,6 +34,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels import cosine
 from ligerzoo.kernels.dispatch import (
     Backend,
     as_rows,
@@ -48,7 +49,8 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
 from ligerzoo.kernels.tokens import Reduction, check_target, reduce
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
+"""The last, of `cosine`, is one of logits."""
 
 
 class Options(NamedTuple):
@@ -302,6 +304,8 @@ def _backward(
 
 def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options, triton: bool) -> Tensor:
     """The divergence of each row of (M, V) logits, outside autograd; by Triton, or by plain torch."""
+    if options.divergence == "cosine":
+        return cosine.losses_of(student, teacher, target == options.ignore_index)
     return _forward(student, teacher, target, *options)[0] if triton else reference(student, teacher, target, options)
 
 
@@ -311,6 +315,8 @@ def loss_then_gradient_(student: Tensor, teacher: Tensor, target: Tensor, option
     For the linear divergences, which make logits only to differentiate them at once.
     """
     divergence, beta, temperature, ignore_index = options
+    if divergence == "cosine":
+        return cosine.loss_then_gradient_(student, teacher, target == ignore_index)
     if triton:
         loss = student.new_empty(target.shape, dtype=torch.float32)
         n_rows, n_cols = student.shape

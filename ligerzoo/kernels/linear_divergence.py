@@ -12,6 +12,9 @@ The tokens of a sum have the upstream gradient in common, so gradients are made 
 it in backward, in fp32 and into fresh tensors. The teacher is a constant.
 
 Saved: the gradients with respect to the student's hidden, weight and bias that are needed.
+
+Logits may be scaled and bounded, z_t -> c tanh(a z_t / c), before they are divided by T; and the teacher's may be given
+in place of its hidden states.
 """
 
 from __future__ import annotations
@@ -33,76 +36,135 @@ from ligerzoo.kernels.divergence import (
     loss_then_gradient_,
     losses_of,
 )
-from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chunk
+from ligerzoo.kernels.head import DenseHead, Needs, SkippingHead, gradient_dtype, head_type, rows_per_chunk
 from ligerzoo.kernels.tokens import check_target, reduce
 
 
+class Side(NamedTuple):
+    """The student, or the teacher.
+
+    Attributes:
+        hidden: (..., H) hidden states; of a teacher without weight (..., V) logits.
+        weight: (V, H), the head.
+        bias: (V,), added to the logits.
+        scale: multiplies the logits.
+        softcap: then bounds them, to softcap * tanh(logit / softcap).
+    """
+
+    hidden: Tensor
+    weight: Tensor | None
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+_SIDES_SCHEMA = (
+    "Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, Tensor? teacher_weight, "
+    "Tensor? student_bias, Tensor? teacher_bias, float student_scale, float? student_softcap, float teacher_scale, "
+    "float? teacher_softcap"
+)
+
+
 def _sweep_fake(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
-    student_bias: Tensor | None, teacher_bias: Tensor | None, divergence: Divergence, beta: float, temperature: float,
-    ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor | None,
+    student_bias: Tensor | None, teacher_bias: Tensor | None, student_scale: float, student_softcap: float | None,
+    teacher_scale: float, teacher_softcap: float | None, target: Tensor, divergence: Divergence, beta: float,
+    temperature: float, ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool,
+    needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     either = torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)
     losses = student_hidden.new_empty(target.shape, dtype=wide(either))
     dhidden = student_hidden.new_empty(student_hidden.shape if needs_hidden else (0,))
     classes, features = student_weight.shape
-    dweight_dtype = gradient_dtype(student_weight, teacher_weight)
+    dweight_dtype = gradient_dtype(*_weights(student_weight, teacher_weight))
     dweight = student_weight.new_empty((classes, features) if needs_weight else (0,), dtype=dweight_dtype)
     dbias = student_weight.new_empty((classes,) if needs_bias else (0,), dtype=wide(student_weight.dtype))
     return losses, dhidden, dweight, dbias
 
 
+def _weights(*weights: Tensor | None) -> list[Tensor]:
+    return [weight for weight in weights if weight is not None]
+
+
+class _GivenLogits:
+    """The part of a head whose logits are there already."""
+
+    def __init__(self, logits: Tensor, order: Tensor | None) -> None:
+        self.given, self.order = logits, order
+
+    def logits(self, chunk: slice) -> Tensor:
+        return self.given[chunk].clone() if self.order is None else self.given[self.order[chunk]]
+
+
+def _bounded_(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Logits scaled and bounded, in place of those given; if there is a bound, beside its tanh, which stands there."""
+    if softcap is None:
+        return (logits if scale == 1.0 else logits.mul_(scale)), None
+    tanh = logits.mul_(scale / softcap).tanh_()
+    bounded = torch.empty_strided(tanh.shape, tanh.stride(), dtype=tanh.dtype, device=tanh.device)
+    return torch.mul(tanh, softcap, out=bounded), tanh
+
+
+def _through_bound_(gradient: Tensor, tanh: Tensor | None, scale: float, ignored: Tensor) -> Tensor:
+    """The gradient with respect to logits before they were scaled and bounded, in place."""
+    if tanh is not None:
+        tanh.masked_fill_(ignored[:, None], 0.0)  # where no logits were made may stand NaN
+        torch.ops.aten.tanh_backward.grad_input(gradient, tanh, grad_input=gradient)
+    return gradient if scale == 1.0 else gradient.mul_(scale)
+
+
 @register(
-    "linear_divergence_sweep(Tensor student_hidden, Tensor student_weight, Tensor teacher_hidden, "
-    "Tensor teacher_weight, Tensor target, Tensor? student_bias, Tensor? teacher_bias, "
-    f"{OPTIONS_SCHEMA}, int? budget, bool triton, bool needs_hidden, bool needs_weight, bool needs_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"linear_divergence_sweep({_SIDES_SCHEMA}, Tensor target, {OPTIONS_SCHEMA}, int? budget, bool triton, "
+    "bool needs_hidden, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_sweep_fake,
 )
 def _sweep(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor,
-    student_bias: Tensor | None, teacher_bias: Tensor | None, divergence: Divergence, beta: float, temperature: float,
-    ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor | None,
+    student_bias: Tensor | None, teacher_bias: Tensor | None, student_scale: float, student_softcap: float | None,
+    teacher_scale: float, teacher_softcap: float | None, target: Tensor, divergence: Divergence, beta: float,
+    temperature: float, ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool,
+    needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The losses of all rows, and the gradients of their sum with respect to hidden, weight and bias (empty where not
     needed)."""
     options = Options(divergence, beta, temperature, ignore_index)
     needs = Needs(needs_hidden, needs_weight, needs_bias)
-    itemsize = student_hidden.element_size() + teacher_hidden.element_size()
+    sizes = student_hidden.element_size(), teacher_hidden.element_size()
+    itemsize = sum(
+        size if softcap is None else 2 * size
+        for size, softcap in zip(sizes, (student_softcap, teacher_softcap), strict=True)
+    )
     rows = rows_per_chunk(student_hidden, student_weight.shape[0], itemsize, budget)
-    counts = target != ignore_index
-    head = head_type(target.shape[0], student_weight, teacher_weight)
+    counts, weights = target != ignore_index, _weights(student_weight, teacher_weight)
+    head = head_type(target.shape[0], *weights)
     student = head(student_hidden, student_weight, counts, rows, needs, student_bias)
-    teacher = head(teacher_hidden, teacher_weight, counts, rows, Needs(False, False), teacher_bias)
+    teacher: DenseHead | SkippingHead | _GivenLogits = _GivenLogits(teacher_hidden, student.order)
+    if teacher_weight is not None:
+        teacher = head(teacher_hidden, teacher_weight, counts, rows, Needs(False, False), teacher_bias)
     losses = target.new_zeros(target.shape, dtype=wide(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)))
     for chunk in student.chunks:
         tokens = chunk if student.order is None else student.order[chunk]
-        logits, teacher_logits = student.logits(chunk), teacher.logits(chunk)
+        logits, tanh = _bounded_(student.logits(chunk), student_scale, student_softcap)
+        teacher_logits, _ = _bounded_(teacher.logits(chunk), teacher_scale, teacher_softcap)
         if any(needs):
             losses[tokens] = loss_then_gradient_(logits, teacher_logits, target[tokens], options, triton)
-            student.take_gradient(chunk, logits)
+            student.take_gradient(chunk, _through_bound_(logits, tanh, student_scale, ~counts[tokens]))
         else:
             losses[tokens] = losses_of(logits, teacher_logits, target[tokens], options, triton)
     dhidden, dweight, dbias = student.gradients()
-    return losses, dhidden, dweight.to(gradient_dtype(student_weight, teacher_weight)), dbias
+    return losses, dhidden, dweight.to(gradient_dtype(*weights)), dbias
 
 
-class _Side(NamedTuple):
-    """The student, or the teacher."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
-def _linear_divergence(
-    name: str, student: _Side, teacher: _Side, target: Tensor | None, options: Options,
+def linear_divergence(
+    name: str, student: Side, teacher: Side, target: Tensor | None, options: Options,
     reduction: Literal["mean", "sum"], num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
+    """The divergence of two heads, as `linear_kl_div` says; `name` is the function that an error is about."""
     check(name, options, teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{name}: reduction={reduction!r}; expected "mean" or "sum"')
-    student, teacher = _Side(*autocast(*student)), _Side(*autocast(*teacher))
+    student, teacher = _autocast(student), _autocast(teacher)
+    assert student.weight is not None
     tokens, classes = student.hidden.shape[:-1], student.weight.shape[:1]
     _check_side(name, "student", student, tokens, classes)
     _check_side(name, "teacher", teacher, tokens, classes)
@@ -117,21 +179,34 @@ def _linear_divergence(
     return reduce(name, total, target, reduction, options.ignore_index, num_items)
 
 
+def _autocast(side: Side) -> Side:
+    hidden, weight, bias = autocast(side.hidden, side.weight, side.bias)
+    return side._replace(hidden=hidden, weight=weight, bias=bias)
+
+
 def _summed_divergence(
-    student: _Side, teacher: _Side, target: Tensor, options: Options, budget: int | None, triton: bool
+    student: Side, teacher: Side, target: Tensor, options: Options, budget: int | None, triton: bool
 ) -> Tensor:
     """The sum of the tokens' divergences; gradients are made in this one sweep, if there are to be any."""
-    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in student]
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in student[:3]]
     with torch.no_grad():
         losses, *gradients = _sweep(
-            student.hidden, student.weight, teacher.hidden, teacher.weight, target, student.bias, teacher.bias,
-            *options, budget, triton, *needs,
+            student.hidden, student.weight, teacher.hidden, teacher.weight, student.bias, teacher.bias,
+            *student[3:], *teacher[3:], target, *options, budget, triton, *needs,
         )  # fmt: skip
-    return with_gradients(losses.sum(), *zip(student, gradients, strict=True))
+    return with_gradients(losses.sum(), *zip(student[:3], gradients, strict=True))
 
 
-def _check_side(name: str, whose: str, side: _Side, tokens: torch.Size, classes: torch.Size) -> None:
-    hidden, weight, bias = side
+def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
+    hidden, weight, bias, _, softcap = side
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: {whose}_softcap={softcap}; expected more than 0, or None")
+    if weight is None:
+        if hidden.shape != (*tokens, *classes) or bias is not None:
+            raise ValueError(
+                f"{name}: {whose}'s logits {tuple(hidden.shape)}; expected {(*tokens, *classes)}, and no bias"
+            )
+        return
     fits = (
         hidden.shape == (*tokens, *weight.shape[1:])
         and weight.dim() == 2
@@ -194,9 +269,9 @@ def linear_kl_div(
             gradient.
     """
     options = Options("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
-    student = _Side(student_hidden, student_weight, student_bias)
-    teacher = _Side(teacher_hidden, teacher_weight, teacher_bias)
-    return _linear_divergence(
+    student = Side(student_hidden, student_weight, student_bias)
+    teacher = Side(teacher_hidden, teacher_weight, teacher_bias)
+    return linear_divergence(
         "linear_kl_div", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )
 
@@ -220,9 +295,9 @@ def linear_jsd(
 ) -> Tensor:
     """`jsd`, whose `beta` this is, of two heads; everything else is as in `linear_kl_div`."""
     options = Options(jsd_at(beta), beta, temperature, ignore_index)
-    student = _Side(student_hidden, student_weight, student_bias)
-    teacher = _Side(teacher_hidden, teacher_weight, teacher_bias)
-    return _linear_divergence(
+    student = Side(student_hidden, student_weight, student_bias)
+    teacher = Side(teacher_hidden, teacher_weight, teacher_bias)
+    return linear_divergence(
         "linear_jsd", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )
 
@@ -245,8 +320,8 @@ def linear_tvd(
 ) -> Tensor:
     """`tvd` of two heads; everything else is as in `linear_kl_div`."""
     options = Options("tvd", 0.0, temperature, ignore_index)
-    student = _Side(student_hidden, student_weight, student_bias)
-    teacher = _Side(teacher_hidden, teacher_weight, teacher_bias)
-    return _linear_divergence(
+    student = Side(student_hidden, student_weight, student_bias)
+    teacher = Side(teacher_hidden, teacher_weight, teacher_bias)
+    return linear_divergence(
         "linear_tvd", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )

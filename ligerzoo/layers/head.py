@@ -64,9 +64,9 @@ class LMHead(nn.Module):
             target: (...) token ids, -100 for a token that does not count: what each hidden state should predict
                 (already shifted).
             num_items: divides the summed loss in place of the number of tokens that count.
-            objective: called in place of `ligerzoo.kernels.linear_cross_entropy`, with hidden states, weight, target and
-                this head's softcap, logit_scale, logits_budget and backend: within the hooks of this module, which
-                DistributedDataParallel and FSDP2 need.
+            objective: called in place of `ligerzoo.kernels.linear_cross_entropy`, with hidden states, weight, target
+                and this head's softcap, logit_scale, logits_budget and backend: within the hooks of this module, as
+                DistributedDataParallel and FSDP2 need it.
         """
         if target is None:
             logits = nn.functional.linear(hidden, self.weight)

@@ -86,6 +86,11 @@ def step_of(logps: Tensor, rollout: Rollout, level: Level) -> Step:
     return Step(logps, log_ratio, of_level.exp(), rollout.advantages, rollout.mask, rollout.correction)
 
 
+def _either(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
+    """The first number or the second, in the dtype of `like`: torch.where alone would give them in fp32."""
+    return torch.where(condition, *(like.new_full((), number) for number in numbers))
+
+
 def clipped(s: Step, o: GRPOOptions) -> Tensor:
     ratio = s.ratio if o.delta is None else s.ratio.clamp(max=o.delta)
     in_range = s.ratio.clamp(1 - o.epsilon, 1 + o.epsilon_high)
@@ -97,7 +102,7 @@ def cispo(s: Step, o: GRPOOptions) -> Tensor:
 
 
 def sapo(s: Step, o: GRPOOptions) -> Tensor:
-    temperature = torch.where(s.advantages > 0, *o.sapo_temperatures)
+    temperature = _either(s.advantages > 0, o.sapo_temperatures, s.logps)
     return -4 / temperature * torch.sigmoid(temperature * (s.ratio - 1)) * s.advantages
 
 
@@ -107,7 +112,7 @@ def vespo(s: Step, o: GRPOOptions) -> Tensor:
     if s.correction is not None:
         log_w = log_w + summed(s.correction.log().clamp(lowest, highest), s.mask)
     log_w = log_w.clamp(lowest, highest)[:, None]
-    shape, rate = (torch.where(s.advantages >= 0, *pair) for pair in zip(*o.vespo_shapes, strict=True))
+    shape, rate = (_either(s.advantages >= 0, pair, s.logps) for pair in zip(*o.vespo_shapes, strict=True))
     weight = torch.exp(shape * log_w + rate * (1 - log_w.exp()))
     return -weight * s.advantages * s.logps
 

@@ -7,7 +7,7 @@ DistributedDataParallel and FSDP2 run around all that reads a parameter, the hea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import token_logps
+from ligerzoo.losses.distillation import distillation_loss
 from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import kto_loss
 from ligerzoo.losses.logps import sequence_logps
-from ligerzoo.losses.objective import LossOutput
+from ligerzoo.losses.objective import HeadOptions, LossOutput
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 
 Model = Callable[..., Any]
@@ -27,9 +28,10 @@ Model = Callable[..., Any]
 
 
 def _of_model(logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
-    found: Tensor = model(
-        input_ids, labels=labels, objective=lambda *head, **options: (None, logps(*head, **options)), **inputs
-    ).details
+    def objective(*head: Tensor, **options: Any) -> tuple[None, Tensor]:
+        return None, logps(*head, **options)
+
+    found: Tensor = model(input_ids, labels=labels, objective=objective, **inputs).details
     return found
 
 
@@ -75,11 +77,14 @@ class HeadLoss(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        inspect.signature(self.function).bind_partial(**options)
+        known = inspect.signature(type(self).function).parameters.keys() | HeadOptions.__annotations__.keys()
+        if unknown := options.keys() - known:
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
         self.options = options
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
-        return type(self).function(hidden, weight, target, *args, **self.options, **inputs)
+        loss: LossOutput = type(self).function(hidden, weight, target, *args, **self.options, **inputs)
+        return loss
 
     def of(
         self,
@@ -87,8 +92,9 @@ class HeadLoss(nn.Module):
         input_ids: Tensor,
         labels: Tensor,
         *args: Any,
-        model_inputs: dict[str, Any] | None = None,
         attention_mask: Tensor | None = None,
+        model_inputs: Mapping[str, Any] | None = None,
+        reference: Model | None = None,
         **inputs: Any,
     ) -> LossOutput:
         """The loss of a model, with the loss of its routers if it has some, and the metrics.
@@ -97,15 +103,125 @@ class HeadLoss(nn.Module):
             model: see `Model`.
             input_ids: (B, T) token ids.
             labels: (B, T), the same, -100 for those that do not count: prompts and padding. The model shifts them.
+            args: arguments of the function after the targets. What they have for each token stands in the place of the
+                token that predicts, as `model_token_logps` returns it.
             attention_mask: (B, T), 1 for a token and 0 for padding.
             model_inputs: what else the model takes.
-            args: arguments of the function after the targets; of (B, T) those, such as log-probabilities, that are in
-                the places of the tokens that predict: as `model_token_logps` returns them.
-            inputs: likewise by name.
+            reference: the reference model, which gives `ref_logps` without gradients.
+            inputs: like `args`, by name.
+
+        Raises:
+            TypeError: the loss has no use for a reference model.
         """
-        objective = lambda *head, **options: self(*head, *args, **options, **inputs)  # noqa: E731
-        out = model(input_ids, attention_mask, labels=labels, objective=objective, **(model_inputs or {}))
+        model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
+        if reference is not None:
+            inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, **model_inputs)
+
+        def objective(*head: Tensor, **options: Any) -> LossOutput:
+            return self(*head, *args, **options, **inputs)
+
+        out = model(input_ids, labels=labels, objective=objective, **model_inputs)
         return LossOutput(out.loss, out.details)
+
+    @torch.no_grad()
+    def reference_logps(self, reference: Model, input_ids: Tensor, labels: Tensor, **model_inputs: Any) -> Tensor:
+        """What the function takes as `ref_logps`, a constant."""
+        if "ref_logps" not in inspect.signature(type(self).function).parameters:
+            raise TypeError(f"{type(self).__name__} has no use for a reference model")
+        return model_sequence_logps(reference, input_ids, labels, **model_inputs)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class DPO(HeadLoss):
+    """`dpo_loss`."""
+
+    function = staticmethod(dpo_loss)
+
+
+class CPO(HeadLoss):
+    """`cpo_loss`."""
+
+    function = staticmethod(cpo_loss)
+
+
+class SimPO(HeadLoss):
+    """`simpo_loss`."""
+
+    function = staticmethod(simpo_loss)
+
+
+class ORPO(HeadLoss):
+    """`orpo_loss`."""
+
+    function = staticmethod(orpo_loss)
+
+
+class KTO(HeadLoss):
+    """`kto_loss`."""
+
+    function = staticmethod(kto_loss)
+
+
+class GRPO(HeadLoss):
+    """`grpo_loss`."""
+
+    function = staticmethod(grpo_loss)
+
+    @torch.no_grad()
+    def reference_logps(self, reference: Model, input_ids: Tensor, labels: Tensor, **model_inputs: Any) -> Tensor:
+        temperature = self.options.get("temperature", 1.0)
+        return model_token_logps(reference, input_ids, labels, temperature=temperature, **model_inputs)
+
+
+class PPOClip(HeadLoss):
+    """`ppo_clip_loss`."""
+
+    function = staticmethod(ppo_clip_loss)
+
+
+class Distillation(HeadLoss):
+    """`distillation_loss`."""
+
+    function = staticmethod(distillation_loss)
+
+    def of_teacher(
+        self,
+        model: Model,
+        teacher: Model,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        model_inputs: Mapping[str, Any] | None = None,
+        **inputs: Any,
+    ) -> LossOutput:
+        """The student's loss, with a teacher that reads the same tokens, without gradients.
+
+        Args:
+            model: the student, see `Model`.
+            teacher: the teacher.
+
+        The other arguments, and the result, are those of `of`. The teacher runs within the student's forward, and the
+        divergence is computed within both: so that the hooks of both have gathered the heads' weights.
+        """
+        taught = {"attention_mask": attention_mask, **(model_inputs or {})}
+        wants_gradients = torch.is_grad_enabled()
+
+        def objective(*student: Tensor, **options: Any) -> LossOutput:
+            def with_teacher(
+                hidden: Tensor, weight: Tensor, _: Tensor, *, softcap: float | None, logit_scale: float, **__: Any
+            ) -> tuple[None, LossOutput]:  # fmt: skip
+                with torch.set_grad_enabled(wants_gradients):
+                    return None, self(
+                        *student, hidden, weight, teacher_softcap=softcap, teacher_logit_scale=logit_scale,
+                        **options, **inputs,
+                    )  # fmt: skip
+
+            with torch.no_grad():
+                loss: LossOutput = teacher(input_ids, labels=labels, objective=with_teacher, **taught).details
+            return loss
+
+        out = model(input_ids, labels=labels, objective=objective, **taught)
+        return LossOutput(out.loss, out.details)

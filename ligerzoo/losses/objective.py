@@ -134,7 +134,7 @@ def _chunks_of_groups(
 ) -> list[Tensor]:  # fmt: skip
     """The rows of each chunk, as many whole groups as fit; none if not even one does."""
     members = 2 if group == "pair" else 1
-    groups_at_a_time = min(tokens_at_a_time // max(1, members * length), n_rows // members)
+    groups_at_a_time = min(tokens_at_a_time // (members * length), n_rows // members)
     if groups_at_a_time == 0:
         return []
     rows = torch.arange(n_rows, device=device).view(members, -1)
@@ -154,7 +154,7 @@ def _in_one_sweep(
     x, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     formula, constants, group, _ = objective
     (n_rows, length), n_classes, size = target.shape, weight.shape[0], x.element_size()
-    if x.dtype == torch.float16:
+    if x.dtype == torch.float16 or target.numel() == 0:
         return None
     if group == "token":
         rows_of_chunks, order, tokens_at_a_time = [], None, rows_per_chunk(x, n_classes, size, logits_budget)

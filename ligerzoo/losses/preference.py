@@ -66,7 +66,7 @@ def pair_loss(
         raise ValueError(f"{name}: {n_rows} rows; expected an even number, the chosen answers in the first half")
     items = divisor(options.num_items, n_pairs, hidden)
     ignore_index, mask = head.get("ignore_index", -100), counted(target, head)
-    nll_mask = None
+    nll_mask, nll_items, nll_share = None, items, items
     if options.nll_weight:
         nll_target = target if options.nll_target is None else options.nll_target
         is_chosen = torch.arange(n_rows, device=target.device)[:, None] < n_pairs

@@ -1,0 +1,57 @@
+"""The cosine distance of a student's logits from a teacher's, token by token.
+
+Forward:   loss = 1 - cos,   cos = (z . y) / (|z| |y|)   of the student's logits z and the teacher's y.
+Backward:  dz = (cos z / |z| - y / |y|) / |z|.
+
+0 logits have no direction: cos and gradient are 0. A temperature would change neither the loss nor, but for its factor,
+anything else. Computed in fp32 (fp64 for fp64 logits), some rows at a time, in plain torch on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import wide
+
+_ELEMENTS = 2**23  # of a copy in fp32
+
+
+def reference(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
+    """The distance of each row of (M, V) logits, 0 where it is ignored: the specification, and the tests' oracle."""
+    z, y = (t.to(wide(torch.promote_types(student.dtype, teacher.dtype))) for t in (student, teacher))
+    return (1 - _directions(z)[0].mul(_directions(y)[0]).sum(-1)).masked_fill(ignored, 0.0)
+
+
+def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / |x|, and 1 / |x|; 0 for 0."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = torch.where(norm > 0, 1 / norm, 0.0)
+    return x * inverse, inverse
+
+
+def _parts(student: Tensor) -> Iterator[slice]:
+    rows = max(1, _ELEMENTS // max(1, student.shape[-1]))
+    return (slice(start, start + rows) for start in range(0, student.shape[0], rows))
+
+
+def losses_of(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
+    """The distance of each row, outside autograd."""
+    losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
+    for rows in _parts(student):
+        losses[rows] = reference(student[rows], teacher[rows], ignored[rows])
+    return losses
+
+
+def loss_then_gradient_(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
+    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient."""
+    losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
+    for rows in _parts(student):
+        z, inverse = _directions(student[rows].to(losses.dtype))
+        y, _ = _directions(teacher[rows].to(losses.dtype))
+        cos = (z * y).sum(-1, keepdim=True)
+        losses[rows] = (1 - cos[:, 0]).masked_fill(ignored[rows], 0.0)
+        student[rows] = ((cos * z - y) * inverse).masked_fill(ignored[rows, None], 0.0).to(student.dtype)
+    return losses

@@ -1,0 +1,413 @@
+"""Every loss, option and gradient equals its formula over all logits, at every chunk size."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo import losses
+from ligerzoo.kernels.head import DenseHead
+from ligerzoo.losses import LossOutput
+from ligerzoo.losses import objective as sweep
+from tests.kernels.machine import kernel_file
+from tests.kernels.oracles import transformed
+from tests.losses import oracles
+from tests.losses.cases import CLASSES, FEATURES, IGNORED, LENGTH, ROWS, Case, cases, constants, make
+
+SetChunk = Callable[[int], None]
+CASES = cases()
+each_case = pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+
+
+@pytest.fixture
+def tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
+    """Sets how many tokens' logits fit the budget, which itself counts in MiB."""
+
+    def set_both(tokens: int) -> None:
+        monkeypatch.setattr(sweep, "most_rows", lambda *_: tokens)
+        monkeypatch.setattr(sweep, "rows_per_chunk", lambda *_: tokens)
+
+    return set_both
+
+
+def exact(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return make(dtype, device)
+
+
+def value_and_gradients(loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, inputs, torch.full_like(loss, 1.7))]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-11) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, e, rtol=0, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 1.0))
+
+
+HEAD: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7}
+
+
+@each_case
+def test_the_formula_over_all_logits(index: int, tokens_at_a_time: SetChunk, device: str) -> None:
+    case = cases(device=device)[index]
+    hidden, weight, bias, target = exact(device)
+    inputs = [hidden, weight, bias]
+    expected = value_and_gradients(case.oracle(hidden, weight, target, bias, **HEAD), inputs)
+    for tokens in (1, LENGTH, 2 * LENGTH, 4 * LENGTH + 3, 1000):
+        tokens_at_a_time(tokens)
+        loss = case.loss(hidden, weight, target, bias=bias, **HEAD).loss
+        assert_same(value_and_gradients(loss, inputs), expected)
+    with torch.no_grad():
+        assert_same([case.loss(hidden, weight, target, bias=bias, **HEAD).loss], expected[:1])
+
+
+def test_a_sweep_makes_each_logit_once(tokens_at_a_time: SetChunk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where whole groups fit; where they do not, backward makes them again."""
+    hidden, weight, _, target = exact("cpu")
+    made = []
+    logits = DenseHead.logits
+    monkeypatch.setattr(
+        DenseHead, "logits", lambda head, chunk: made.append(chunk.stop - chunk.start) or logits(head, chunk)
+    )
+    n_tokens = int((target != IGNORED).sum())
+    for tokens, passes, chunks in ((2 * LENGTH, 1, 3), (4 * LENGTH, 1, 2), (2 * LENGTH - 1, 2, None)):
+        made.clear()
+        tokens_at_a_time(tokens)
+        losses.dpo_loss(hidden, weight, target).loss.backward()
+        assert sum(made) == passes * n_tokens
+        assert chunks in (None, len(made))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    hidden, weight, _, target = exact("cpu")
+    inputs = {"hidden": hidden, "weight": weight}
+    wanted = [t for name, t in inputs.items() if name != frozen]
+    expected = torch.autograd.grad(losses.simpo_loss(hidden, weight, target).loss, wanted)
+    inputs[frozen] = inputs[frozen].detach()
+    assert_same(list(torch.autograd.grad(losses.simpo_loss(**inputs, target=target).loss, wanted)), list(expected))
+
+
+def test_constants_get_no_gradient() -> None:
+    hidden, weight, _, target = exact("cpu")
+    reference = constants()["ref_logps"].requires_grad_()
+    losses.dpo_loss(hidden, weight, target, ref_logps=reference).loss.backward()
+    assert reference.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["dpo sigmoid", "orpo", "kto with kl", "grpo grpo old_logps", "grpo gspo old_logps"])
+def test_lower_precision(name: str, dtype: torch.dtype, device: str) -> None:
+    index = [case.name for case in CASES].index(name)
+    hidden, weight, _, target = exact(device, dtype)
+    own = value_and_gradients(cases(torch.float32, device)[index].loss(hidden, weight, target).loss, [hidden, weight])
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = value_and_gradients(cases(device=device)[index].oracle(*wide, target), wide)
+    assert own[0].dtype == torch.float32
+    for a, e in zip(own, truth, strict=True):
+        error = (a.double() - e).abs().max().item()
+        assert error <= 16 * torch.finfo(dtype).eps * max(1.0, e.abs().max().item())
+
+
+# Edges
+
+
+@each_case
+def test_a_row_in_which_no_token_counts(index: int, tokens_at_a_time: SetChunk) -> None:
+    """It spoils nothing, though its hidden states and what is known of it are no numbers; and it gets no gradient."""
+    case = CASES[index]
+    tokens_at_a_time(2 * LENGTH)
+    hidden, weight, _, target = exact("cpu")
+    target[2] = IGNORED
+    target[5] = IGNORED  # its partner
+    expected = (
+        value_and_gradients(case.oracle(hidden, weight, target), [hidden, weight]) if "orpo" not in case.name else None
+    )
+    found = value_and_gradients(case.loss(hidden, weight, target).loss, [hidden, weight])
+    assert not found[1][[2, 5]].any()
+    if expected is not None:
+        assert_same(found, expected)
+    with torch.no_grad():
+        hidden[2], hidden[5, 0] = torch.nan, torch.inf
+    assert_same(value_and_gradients(case.loss(hidden, weight, target).loss, [hidden, weight]), found)
+
+
+@each_case
+def test_no_token_counts(index: int) -> None:
+    hidden, weight, _, target = exact("cpu")
+    loss, metrics = CASES[index].loss(hidden, weight, torch.full_like(target, IGNORED))
+    assert loss.isfinite()
+    assert all(m.isfinite() for m in metrics.values())
+    for gradient in torch.autograd.grad(loss, [hidden, weight]):
+        assert not gradient.any()
+
+
+def few(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(rows, length, FEATURES, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(CLASSES, FEATURES, dtype=torch.float64, requires_grad=True)
+    return hidden, weight, torch.randint(CLASSES, (rows, length))
+
+
+OF_PAIRS = [losses.dpo_loss, losses.cpo_loss, losses.simpo_loss, losses.orpo_loss]
+
+
+@pytest.mark.parametrize("rows, length", [(2, 1), (2, 3), (0, 3), (2, 0), (0, 0)])
+def test_one_pair_one_token_and_none(rows: int, length: int) -> None:
+    hidden, weight, target = few(rows, length)
+    known = torch.zeros(rows)
+    outputs = [function(hidden, weight, target) for function in OF_PAIRS]
+    outputs += [losses.kto_loss(hidden, weight, target, known > 0), losses.grpo_loss(hidden, weight, target, known + 1)]
+    outputs += [losses.grpo_loss(hidden, weight, target, known + 1, variant="gspo", entropy_coef=0.1)]
+    for loss, metrics in outputs:
+        gradients = torch.autograd.grad(loss, [hidden, weight])
+        assert all(t.isfinite().all() for t in (loss, *metrics.values(), *gradients))
+        assert loss.dtype == torch.float64
+        assert rows * length or not any(g.any() for g in gradients)
+
+
+def test_completions_beyond_65536_tokens(device: str) -> None:
+    length = 65_600
+    hidden = torch.randn(2, length, 2, device=device, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 2, device=device, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(3, (2, length), device=device)
+    advantages = torch.tensor([1.0, -0.5], device=device)
+    logps, _ = oracles.logps_of(hidden, weight, target)
+    old = logps.detach() + 0.3 * torch.randn_like(logps)
+    ratio = torch.exp(logps - old)
+    clipped = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    expected = value_and_gradients(-clipped.mean(-1).mean(), [hidden, weight])
+    loss = losses.grpo_loss(hidden, weight, target, advantages, old_logps=old).loss
+    assert_same(value_and_gradients(loss, [hidden, weight]), expected)
+
+
+# Gradient accumulation
+
+
+def part_of(case: Case, rows: list[int], items: dict[str, Any], inputs: tuple[Tensor, ...]) -> LossOutput:
+    """The loss of some rows with what is known of them."""
+    hidden, weight, target = inputs
+
+    def of_rows(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return value[rows] if value.shape[0] == ROWS else value[[row for row in rows if row < ROWS // 2]]
+
+    function, options = case.loss, {}
+    while hasattr(function, "func"):
+        options = {**function.keywords, **options}
+        function = function.func
+    return function(hidden[rows], weight, target[rows], **{k: of_rows(v) for k, v in options.items()}, **items)
+
+
+@each_case
+def test_gradients_add_up_over_micro_batches(index: int) -> None:
+    case = CASES[index]
+    hidden, weight, _, target = exact("cpu")
+    counts = {"pairs": ROWS // 2, "rows": ROWS, "tokens": int((target != IGNORED).sum())}
+    items: dict[str, Any] = {"num_items": counts[case.divided_by]}
+    if "entropy_coef" in case.name:
+        items["num_tokens"] = torch.tensor(counts["tokens"])
+    if case.divided_by == "pairs":
+        items["num_nll_items"] = int((target[: ROWS // 2] != IGNORED).sum())
+    wanted = [hidden, weight]
+    whole = value_and_gradients(case.loss(hidden, weight, target).loss, wanted)
+    units = [[i, ROWS // 2 + i] for i in range(ROWS // 2)] if case.divided_by == "pairs" else [[i] for i in range(ROWS)]
+    for pieces in (1, 2, 4, 7):
+        batches = [sorted(row for unit in units[start::pieces] for row in unit) for start in range(pieces)]
+        parts = [value_and_gradients(part_of(case, b, items, (hidden, weight, target)).loss, wanted) for b in batches]
+        assert_same([torch.stack(column).sum(0) for column in zip(*parts, strict=True)], whole)
+
+
+# What single losses have of their own
+
+
+def test_orpos_nll_may_count_prompts_too(tokens_at_a_time: SetChunk) -> None:
+    hidden, weight, _, target = exact("cpu")
+    nll_target = target.clone()
+    nll_target[0, 0], nll_target[2, 1] = 3, 4
+    logps, _ = oracles.logps_of(hidden, weight, target)
+    nll = oracles.logps_of(hidden, weight, nll_target)[0], nll_target
+    expected = oracles.pairs(logps, target, oracles.orpo_formula(0.1), average=True, nll_weight=1.0, nll=nll)
+    tokens_at_a_time(2 * LENGTH)
+    loss = losses.orpo_loss(hidden, weight, target, nll_target=nll_target).loss
+    assert_same(*(value_and_gradients(t, [hidden, weight]) for t in (loss, expected)))
+
+
+def test_odds_of_certain_answers_are_numbers() -> None:
+    hidden = torch.full((2, 1, 1), 100.0, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = losses.orpo_loss(hidden, weight, torch.zeros(2, 1, dtype=torch.int64)).loss
+    assert all(t.isfinite().all() for t in value_and_gradients(loss, [hidden, weight]))
+
+
+def test_metrics_of_pairs() -> None:
+    hidden, weight, _, target = exact("cpu")
+    reference = constants()["ref_logps"]
+    logps = losses.sequence_logps(hidden, weight, target).detach()
+    assert_same([logps], [oracles.logps_of(hidden, weight, target)[0].sum(-1).detach()])
+    metrics = losses.dpo_loss(hidden, weight, target, ref_logps=reference, beta=0.3, nll_weight=1.0).metrics
+    chosen, rejected = (0.3 * (logps - reference)).chunk(2)
+    expected = {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "rewards/accuracies": (chosen > rejected).double().mean(),
+        "logps/chosen": logps[:3].mean(),
+        "logps/rejected": logps[3:].mean(),
+        "nll_loss": -logps[:3].sum() / (target[:3] != IGNORED).sum(),
+    }
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert not metrics[name].requires_grad
+        assert metrics[name].item() == pytest.approx(value.item(), rel=1e-6)
+
+
+def test_metrics_of_rollouts() -> None:
+    hidden, weight, _, target = exact("cpu")
+    c = constants()
+    options: dict[str, Any] = {"old_logps": c["old"], "ref_logps": c["ref"], "beta": 0.1, "with_entropy": True}
+    metrics = losses.grpo_loss(hidden, weight, target, c["advantages"], **options).metrics
+    logps, entropy = oracles.logps_of(hidden, weight, target)
+    counts = target != IGNORED
+    ratio, a = torch.exp(logps - c["old"]), c["advantages"][:, None]
+    low, high = ((ratio < 0.8) & (a < 0))[counts].double(), ((ratio > 1.2) & (a > 0))[counts].double()
+    kl = torch.exp(c["ref"] - logps) - (c["ref"] - logps) - 1
+    expected = {
+        "entropy": entropy[counts].mean(),
+        "kl": kl[counts].mean(),
+        "clip_ratio/low": low.mean(),
+        "clip_ratio/high": high.mean(),
+        "clip_ratio/region": (low + high).mean(),
+    }
+    assert 0 < expected["clip_ratio/low"] < 1
+    assert {name: pytest.approx(m.item(), rel=1e-6) for name, m in metrics.items()} == {
+        name: value.item() for name, value in expected.items()
+    }
+
+
+def test_ktos_kl() -> None:
+    assert losses.kto_kl(torch.tensor([1.0, 4.0]), torch.tensor([0.0, 1.0])) == 2.0
+    assert losses.kto_kl(torch.tensor([1.0]), torch.tensor([3.0])) == 0.0
+    assert losses.kto_kl(torch.zeros(0), torch.zeros(0)) == 0.0
+
+
+@pytest.mark.parametrize("level, beyond, expected", [
+    ("token", "truncate", [[2.0, 0.5, 1.0, 1.0]]),
+    ("token", "mask", [[0.0, 0.5, 1.0, 1.0]]),
+    ("sequence", "truncate", [[2.0] * 4]),
+    ("sequence", "mask", [[0.0] * 4]),
+])  # fmt: skip
+def test_the_correction_for_another_sampler(level: Any, beyond: Any, expected: list[list[float]]) -> None:
+    ratios = torch.tensor([[8.0, 0.5, torch.nan, torch.inf]])
+    mask = torch.tensor([[True, True, True, False]])
+    found = losses.sampler_correction(ratios.log(), torch.zeros(1, 4), mask, level=level, beyond=beyond, highest=2.0)
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+# Distillation
+
+DIVERGENCES: list[Any] = ["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
+
+
+def distance(of: str, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+    log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    return {
+        "forward_kl": kl(log_p, log_q),
+        "reverse_kl": kl(log_q, log_p),
+        "jsd": beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
+        "tvd": (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
+        "cosine": 1 - F.cosine_similarity(student, teacher, dim=-1),
+    }[of]
+
+
+@pytest.mark.parametrize("given", ["hidden", "logits"])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("of", DIVERGENCES)
+def test_distillation(of: Any, bounded: bool, given: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    hidden, weight, bias, target = exact(device)
+    teacher_hidden, teacher_weight = (
+        torch.randn(*s, device=device, dtype=torch.float64) for s in ((ROWS, LENGTH, 3), (CLASSES, 3))
+    )
+    head, of_teacher = (HEAD, {"softcap": 2.0, "logit_scale": 1.1}) if bounded else ({}, {})
+    student, teacher = (
+        transformed(F.linear(hidden, weight, bias), **head),
+        transformed(teacher_hidden @ teacher_weight.T, **of_teacher),
+    )
+    counts = target != IGNORED
+    soft = distance(of, student, teacher, 0.3, 1.5)[counts].mean()
+    hard = F.cross_entropy(student[counts], target[counts])
+    inputs = [hidden, weight, bias]
+    expected = value_and_gradients(0.6 * soft + 0.4 * hard, inputs)
+    from_teacher: dict[str, Any] = {"teacher_logits": teacher}
+    if given == "hidden":
+        from_teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight.requires_grad_()}
+        from_teacher |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+    for tokens in (1, 4, 1000):
+        for file in ("linear_divergence", "linear_cross_entropy"):
+            monkeypatch.setattr(kernel_file(file), "rows_per_chunk", lambda *_, tokens=tokens: tokens)
+        loss, metrics = losses.distillation_loss(
+            hidden, weight, target, **from_teacher, divergence=of, beta=0.3, temperature=1.5, soft_weight=0.6,
+            hard_weight=0.4, bias=bias, **head,
+        )  # fmt: skip
+        assert_same(value_and_gradients(loss, inputs), expected)
+        assert_same(list(metrics.values()), [soft.detach(), hard.detach()])
+        assert not any(m.requires_grad for m in metrics.values())
+    assert teacher_weight.grad is None
+
+
+def test_gradients_of_distillation_add_up() -> None:
+    hidden, weight, _, target = exact("cpu")
+    teacher = torch.randn(ROWS, LENGTH, CLASSES, dtype=torch.float64)
+    whole = value_and_gradients(
+        losses.distillation_loss(hidden, weight, target, teacher_logits=teacher, hard_weight=0.5).loss, [hidden, weight]
+    )
+    for pieces in (1, 2, 4, 7):
+        parts = [
+            value_and_gradients(
+                losses.distillation_loss(
+                    hidden[i::pieces], weight, target[i::pieces], teacher_logits=teacher[i::pieces], hard_weight=0.5,
+                    num_items=int((target != IGNORED).sum()),
+                ).loss,
+                [hidden, weight],
+            )
+            for i in range(pieces)
+        ]  # fmt: skip
+        assert_same([torch.stack(column).sum(0) for column in zip(*parts, strict=True)], whole)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda h, w, t: losses.dpo_loss(h[:5], w, t[:5]), "5 rows; expected an even number"),
+    (lambda h, w, t: losses.dpo_loss(h[0], w, t[0]), r"hidden \(5, 4\) and target \(5,\); expected \(B, T, H\)"),
+    (lambda h, w, t: losses.dpo_loss(h, w, t, variant="dpo"), "variant='dpo'; expected one of 'sigmoid'"),
+    (lambda h, w, t: losses.dpo_loss(h, w, t, variant="exo_pair"), "label_smoothing=0.0; expected more than 0"),
+    (lambda h, w, t: losses.dpo_loss(h, w, t, variant="hinge", label_smoothing=0.1), "hinge with label_smoothing"),
+    (lambda h, w, t: losses.dpo_loss(h, w, t, ref_logps=h[0, 0]), r"ref_logps has shape \(4,\); expected \(6,\)"),
+    (lambda h, w, t: losses.dpo_loss(h, w, t, num_items=0), "num_items=0; expected a number above 0"),
+    (lambda h, w, t: losses.dpo_loss(h, w, t, beta=0.0), "beta=0.0"),
+    (lambda h, w, t: losses.cpo_loss(h, w, t, variant="robust"), "cpo_loss: variant='robust'"),
+    (lambda h, w, t: losses.kto_loss(h, w, t, t[:, 0] > 0, variant="bco"), "kto_loss: variant='bco'"),
+    (lambda h, w, t: losses.kto_loss(h, w, t, t > 0), r"desirable has shape \(6, 5\); expected \(6,\)"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], beta=0.1), "got no ref_logps for the KL term"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], variant="dr_grpo"), "got no max_length for dr_grpo"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], variant="cispo"), "got no epsilon_high for cispo"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, :2, 0]), r"advantages has shape \(6, 2\); expected \(6, 5\)"),
+    (lambda h, w, t: losses.distillation_loss(h, w, t), "give teacher_hidden and teacher_weight, or teacher_logits"),
+    (lambda h, w, t: losses.distillation_loss(h, w, t, teacher_logits=h), "teacher's logits"),
+    (lambda h, w, t: losses.simpo_loss(h, w[:, :2], t), r"weight \(13, 2\)"),
+])  # fmt: skip
+def test_what_does_not_fit(call: Callable[..., Any], message: str) -> None:
+    hidden, weight, _, target = exact("cpu")
+    with pytest.raises(ValueError, match=message):
+        call(hidden.detach(), weight, target)

@@ -1,0 +1,228 @@
+"""The losses of whole models, wrapped and not, on one process and on two."""
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ligerzoo import losses
+from ligerzoo.losses import model_sequence_logps, model_token_logps
+from ligerzoo.models import CausalLM, Llama, LlamaConfig
+from tests.losses import oracles
+from tests.losses.test_losses import assert_same
+
+IGNORED = -100
+PROCESSES = 2
+
+
+def tiny(tied: bool = True, layers: int = 2, seed: int = 0, vocab: int = 31, width: int = 16) -> Llama:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, initializer_range=0.3,
+    )  # fmt: skip
+    return Llama(config)
+
+
+def batch_of(rows: int = 4, length: int = 7, vocab: int = 31, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Token ids, and labels of which prompts do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(vocab, (rows, length), generator=generator)
+    labels = input_ids.clone()
+    for row in range(rows):
+        labels[row, : 1 + row % 3] = IGNORED
+    return input_ids, labels
+
+
+def naive_logps(model: CausalLM, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probabilities out of all logits, and the shifted targets."""
+    logits = model(input_ids).logits
+    target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    logps = logits.float().log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    return torch.where(target != IGNORED, logps, 0.0), target
+
+
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-5) -> None:
+    assert actual.keys() == expected.keys()
+    largest = max(e.abs().max().item() for e in expected.values())
+    for name, e in expected.items():
+        torch.testing.assert_close(
+            actual[name], e, rtol=0, atol=tolerance * largest, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+# References and teachers
+
+
+def test_a_reference_model_gives_constants() -> None:
+    model, reference = tiny(), tiny(seed=5)
+    input_ids, labels = batch_of()
+    ref_logps = model_sequence_logps(reference, input_ids, labels)
+    torch.testing.assert_close(ref_logps, naive_logps(reference, input_ids, labels)[0].sum(-1), rtol=1e-5, atol=0)
+    assert ref_logps.requires_grad
+    for loss in (losses.DPO(), losses.KTO(desirable=torch.tensor([True, False, True, False]))):
+        expected = gradients_of(model, loss.of(model, input_ids, labels, ref_logps=ref_logps.detach()).loss)
+        assert_close(gradients_of(model, loss.of(model, input_ids, labels, reference=reference).loss), expected, 1e-6)
+    assert all(p.grad is None for p in reference.parameters())
+    with pytest.raises(TypeError, match="SimPO has no use for a reference model"):
+        losses.SimPO().of(model, input_ids, labels, reference=reference)
+
+
+def test_rollouts_of_a_model() -> None:
+    """Log-probabilities stand where the loss wants them, and know the temperature."""
+    model, reference = tiny(), tiny(seed=5)
+    input_ids, labels = batch_of()
+    advantages = torch.tensor([1.0, -0.5, 0.3, 2.0])
+    old = model_token_logps(tiny(seed=6), input_ids, labels, temperature=0.7).detach()
+    ref = model_token_logps(reference, input_ids, labels, temperature=0.7).detach()
+    loss = losses.GRPO(temperature=0.7, beta=0.2)
+    out = loss.of(model, input_ids, labels, advantages, old_logps=old, reference=reference)
+    logits = model(input_ids).logits / 0.7
+    target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    logps = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    expected = oracles.grpo(logps, logps, target, advantages, old_logps=old, ref_logps=ref, beta=0.2)
+    wanted = gradients_of(model, expected)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
+    assert_close(gradients_of(model, out.loss), wanted)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "cosine"])
+def test_a_teacher_of_another_size(divergence: str) -> None:
+    student, teacher = tiny(), tiny(seed=5, width=32, tied=False)
+    teacher.lm_head.softcap, teacher.lm_head.logit_scale = 4.0, 0.8
+    input_ids, labels = batch_of()
+    target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    of_student, of_teacher = student(input_ids).logits[target != IGNORED], teacher(input_ids).logits[target != IGNORED]
+    if divergence == "cosine":
+        expected = (1 - F.cosine_similarity(of_student, of_teacher, dim=-1)).mean()
+    else:
+        expected = F.kl_div(
+            of_student.log_softmax(-1), of_teacher.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+    expected = expected + 0.5 * F.cross_entropy(of_student, target[target != IGNORED])
+    wanted = gradients_of(student, expected)
+    teacher.zero_grad()
+    out = losses.Distillation(divergence=divergence, hard_weight=0.5).of_teacher(student, teacher, input_ids, labels)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
+    assert_close(gradients_of(student, out.loss), wanted)
+    assert all(p.grad is None for p in teacher.parameters())
+    with torch.no_grad():
+        again = losses.Distillation(divergence=divergence, hard_weight=0.5).of_teacher(
+            student, teacher, input_ids, labels
+        )
+    assert not again.loss.requires_grad
+    torch.testing.assert_close(again.loss, out.loss.detach())
+
+
+def test_frozen_and_checkpointed() -> None:
+    model = tiny(tied=False)
+    input_ids, labels = batch_of()
+    expected = gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss)
+    model.gradient_checkpointing_enable()
+    assert_close(gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss), expected, 1e-6)
+    model.lm_head.requires_grad_(False)
+    found = gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss)
+    assert_close(found, {name: g for name, g in expected.items() if name != "lm_head.weight"}, 1e-6)
+
+
+def test_options() -> None:
+    assert repr(losses.DPO(variant="ipo", beta=0.2)) == "DPO(variant='ipo', beta=0.2)"
+    assert losses.GRPO(softcap=3.0).options == {"softcap": 3.0}
+    with pytest.raises(TypeError, match="DPO has no option gamma"):
+        losses.DPO(gamma=1.0)
+
+
+def test_compiled() -> None:
+    """In one graph, by autograd alone."""
+    model = tiny()
+    input_ids, labels = batch_of()
+    loss = losses.DPO()
+    expected = gradients_of(model, loss.of(model, input_ids, labels).loss)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(input_ids: Tensor, labels: Tensor) -> Tensor:
+        return loss.of(model, input_ids, labels).loss
+
+    assert_close(gradients_of(model, compiled(input_ids, labels)), expected, 1e-5)
+
+
+# Several processes
+
+OF_MODELS: dict[str, Callable[[nn.Module, Tensor, Tensor, int, int], Tensor]] = {
+    "dpo": lambda model, ids, labels, rows, tokens: losses.DPO(
+        nll_weight=0.3, num_items=rows // 2, num_nll_items=tokens
+    ).of(model, ids, labels).loss,
+    "kto": lambda model, ids, labels, rows, tokens: losses.KTO(num_items=rows).of(
+        model, ids, labels, ids[:, 0] % 2 == 0
+    ).loss,
+    "grpo": lambda model, ids, labels, rows, tokens: losses.GRPO(
+        variant="dapo", entropy_coef=0.1, num_items=tokens, num_tokens=tokens
+    ).of(model, ids, labels, ids[:, 0] - 15.0).loss,
+    "distillation": lambda model, ids, labels, rows, tokens: losses.Distillation(
+        hard_weight=0.5, num_items=tokens
+    ).of_teacher(model, tiny(seed=5), ids, labels).loss,
+}  # fmt: skip
+
+
+def _process(rank: int, directory: str, work: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=PROCESSES)
+    try:
+        work(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_all_processes(work: Callable[[int], None]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(_process, (directory, work), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
+
+
+def in_parallel(rank: int) -> None:
+    """Both average over the processes, so each divides by its part of the items."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    input_ids, labels = batch_of(rows=8)
+    mine = torch.arange(8).view(2, PROCESSES, 2)[:, rank].flatten()  # whole pairs, chosen answers first
+    tokens = int((labels[:, 1:] != IGNORED).sum())
+    for name, loss_of in OF_MODELS.items():
+        for tied in (True, False):
+            alone = tiny(tied)
+            n_items = int((labels[:4, 1:] != IGNORED).sum()) if name == "dpo" else tokens
+            expected = gradients_of(alone, loss_of(alone, input_ids, labels, 8, n_items))
+
+            model = tiny(tied)
+            replicated = DistributedDataParallel(model)
+            loss_of(replicated, input_ids[mine], labels[mine], 8 // PROCESSES, n_items / PROCESSES).backward()
+            assert_close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+
+            sharded = tiny(tied)
+            for block in sharded.model.layers:
+                fully_shard(block, mesh=mesh)
+            if not tied:
+                fully_shard(sharded.lm_head, mesh=mesh)  # whose weight is whole within its own forward alone
+            fully_shard(sharded, mesh=mesh)
+            loss_of(sharded, input_ids[mine], labels[mine], 8 // PROCESSES, n_items / PROCESSES).backward()
+            found = {n: p.grad.full_tensor() for n, p in sharded.named_parameters() if p.grad is not None}
+            assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.distributed itself, in every version others
+def test_replicated_and_sharded() -> None:
+    on_all_processes(in_parallel)
