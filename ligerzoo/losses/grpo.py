@@ -88,7 +88,8 @@ def step_of(logps: Tensor, rollout: Rollout, level: Level) -> Step:
 
 def _either(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
     """The first number or the second, in the dtype of `like`: torch.where alone would give them in fp32."""
-    return torch.where(condition, *(like.new_full((), number) for number in numbers))
+    first, second = (like.new_full((), number) for number in numbers)
+    return torch.where(condition, first, second)
 
 
 def clipped(s: Step, o: GRPOOptions) -> Tensor:

@@ -118,7 +118,8 @@ class HeadLoss(nn.Module):
             inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, **model_inputs)
 
         def objective(*head: Tensor, **options: Any) -> LossOutput:
-            return self(*head, *args, **options, **inputs)
+            loss: LossOutput = self(*head, *args, **options, **inputs)
+            return loss
 
         out = model(input_ids, labels=labels, objective=objective, **model_inputs)
         return LossOutput(out.loss, out.details)

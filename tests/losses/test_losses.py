@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo import losses
-from ligerzoo.kernels.head import DenseHead
+from ligerzoo.kernels import valid_rows
+from ligerzoo.kernels.head import DenseHead, SkippingHead
 from ligerzoo.losses import LossOutput
 from ligerzoo.losses import objective as sweep
 from tests.kernels.machine import kernel_file
@@ -82,6 +83,49 @@ def test_a_sweep_makes_each_logit_once(tokens_at_a_time: SetChunk, monkeypatch: 
         assert chunks in (None, len(made))
 
 
+@pytest.mark.parametrize("tokens", [LENGTH, 2 * LENGTH, 1000])
+@each_case
+def test_a_head_that_skips(
+    index: int, tokens: int, tokens_at_a_time: SetChunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head for bf16 on Hopper GPUs, its products in plain torch: rows that do not count take no part in them."""
+    hidden, weight, bias, target = exact("cpu")
+    target[2] = target[5] = IGNORED
+    inputs = [hidden, weight, bias]
+    case = CASES[index]
+    expected = value_and_gradients(case.loss(hidden, weight, target, bias=bias).loss, inputs)
+    skips(monkeypatch)
+    for tokens in (2 * LENGTH, 1000):
+        tokens_at_a_time(tokens)
+        found = value_and_gradients(case.loss(hidden, weight, target, bias=bias).loss, inputs)
+        assert_same(found[:3], expected[:3])
+        assert_same(found[3:], expected[3:], 1e-6)  # which that head sums in fp32
+
+
+def skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets any machine have that head. What it does not compute is NaN."""
+
+    def product_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None) -> None:
+        present = max(0, min(int(count) - first_row, a.shape[0]))
+        places = slice(present) if order is None else order[first_row : first_row + present]
+        if order is None:
+            out.fill_(torch.nan)
+        out[places] = a[:present] @ b
+
+    def accumulate_(
+        high: Tensor, low: Tensor, a: Tensor, b: Tensor, count: Tensor, end: Tensor, first_row: int
+    ) -> None:  # fmt: skip
+        present = max(0, min(int(count) - first_row, a.shape[0]))
+        assert int(count) <= int(end) or present == 0
+        high.copy_((0 if first_row == 0 else high) + a[:present].T @ b[:present])
+
+    monkeypatch.setattr(valid_rows, "product_", product_)
+    monkeypatch.setattr(valid_rows, "accumulate_", accumulate_)
+    monkeypatch.setattr(valid_rows, "row_buffer", lambda like, rows, cols: like.new_full((rows, cols), torch.nan))
+    for file in (sweep, kernel_file("linear_cross_entropy")):
+        monkeypatch.setattr(file, "head_type", lambda n_rows, *_: SkippingHead)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
     hidden, weight, _, target = exact("cpu")
@@ -99,8 +143,11 @@ def test_constants_get_no_gradient() -> None:
     assert reference.grad is None
 
 
+SOME = ["dpo sigmoid", "orpo", "kto with kl", "grpo grpo old_logps", "grpo old_logps entropy_coef gspo"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["dpo sigmoid", "orpo", "kto with kl", "grpo grpo old_logps", "grpo gspo old_logps"])
+@pytest.mark.parametrize("name", SOME)
 def test_lower_precision(name: str, dtype: torch.dtype, device: str) -> None:
     index = [case.name for case in CASES].index(name)
     hidden, weight, _, target = exact(device, dtype)

@@ -1,0 +1,69 @@
+"""Small models learn what the losses ask of them."""
+
+import torch
+from torch import Tensor
+
+from ligerzoo import losses
+from ligerzoo.losses import model_token_logps
+from tests.losses.test_models import IGNORED, batch_of, tiny
+
+
+def test_dpo_raises_the_margin() -> None:
+    model, reference = tiny(), tiny()
+    input_ids, labels = batch_of(rows=8)
+    dpo = losses.DPO(beta=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    margins = []
+    for _ in range(15):
+        loss, metrics = dpo.of(model, input_ids, labels, reference=reference)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        margins.append(metrics["rewards/margins"].item())
+    assert margins[0] == 0.0
+    assert margins[-1] > 0.5
+    assert metrics["rewards/accuracies"] == 1.0
+
+
+def test_grpo_raises_the_reward() -> None:
+    """Answers are rewarded for the tokens in them that are even."""
+    model = tiny()
+    prompts = torch.randint(31, (4, 3)).repeat_interleave(8, 0)  # groups of eight
+    grpo = losses.GRPO(variant="dapo", epsilon_high=0.28)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def reward_of(answers: Tensor) -> Tensor:
+        return (answers % 2 == 0).float().mean(1)
+
+    rewards = []
+    for _ in range(20):
+        texts = model.generate(prompts, max_new_tokens=6, do_sample=True, eos_token_id=[], pad_token_id=0)
+        reward = reward_of(texts[:, 3:]).view(4, 8)
+        advantages = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
+        labels = texts.clone()
+        labels[:, :3] = IGNORED
+        with torch.no_grad():
+            old_logps = model_token_logps(model, texts, labels)
+        for _ in range(2):
+            loss, _ = grpo.of(model, texts, labels, advantages, old_logps=old_logps)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        rewards.append(reward.mean().item())
+    assert sum(rewards[:3]) / 3 < 0.65
+    assert sum(rewards[-3:]) / 3 > 0.85
+
+
+def test_distillation_lowers_the_divergence() -> None:
+    student, teacher = tiny(), tiny(seed=5, width=32)
+    input_ids, labels = batch_of(rows=8)
+    distillation = losses.Distillation(divergence="jsd", beta=0.5)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    divergences = []
+    for _ in range(30):
+        loss, _ = distillation.of_teacher(student, teacher, input_ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        divergences.append(loss.item())
+    assert divergences[-1] < 0.4 * divergences[0]
