@@ -27,9 +27,11 @@ Json = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-COMMANDS = ("operations", "launching", "scaling", "training_step", "training_step --model qwen2_vl_2b", "loading")
+COMMANDS = (
+    "operations", "losses", "launching", "scaling", "training_step", "training_step --model qwen2_vl_2b", "loading"
+)  # fmt: skip
 STEPS = {"training_step": "of Llama-3.2-1B's shape", "training_step_qwen2_vl_2b": "of Qwen2-VL-2B's, with pictures"}
-SUITES = ("operations", "launching", "scaling", *STEPS, "loading")
+SUITES = ("operations", "losses", "launching", "scaling", *STEPS, "loading")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 COLORS = {OURS: "#d1495b", "torch.compile": "#00798c", "liger-kernel": "#edae49", "cut-cross-entropy": "#66666e"}
 
@@ -165,13 +167,24 @@ def operation_figures(result: Json) -> list[str]:
     )
     return [
         paragraph(about),
-        table(
-            ["operation", OURS, *peers, "/ fastest", "/ floor", "extra MiB"],
-            [operation_line(row, peers) for row in shown(rows)],
-        ),
+        operation_table("operation", rows, peers),
         exactness(rows),
         "![Time over the floor, by operation](benchmarks/results/operations.svg)",
     ]
+
+
+def operation_table(what: str, rows: Sequence[Json], peers: Sequence[str]) -> str:
+    header = [what, OURS, *peers, "/ fastest", "/ floor", "extra MiB"]
+    return table(header, [operation_line(row, peers) for row in shown(rows)])
+
+
+def loss_figures(result: Json) -> list[str]:
+    about = (
+        "Post-training losses, rows x tokens x hidden size x vocabulary, bf16, forward and backward in ms, with the "
+        "head of the reference model or teacher that DPO, KTO and JSD have "
+        f"([figures](benchmarks/results/losses.json); {measured_on(result)}); the last columns as above:"
+    )
+    return [paragraph(about), operation_table("loss", measured(result["rows"]), ["liger-kernel"])]
 
 
 def exactness(rows: Iterable[Json]) -> str:
@@ -225,6 +238,8 @@ def figures(results: Mapping[str, Json]) -> str:
     parts = model_figures(results)
     if "operations" in results:
         parts += operation_figures(results["operations"])
+    if "losses" in results:
+        parts += loss_figures(results["losses"])
     if "launching" in results:
         parts += launch_figures(results["launching"])
     if "scaling" in results:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import operations, report, scaling
+from benchmarks import losses, operations, report, scaling
 from benchmarks.measure import interleaved
 from benchmarks.row import (
     DIRECTIONS,
@@ -206,6 +206,15 @@ def test_the_suites_have_a_row_of_every_goal() -> None:
         assert row.goal.of_row is None or row.goal.of_row[0] in before
         before.add(row.name)
     assert len({row.name for row in scaling.rows(lambda n: n)}) == 9
+
+
+@pytest.mark.parametrize("formula", losses.PROVIDERS, ids=lambda formula: formula.__name__)
+def test_the_losses_measured_are_the_formulas(formula: Callable[..., Tensor]) -> None:
+    small = losses.loss_row(formula, 8, 6, 8, 40)
+    result = measure_row(small, device="cpu", machine=MACHINE, seconds=0.001)
+    assert max(result["providers"][OURS]["errors"].values()) < 0.02
+    table = "\n".join(report.loss_figures({"environment": {"gpu": "some GPU"}, "rows": [result]}))
+    assert f"| {formula.__name__} 8 x 6 x 8 x 40 |" in table
 
 
 def test_the_readme_is_up_to_date() -> None:
