@@ -212,7 +212,7 @@ def test_the_suites_have_a_row_of_every_goal() -> None:
 def test_the_losses_measured_are_the_formulas(formula: Callable[..., Tensor]) -> None:
     small = losses.loss_row(formula, 8, 6, 8, 40)
     result = measure_row(small, device="cpu", machine=MACHINE, seconds=0.001)
-    assert max(result["providers"][OURS]["errors"].values()) < 0.02
+    assert max(result["providers"][OURS]["errors"].values()) < 0.1  # in bf16; another formula would err by about 1
     table = "\n".join(report.loss_figures({"environment": {"gpu": "some GPU"}, "rows": [result]}))
     assert f"| {formula.__name__} 8 x 6 x 8 x 40 |" in table
 

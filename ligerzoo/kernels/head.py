@@ -188,7 +188,7 @@ class SkippingHead:
         is_there = places < ends[places // rows]
         first = is_there.byte().argmax().view(1)
         self.source = torch.where(is_there, self.order, self.order[first])
-        self.x = hidden  # of the present chunk
+        self.x = hidden.new_empty((min(rows, n_rows), hidden.shape[1]))  # of the present chunk
         self.buffer = valid_rows.row_buffer(hidden, min(rows, n_rows), weight.shape[0])
         self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
         self.dweight = weight.new_empty(weight.shape if needs.weight else (0,))
@@ -200,7 +200,8 @@ class SkippingHead:
         return self.ends[chunk.start // self.rows, :1]
 
     def logits(self, chunk: slice) -> Tensor:
-        self.x = self.hidden.index_select(0, self.source[chunk])
+        self.x = self.x[: chunk.stop - chunk.start]  # only the last chunk is shorter
+        torch.index_select(self.hidden, 0, self.source[chunk], out=self.x)
         logits = self.buffer[: self.x.shape[0]]
         valid_rows.product_(logits, self.x, self.weight.T, self.count(chunk), chunk.start)
         return logits if self.bias is None else logits.add_(self.bias)

@@ -189,7 +189,8 @@ def _in_one_sweep(
             if group == "token" and head.order is not None:
                 rows = head.order[chunk]
             with torch.enable_grad():
-                leaves = [t[rows].requires_grad_() for t in ((logps, entropy) if objective.entropy else (logps,))]
+                seen = (logps, entropy) if objective.entropy else (logps,)
+                leaves = [t[rows].clone().requires_grad_() for t in seen]
                 part = formula(
                     leaves[0],
                     leaves[1] if objective.entropy else None,

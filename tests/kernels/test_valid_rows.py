@@ -65,6 +65,22 @@ def test_sums_over_chunks(rows_at_a_time: int, shape: tuple[int, int], count: in
     assert_as_good_as_a_plain_product(high, a.T, b)
 
 
+@pytest.mark.parametrize("present", [[64, 0, 3], [0, 65, 128], [128, 128, 0], [0, 0, 0], [1, 128, 128]], ids=str)
+def test_sums_over_chunks_each_of_which_has_rows_that_do_not_count(present: list[int]) -> None:
+    a, b = valid_rows.row_buffer(bf16(1, 1), 384, 264), bf16(384, 72)
+    a.copy_(torch.randn(a.shape, device="cuda"))
+    ends = [128 * chunk + rows for chunk, rows in enumerate(present)]
+    for chunk, end in enumerate(ends):
+        a[end : 128 * (chunk + 1)] = 0
+    last = max((end for end, rows in zip(ends, present, strict=True) if rows), default=0)
+    high = torch.full((264, 72), torch.nan, device="cuda", dtype=torch.bfloat16)
+    low = torch.full(high.shape, 255, device="cuda", dtype=torch.uint8)
+    for chunk, end in enumerate(ends):
+        rows = slice(128 * chunk, 128 * (chunk + 1))
+        valid_rows.accumulate_(high, low, a[rows], b[rows], number(end), number(last), rows.start)
+    assert_as_good_as_a_plain_product(high, a.T, b)
+
+
 def test_numbers_that_are_none_stay_so() -> None:
     a, b = torch.zeros(128, 8, device="cuda").bfloat16(), torch.ones(128, 8, device="cuda").bfloat16()
     a[3, 0], a[5, 1], a[7, 2] = torch.nan, torch.inf, -torch.inf

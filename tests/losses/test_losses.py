@@ -13,6 +13,7 @@ from ligerzoo.kernels import valid_rows
 from ligerzoo.kernels.head import DenseHead, SkippingHead
 from ligerzoo.losses import LossOutput
 from ligerzoo.losses import objective as sweep
+from tests.kernels.judging import assert_as_exact_as
 from tests.kernels.machine import kernel_file
 from tests.kernels.oracles import transformed
 from tests.losses import oracles
@@ -155,6 +156,49 @@ def test_lower_precision(name: str, dtype: torch.dtype, device: str) -> None:
     for a, e in zip(own, truth, strict=True):
         error = (a.double() - e).abs().max().item()
         assert error <= 16 * torch.finfo(dtype).eps * max(1.0, e.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["all", "half", "prompts", "whole rows"])
+@pytest.mark.parametrize("budget", [0, 1, 512])
+def test_bf16_on_a_gpu(budget: int, pattern: str) -> None:
+    """Large enough for the kernels and heads that serve a GPU; they never make the host wait."""
+    rows, length, features, classes = 8, 96, 128, 2000
+    hidden = torch.randn(rows, length, features, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(classes, features, device="cuda") * features**-0.5).bfloat16().requires_grad_()
+    target = torch.randint(classes, (rows, length), device="cuda")
+    places = torch.arange(length, device="cuda")
+    if pattern == "half":
+        target[torch.rand(target.shape, device="cuda") < 0.5] = IGNORED
+    elif pattern == "prompts":
+        target[places < places[:rows, None] * 12] = IGNORED
+    elif pattern == "whole rows":
+        target[[0, 4, 5]] = IGNORED
+    advantages = torch.randn(rows, device="cuda")
+    logps = oracles.logps_of(hidden.detach(), weight.detach(), target)[0]
+    old = logps + 0.1 * torch.randn_like(logps)
+    calls: list[Callable[..., LossOutput]] = [
+        lambda *head, **o: losses.dpo_loss(*head, target, ref_logps=old.sum(-1), nll_weight=0.3, **o),
+        lambda *head, **o: losses.simpo_loss(*head, target, **o),
+        lambda *head, **o: losses.kto_loss(*head, target, advantages > 0, ref_logps=old.sum(-1), **o),
+        lambda *head, **o: losses.grpo_loss(*head, target, advantages, old_logps=old, **o),
+        lambda *head, **o: losses.grpo_loss(*head, target, advantages, old_logps=old, variant="gspo", **o),
+        lambda *head, **o: losses.grpo_loss(*head, target, advantages, old_logps=old, entropy_coef=0.1, **o),
+    ]
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    for call in calls:
+        truth = value_and_gradients(call(*wide, logits_budget=512).loss, wide)
+        torch_made = value_and_gradients(
+            call(hidden, weight, backend="torch", logits_budget=512).loss, [hidden, weight]
+        )
+        call(hidden, weight, logits_budget=budget).loss.backward()  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = value_and_gradients(call(hidden, weight, logits_budget=budget).loss, [hidden, weight])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for case in zip(found, torch_made, truth, strict=True):
+            assert_as_exact_as(*case)
 
 
 # Edges
