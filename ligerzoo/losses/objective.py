@@ -129,17 +129,46 @@ def by_autograd(
     return Evaluated(value, logps.detach(), None if entropy is None else entropy.detach())
 
 
-def _chunks_of_groups(
-    n_rows: int, length: int, group: Group, tokens_at_a_time: int, device: torch.device
-) -> list[Tensor]:  # fmt: skip
-    """The rows of each chunk, as many whole groups as fit; none if not even one does."""
-    members = 2 if group == "pair" else 1
-    groups_at_a_time = min(tokens_at_a_time // (members * length), n_rows // members)
-    if groups_at_a_time == 0:
-        return []
-    rows = torch.arange(n_rows, device=device).view(members, -1)
-    starts = range(0, n_rows // members, groups_at_a_time)
-    return [rows[:, start : start + groups_at_a_time].reshape(-1) for start in starts]
+class _Plan(NamedTuple):
+    """How the tokens of a batch are swept.
+
+    Attributes:
+        length: of the rows that the formula sees; 1 if each token is a group.
+        tokens_at_a_time: those of a chunk.
+        rows: which rows each chunk has; None if each token is a group, so that a chunk may have any.
+        order: the tokens of those rows, one chunk behind the other; None if the head may choose.
+    """
+
+    length: int
+    tokens_at_a_time: int
+    rows: list[Tensor] | None = None
+    order: Tensor | None = None
+
+
+def _plan(x: Tensor, n_classes: int, target: Tensor, group: Group, budget: int | None) -> _Plan | None:
+    """Chunks of whole groups whose logits fit the budget; None if those of one group do not."""
+    size = x.element_size()
+    if group == "token":
+        return _Plan(1, rows_per_chunk(x, n_classes, size, budget))
+    (n_rows, length), members = target.shape, 2 if group == "pair" else 1
+    n_groups = n_rows // members
+    at_a_time = min(most_rows(n_classes, size, budget) // (members * length), n_groups)
+    if at_a_time == 0:
+        return None
+    grouped = torch.arange(n_rows, device=x.device).view(members, n_groups)
+    rows = [grouped[:, start : start + at_a_time].reshape(-1) for start in range(0, n_groups, at_a_time)]
+    order = torch.cat(rows)[:, None] * length + torch.arange(length, device=x.device)
+    return _Plan(length, at_a_time * members * length, rows, order.reshape(-1))
+
+
+def _differentiated(
+    formula: Callable[..., Tensor], logps: Tensor, entropy: Tensor | None, constants: Sequence[Tensor | None]
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """The value, and its gradients with respect to log-probabilities and entropies."""
+    with torch.enable_grad():
+        leaves = [t.clone().requires_grad_() for t in (logps, entropy) if t is not None]
+        value = formula(leaves[0], None if entropy is None else leaves[1], *constants)
+        return value.detach(), torch.autograd.grad(value, leaves)
 
 
 def _in_one_sweep(
@@ -149,35 +178,35 @@ def _in_one_sweep(
 ) -> Evaluated | None:  # fmt: skip
     """The value with its gradients; None if the logits of a group do not fit the budget. (Nor for fp16, in which the
     gradients of single tokens may vanish unless the loss's scale multiplies them, and only backward knows that.)"""
-    terms = Terms(logit_scale, softcap, temperature)
+    terms, formula, shape = Terms(logit_scale, softcap, temperature), objective.formula, target.shape
     name = "a loss over log-probabilities"
     x, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
-    formula, constants, group, _ = objective
-    (n_rows, length), n_classes, size = target.shape, weight.shape[0], x.element_size()
     if x.dtype == torch.float16 or target.numel() == 0:
         return None
-    if group == "token":
-        rows_of_chunks, order, tokens_at_a_time = [], None, rows_per_chunk(x, n_classes, size, logits_budget)
-        length, constants = 1, [None if c is None else c.reshape(-1, 1) for c in constants]
-    else:
-        most = most_rows(n_classes, size, logits_budget)
-        rows_of_chunks = _chunks_of_groups(n_rows, length, group, most, x.device)
-        if not rows_of_chunks:
-            return None
-        order = (torch.cat(rows_of_chunks)[:, None] * length + torch.arange(length, device=x.device)).reshape(-1)
-        tokens_at_a_time = rows_of_chunks[0].shape[0] * length
+    plan = _plan(x, weight.shape[0], target, objective.group, logits_budget)
+    if plan is None:
+        return None
+    constants = objective.constants
+    if plan.rows is None:
+        constants = [None if c is None else c.reshape(-1, 1) for c in constants]
+
+    def of_rows(x: Tensor) -> Tensor:
+        return x.view(-1, plan.length)
 
     targets, triton = target.reshape(-1), uses_triton(x, weight, backend=backend)
     needs = Needs(*(t is not None and t.requires_grad for t in (x, weight, bias)))
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
         results = empty_results(targets, wide(x.dtype), statistics=objective.entropy)
+        entropy = results.entropy if objective.entropy else None
+        upstream = Upstream(
+            logp=torch.zeros_like(results.logp), entropy=None if entropy is None else torch.zeros_like(entropy)
+        )
         normalizer = results.logp.new_empty((2, targets.shape[0]))
-        of_logp, of_entropy = torch.zeros_like(results.logp), torch.zeros_like(results.entropy)
-        upstream = Upstream(logp=of_logp, entropy=of_entropy if objective.entropy else None)
-        known = None if triton and not objective.entropy else results  # what the normalizer alone cannot tell
-        logps, entropy = (t.view(-1, length) for t in (results.logp, results.entropy))
-        total = logps.new_zeros(())
-        head = head_type(x.shape[0], weight)(x, weight, targets != ignore_index, tokens_at_a_time, needs, order=order)
+        known = None if triton and entropy is None else results  # what the normalizer alone cannot tell
+        value = results.logp.new_zeros(())
+        head = head_type(x.shape[0], weight)(
+            x, weight, targets != ignore_index, plan.tokens_at_a_time, needs, order=plan.order
+        )
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)
             walk = functools.partial(
@@ -185,24 +214,19 @@ def _in_one_sweep(
                 count=head.count(chunk), first_row=chunk.start, normalizer=normalizer, triton=triton,
             )  # fmt: skip
             walk(results)
-            rows: Any = chunk if group == "token" else rows_of_chunks[i]
-            if group == "token" and head.order is not None:
-                rows = head.order[chunk]
-            with torch.enable_grad():
-                seen = (logps, entropy) if objective.entropy else (logps,)
-                leaves = [t[rows].clone().requires_grad_() for t in seen]
-                part = formula(
-                    leaves[0],
-                    leaves[1] if objective.entropy else None,
-                    *(None if c is None else c[rows] for c in constants),
-                )
-                gradients = torch.autograd.grad(part, leaves)
-            total += part.detach()
-            for of_result, gradient in zip((of_logp, of_entropy), gradients, strict=False):
-                of_result.view(-1, length)[rows] = gradient
+            rows: Any = plan.rows[i] if plan.rows else chunk if head.order is None else head.order[chunk]
+            part, gradients = _differentiated(
+                formula,
+                of_rows(results.logp)[rows],
+                None if entropy is None else of_rows(entropy)[rows],
+                [None if c is None else c[rows] for c in constants],
+            )
+            value += part
+            for of_result, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
+                assert of_result is not None
+                of_rows(of_result)[rows] = gradient
             walk(known, upstream, out=logits)
             head.take_gradient(chunk, logits)
         dhidden, dweight, dbias = head.gradients()
-    value = with_gradients(total, (x, dhidden), (weight, dweight), (bias, dbias))
-    shape = target.shape
-    return Evaluated(value, logps.view(shape), entropy.view(shape) if objective.entropy else None)
+    value = with_gradients(value, (x, dhidden), (weight, dweight), (bias, dbias))
+    return Evaluated(value, results.logp.view(shape), None if entropy is None else entropy.view(shape))

@@ -67,6 +67,21 @@ def test_the_formula_over_all_logits(index: int, tokens_at_a_time: SetChunk, dev
         assert_same([case.loss(hidden, weight, target, bias=bias, **HEAD).loss], expected[:1])
 
 
+@pytest.mark.slow
+@each_case
+def test_every_chunk_size(index: int, tokens_at_a_time: SetChunk, device: str) -> None:
+    case = cases(device=device)[index]
+    hidden, weight, bias, target = exact(device)
+    for given, head in ((None, {}), (bias, HEAD)):
+        inputs = [hidden, weight] if given is None else [hidden, weight, bias]
+        expected = value_and_gradients(case.oracle(hidden, weight, target, given, **head), inputs)
+        for tokens in range(1, ROWS * LENGTH + 2):
+            tokens_at_a_time(tokens)
+            assert_same(
+                value_and_gradients(case.loss(hidden, weight, target, bias=given, **head).loss, inputs), expected
+            )
+
+
 def test_a_sweep_makes_each_logit_once(tokens_at_a_time: SetChunk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where whole groups fit; where they do not, backward makes them again."""
     hidden, weight, _, target = exact("cpu")
