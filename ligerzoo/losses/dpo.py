@@ -3,12 +3,12 @@
 With c and r the log-ratios log p(y | x) - log p_ref(y | x) of the chosen and the rejected answer, D = c - r, b = beta,
 e the label smoothing and S the logistic function, a pair's loss is
 
-    sigmoid      -(1 - e) log S(b D) - e log S(-b D)        Rafailov et al. 2023, eq. 7; e: Mitchell 2023, eq. 3
-    robust       (-(1 - e) log S(b D) + e log S(-b D)) / (1 - 2 e)                Chowdhury et al. 2024, eq. 8
-    hinge        max(0, 1 - b D)                                                  Zhao et al. 2023, section 2.1
+    sigmoid      -(1 - e) log S(b D) - e log S(-b D)        Rafailov et al. 2023, eq. 7; e: Mitchell 2023
+    robust       (-(1 - e) log S(b D) + e log S(-b D)) / (1 - 2 e)                Chowdhury et al. 2024
+    hinge        max(0, 1 - b D)                                                  Zhao et al. 2023
     ipo          (D - 1 / (2 b))^2                                                Azar et al. 2023, eq. 17
     exo_pair     KL((S(b D), S(-b D)) || (1 - e, e))                              Ji et al. 2024, eq. 16
-    nca_pair     -log S(b c) - 1/2 log S(-b c) - 1/2 log S(-b r)                  Chen et al. 2024, section 4
+    nca_pair     -log S(b c) - 1/2 log S(-b c) - 1/2 log S(-b r)                  Chen et al. 2024
     bco_pair     -log S(b c) - log S(-b r)                                        Jung et al. 2024, without its shift
     sppo_hard    (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2                            Wu et al. 2024, eq. 4.7
     apo_zero     1 - S(b c) + S(b r)                                              D'Oosterlinck et al. 2024, eq. 7
@@ -152,7 +152,7 @@ def dpo_loss(
         average_log_prob: divide an answer's log-ratio by the number of its tokens (TRL's `sigmoid_norm`).
         discopop_tau: of "discopop".
         weights: (B/2,), a factor for each pair's loss.
-        nll_weight: a factor for the NLL of the chosen answers, which is added (TRL's `sft`; Pang et al. 2024, eq. 2).
+        nll_weight: a factor for the NLL of the chosen answers, which is added (TRL's `sft`; Pang et al. 2024).
         num_items: divides the summed losses in place of B/2: the same number for all micro-batches of a step makes
             gradient accumulation exact.
         num_nll_items: likewise divides the NLL, in place of the number of the chosen answers' tokens.

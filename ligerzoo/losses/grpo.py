@@ -3,22 +3,24 @@
 With A the advantage of a token (an answer's, for all its tokens alike), l its log-probability, r its ratio p / p_old
 (a constant 1 with the gradient of l, where the model itself sampled) and e, e' the clipping range, a token's loss is
 
-    clipped    -min(min(r, d) A, clip(r, 1 - e, 1 + e') A)      Schulman et al. 2017, eq. 7; d: INTELLECT-2, section 3.4
-    cispo      -min(r, e') A l,  the ratio a constant           MiniMax-M1 2025, eq. 4 and 5
-    sapo       -4/t S(t (r - 1)) A,  t by the sign of A         Gao et al. 2025, eq. 5 and 6
+    clipped    -min(min(r, d) A, clip(r, 1 - e, 1 + e') A)      Schulman et al. 2017, eq. 7; d: INTELLECT-2,
+                                                                arXiv 2505.07291
+    cispo      -min(r, e') A l,  the ratio a constant           MiniMax-M1, arXiv 2506.13585
+    sapo       -4/t S(t (r - 1)) A,  t by the sign of A         arXiv 2511.20347
     vespo      -f(w) A l,  f(w) = w^k exp(h (1 - w)) a constant, w the ratio of the whole answer, k and h by A's sign
-                                                                Shen et al. 2026
+                                                                arXiv 2602.10693
 
 plus b (exp(l_ref - l) - (l_ref - l) - 1), an estimate of the KL divergence from a reference (Schulman 2020, k3). And
 the variants are, with |y| the number of an answer's tokens:
 
     variant    a token's loss   summed over tokens,
     grpo       clipped          by 1 / |y|; over the rows              Shao et al. 2024, eq. 3
-    bnpo       clipped          over the tokens of the batch
+    bnpo       clipped          over the tokens of the batch           as TRL names it
     dapo       clipped          over the tokens of the step            Yu et al. 2025, eq. 8
-    dr_grpo    clipped          over the rows times the longest answer's possible length     Liu et al. 2025, eq. 1
+    dr_grpo    clipped          over the rows times the longest answer's possible length     Liu et al. 2025,
+                                                                       arXiv 2503.20783
     gspo       clipped          as grpo; with r of the answer          Zheng et al. 2025, eq. 5 to 7
-    luspo      clipped          over the rows; with r of the answer    Liu et al. 2026
+    luspo      clipped          over the rows; with r of the answer    arXiv 2602.05261
     cispo      cispo            over the tokens of the step
     sapo       sapo             by 1 / |y|; over the rows
     vespo      vespo            over the tokens of the step
@@ -165,7 +167,7 @@ def sampler_correction(
     highest: float = 3.0,
 ) -> Tensor:
     """(B, T) importance ratios p_old / p_sampler, where another program sampled than the one that is trained, such as
-    an inference engine with kernels of its own (Yao et al. 2025, truncated importance sampling). A constant.
+    an inference engine with kernels of its own: truncated or masked importance sampling. A constant.
 
     Args:
         old_logps: (B, T), of the model that is trained, before its step.
@@ -234,7 +236,7 @@ def grpo_loss(
         delta: with a negative advantage, too, ratios are clipped above delta (two-sided clipping); more than
             1 + epsilon_high.
         beta: the weight of the KL term.
-        is_kl_corrected: multiply the KL term by the ratio (DeepSeek-V3.2 2025, eq. 7).
+        is_kl_corrected: multiply the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: the mean entropy of the tokens, times this, is taken off the loss.
         with_entropy: report the entropy although its coefficient is 0.
         sapo_temperatures: t, for positive advantages and for others.

@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimization: answers that are each desirable or not, without pairs.
 
 With q the log-ratio log p(y | x) - log p_ref(y | x) of an answer, z the KL divergence of the model from the reference,
-b = beta and S the logistic function, a row's loss is (Ethayarajh et al. 2024, eq. 7 and 8)
+b = beta and S the logistic function, a row's loss is (Ethayarajh et al. 2024, eq. 7)
 
     kto                  w_d S(-b (q - z))  of a desirable answer,   w_u S(b (q - z))  of another
     apo_zero_unpaired    the same with z = 0                        (D'Oosterlinck et al. 2024, eq. 7)

@@ -3,7 +3,7 @@
 With p the log-probability of an answer (averaged over its tokens, but for CPO's "sigmoid" and "hinge"), c of the chosen
 and r of the rejected one, b = beta, g = gamma, e the label smoothing and S the logistic function, a pair's loss is
 
-    CPO      `dpo`'s sigmoid, hinge or ipo of c and r; plus the NLL               Xu et al. 2024, eq. 3 to 5
+    CPO      `dpo`'s sigmoid, hinge or ipo of c and r; plus the NLL               Xu et al. 2024, eq. 3
     SimPO    -(1 - e) log S(b (c - r) - g) - e log S(-b (c - r) + g)              Meng et al. 2024, eq. 6
     ORPO     -b log S(log odds(c) - log odds(r)),  odds = exp(p) / (1 - exp(p)); plus the NLL
                                                                                   Hong et al. 2024, eq. 4 to 7
