@@ -89,6 +89,7 @@ def generate(
     generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
     use_cache: bool = True,
+    token_type_ids: Tensor | None = None,
     **model_inputs: Any,
 ) -> Tensor:
     """Continues each prompt by up to `max_new_tokens` tokens.
@@ -118,6 +119,7 @@ def generate(
         use_cache: keep keys and values. Without, all is computed again for each token: slow, with the same result
             (but for rotary positions of type dynamic, and longrope outside Phi-3, whose keys a cache keeps as they
             were first rotated, as transformers' does).
+        token_type_ids: (B, T), the kinds of the prompts' tokens, for models that read them; new ones are of kind 0.
         model_inputs: what else the model reads with the prompts, such as the `pixel_values` of their images.
 
     Returns:
@@ -155,14 +157,20 @@ def generate(
     running = torch.ones(rows, dtype=torch.bool, device=device)
     continuation = torch.full((rows, max_new_tokens), pad_ids[0] if pad_ids else 0, device=device)
     made, cache, beside = 0, None, model_inputs
+    types = None
+    if token_type_ids is not None:
+        shape = tuple(token_type_ids.shape)
+        _require(shape == tuple(input_ids.shape), "token_type_ids", shape, f"{tuple(input_ids.shape)}, as input_ids")
+        types = F.pad(align_prompts(token_type_ids, attention_mask)[0], (0, max_new_tokens))
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
     while made < max_new_tokens:
-        mask, position_ids = None, None
+        mask, position_ids, end = None, None, prompt + made
         if real is not None:
-            end = prompt + made
             mask, position_ids = real[:, :end], positions[:, end - tokens.shape[1] : end]
+        if types is not None and cache is None:
+            beside = {**beside, "token_type_ids": types[:, :end]}
         output = model(
             tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1, **beside
         )

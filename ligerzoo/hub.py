@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
 from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
 from ligerzoo.convert.fields import OTHER_SPELLINGS, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.weights import DiskTensors, Layout, Piece, Shape, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
@@ -49,7 +49,7 @@ class Origin:
         config: our config as read from it.
         layout: how the tensors stand on disk.
         absent: the name of ours that a tied weight does not have on disk; empty where it has both.
-        passengers: tensors that the model does not use but hands on (old files' rotary frequencies).
+        passengers: tensors that the model does not use but hands on (such as old files' rotary frequencies).
     """
 
     raw_config: Mapping[str, Any]
@@ -131,13 +131,13 @@ def load(
         absent = [piece for piece in pieces if piece.ours in TIED and piece.theirs not in stored]
         if config.tie_word_embeddings and len(absent) == 1:  # the one weight may stand under either name, or under both
             pieces.remove(absent[0])
-        _refuse_misfits(checkpoint, pieces, config.num_hidden_layers)
+        _refuse_misfits(checkpoint, pieces, architecture.is_passenger, config.num_hidden_layers)
         if dtype == "auto":
             embedding = next(piece.theirs for piece in pieces if piece.ours in TIED)
             dtype = stored_dtype(raw) or stored[embedding].dtype
         weights = _read(checkpoint, pieces, shapes, parse_dtype(dtype, where="dtype"), device)
         weights |= {piece.ours: weights[TIED[piece.ours]] for piece in absent}
-        passengers = {name: checkpoint.read(name) for name in stored if is_rotary_buffer(name)}
+        passengers = {name: checkpoint.read(name) for name in stored if architecture.is_passenger(name)}
 
     model.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings:
@@ -182,7 +182,9 @@ def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[
     return list(islice(layout.pieces(shapes), len(shapes) + n_stored + 1))
 
 
-def _refuse_misfits(checkpoint: Checkpoint, pieces: Sequence[Piece], num_hidden_layers: int) -> None:
+def _refuse_misfits(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], is_passenger: Callable[[str], bool], num_hidden_layers: int
+) -> None:
     """Raises CheckpointError unless the files hold just the tensors that config.json implies, but for known
     leftovers."""
     wanted = {piece.theirs: piece.their_shape for piece in pieces}
@@ -195,7 +197,7 @@ def _refuse_misfits(checkpoint: Checkpoint, pieces: Sequence[Piece], num_hidden_
     for name, info in checkpoint.tensors.items():
         where = f"{checkpoint.directory / info.file}, tensor {name!r}"
         if name not in wanted:
-            if is_rotary_buffer(name) or is_beyond_last_layer(name, num_hidden_layers):
+            if is_passenger(name) or is_beyond_last_layer(name, num_hidden_layers):
                 continue
             raise CheckpointError("unexpected tensor", where=where, remedy="config.json describes a model without it.")
         if info.shape != wanted[name]:
@@ -237,8 +239,7 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
         model: one of the zoo's.
         directory: made when it does not exist.
         max_shard_size: bytes of tensors in one file, as a number or like "5GB".
-        native: as a new model is saved, in its architecture's first layout, whatever the checkpoint that the model came
-            from had.
+        native: as a new model is saved, whatever layout the checkpoint that the model came from had.
 
     Raises:
         ConfigError: the model is none of the zoo's.
@@ -252,12 +253,12 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
 
 
 def _disk_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor]:
-    """The tensors to save by their names on disk, in the layout of the origin or else the architecture's first.
+    """The tensors to save by their names on disk, in the layout of the origin or else that of a new model.
 
     The weight of a tied head goes once, unless the origin had it twice. Other weights that share memory, which no
     config tells of, go under every name.
     """
-    layout = origin.layout if origin else architecture_for(type(model)).layouts[0]
+    layout = origin.layout if origin else architecture_for(type(model)).layout_of_new
     state: dict[str, Tensor] = model.state_dict()
     if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
         for name in origin.absent if origin else (HEAD,):

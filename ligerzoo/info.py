@@ -22,6 +22,8 @@ from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
 # Told by a piece of the tensor's name, the first that fits.
 PARTS = {
     "visual.": "vision tower",
+    "vision_tower.": "vision tower",
+    "multi_modal_projector.": "projector",
     "embed_tokens": "embedding",
     "lm_head": "head",
     "norm": "norms",

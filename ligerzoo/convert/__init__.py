@@ -10,6 +10,7 @@ from ligerzoo.errors import ConfigError
 MODEL_TYPES = (
     "gemma",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "glm",
     "glm4",

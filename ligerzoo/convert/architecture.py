@@ -14,6 +14,14 @@ from torch.overrides import TorchFunctionMode
 from ligerzoo.convert.weights import Layout, Shape
 from ligerzoo.models import CausalLM
 
+_ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """Whether the tensor is a rotary embedding's frequencies: old Llama 2 files have them, and their values must not be
+    used."""
+    return _ROTARY_BUFFER.fullmatch(name) is not None
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -27,7 +35,8 @@ class Architecture:
         config_to_hf: our config to config.json, without `architectures`, `model_type` and the dtype.
         layouts: the ways in which its tensors may stand on disk; a new model is saved in the first.
         prefixes: what our names begin with, and what may stand there on disk, in any layout and for each of them by
-            itself. A checkpoint of the bare decoder (`LlamaModel`) has no "model.".
+            itself; a new model gets the first. A checkpoint of the bare decoder (`LlamaModel`) has no "model.".
+        is_passenger: whether a tensor of that name on disk is none of the model's, but is kept and saved with it.
     """
 
     model_type: str
@@ -37,6 +46,15 @@ class Architecture:
     config_to_hf: Callable[[Any], dict[str, Any]]
     layouts: tuple[Layout, ...] = (Layout(),)
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
+    is_passenger: Callable[[str], bool] = is_rotary_buffer
+
+    @property
+    def layout_of_new(self) -> Layout:
+        """The layout in which a new model is saved."""
+        layout = self.layouts[0]
+        for ours, (theirs, *_) in self.prefixes.items():
+            layout = layout.with_prefix(ours, theirs)
+        return layout
 
     def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
         """A model of that config without weights: of `model_class`, if that is a subclass of ours."""
@@ -72,14 +90,7 @@ class _NothingDrawn(TorchFunctionMode):
         return kwargs["tensor"] if is_initialization else func(*args, **kwargs)
 
 
-_ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 _LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d{1,9})\..+")
-
-
-def is_rotary_buffer(name: str) -> bool:
-    """Whether the tensor is a rotary embedding's frequencies: old Llama 2 files have them, and their values must not be
-    used."""
-    return _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 def is_beyond_last_layer(name: str, num_hidden_layers: int) -> bool:

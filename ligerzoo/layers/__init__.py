@@ -8,6 +8,7 @@ from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.decoder import Decoder
 from ligerzoo.layers.embedding import ScaledEmbedding
 from ligerzoo.layers.head import LMHead
+from ligerzoo.layers.image_tower import Encoder, ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
@@ -30,9 +31,12 @@ __all__ = [
     "AxialRotaryEmbedding",
     "Context",
     "Decoder",
+    "Encoder",
     "Experts",
     "GatedMLP",
     "Grids",
+    "ImageEmbedding",
+    "ImageTower",
     "KVCache",
     "LMHead",
     "LayerCache",
@@ -41,6 +45,7 @@ __all__ = [
     "MoE",
     "PatchEmbedding",
     "PatchMerger",
+    "PoolingProjector",
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",

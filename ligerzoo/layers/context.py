@@ -37,6 +37,7 @@ class Context:
         position_ids: (B or 1, T) or (A, B or 1, T) int64.
         starts: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
         real: (B, S) bool, False for padding; None where all tokens are known to be real.
+        last_seen: (B, T) int64, the place up to which each token sees with causality; None for its own.
         router_logits: of each mixture of experts, (B * T, E), in the order of the layers.
 
     Raises:
@@ -76,6 +77,7 @@ class Context:
                 self.real = None
         self._places = places = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.starts: Tensor | None = None
+        self.last_seen: Tensor | None = None
         self._end: Tensor | None = None  # 0-d: of packed texts
         if cu_seqlens is not None:
             bounds = cu_seqlens.to(x.device, torch.int64)
@@ -114,6 +116,22 @@ class Context:
     def _places_in_text(self) -> Tensor:
         """(B or 1, T) int64: how many tokens of its text, padding counted, stand before each token."""
         return (self._places if self.starts is None else self._places - self.starts).view(-1, self.tokens)
+
+    def see_runs(self, here: Tensor) -> None:
+        """Lets tokens side by side for which `here` is true, such as those of an image, see those of them that come
+        after, too. A run of them ends with its text.
+
+        Args:
+            here: (B, T) bool.
+        """
+        goes_on = here[:, :-1] & here[:, 1:]
+        if self.starts is not None:
+            goes_on = goes_on & (self.starts[:, :-1] == self.starts[:, 1:])
+        # As with the attention mask, looking makes the host wait for a GPU, and may save the layers a mask.
+        if torch.compiler.is_compiling() or bool(goes_on.any()):
+            goes_on = F.pad(goes_on, (0, 1), value=False)
+            ends = self._places.masked_fill(goes_on, torch.iinfo(torch.int64).max)
+            self.last_seen = ends.flip(1).cummin(1).values.flip(1)
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""
@@ -160,16 +178,18 @@ class Context:
             return _of_keys(self._ready, offset, keys)
         is_windowed = window is not None and keys > window
         is_chunk = is_causal and 1 < self.tokens < keys
-        if self.real is None and self.starts is None and not (is_windowed or is_chunk or even_if_plain):
+        is_plain = self.real is None and self.starts is None and self.last_seen is None
+        if is_plain and not (is_windowed or is_chunk or even_if_plain):
             return None
         query = self._places - offset
         first = torch.zeros_like(query)[None] if self.starts is None else self.starts
         if is_causal:
-            last = query[None].expand_as(first)
+            last = query[None].expand_as(first) if self.last_seen is None else self.last_seen - offset
         elif self.starts is None:
             last = torch.full_like(first, keys - 1)
         else:
             last = torch.searchsorted(self.starts, self.starts, right=True) - 1
+        first = first.expand_as(last)
         if window is not None:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)

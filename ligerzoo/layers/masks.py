@@ -1,8 +1,9 @@
 """Attention masks: which keys each query sees.
 
-Causality, sliding windows, packed texts and the two together all let a query see one interval of keys. So a mask is the
-intervals' two ends, a number each per query, and what padding takes out of them. A matrix of T x S is made from that
-only for short texts and on a CPU; for long ones on a GPU FlexAttention gets a mask of blocks.
+Causality, sliding windows, packed texts, images whose tokens all see each other, and any of these together let a query
+see one interval of keys. So a mask is the intervals' two ends, a number each per query, and what padding takes out of
+them. A matrix of T x S is made from that only for short texts and on a CPU; for long ones on a GPU FlexAttention gets a
+mask of blocks.
 
 Shapes: B batch, T queries, S keys.
 """

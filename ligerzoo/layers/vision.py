@@ -26,6 +26,7 @@ class PatchEmbedding(nn.Module):
     Args:
         patch: the sizes of a patch: channels, then frames if it has several, height and width.
         embed_dim: E.
+        bias: whether there is one.
     """
 
     def __init__(
@@ -33,20 +34,24 @@ class PatchEmbedding(nn.Module):
         patch: tuple[int, ...],
         embed_dim: int,
         *,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(embed_dim, *patch, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(embed_dim, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weight from N(0, std^2)."""
+        """Draws the weight from N(0, std^2), and sets the bias to zero."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """patches: (N, C * F * P * P), of any floating dtype -> (N, E)."""
-        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1))
+        """patches: (..., C * F * P * P), of any floating dtype -> (..., E)."""
+        return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
     def extra_repr(self) -> str:
         embed_dim, *patch = self.weight.shape

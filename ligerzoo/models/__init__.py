@@ -3,6 +3,7 @@
 from ligerzoo.models.causal_lm import CausalLM, CausalLMOutput
 from ligerzoo.models.gemma import Gemma, GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
+from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text, Gemma3TextConfig
 from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
@@ -28,8 +29,11 @@ __all__ = [
     "Gemma",
     "Gemma2",
     "Gemma2Config",
+    "Gemma3",
+    "Gemma3Config",
     "Gemma3Text",
     "Gemma3TextConfig",
+    "Gemma3VisionConfig",
     "GemmaConfig",
     "Glm",
     "Glm4",

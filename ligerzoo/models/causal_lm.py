@@ -14,11 +14,13 @@ from torch.utils import _pytree
 from ligerzoo.layers import (
     Context,
     Decoder,
+    Encoder,
     Experts,
     KVCache,
     LayerNorm,
     LMHead,
     PatchEmbedding,
+    PoolingProjector,
     RMSNorm,
     Router,
     VisionTower,
@@ -129,7 +131,7 @@ class CausalLM(nn.Module):
             elif isinstance(module, Experts):
                 for weight in module.parameters():
                     nn.init.normal_(weight, std=self.config.initializer_range)
-            elif isinstance(module, PatchEmbedding):
+            elif isinstance(module, PatchEmbedding | PoolingProjector):
                 module.reset_parameters(self.config.initializer_range)
             elif isinstance(module, RMSNorm | LayerNorm):
                 module.reset_parameters()
@@ -248,7 +250,7 @@ class CausalLM(nn.Module):
 
     def _set_gradient_checkpointing(self, on: bool) -> None:
         for module in self.modules():
-            if isinstance(module, Decoder | VisionTower):
+            if isinstance(module, Decoder | Encoder | VisionTower):
                 module.gradient_checkpointing = on
 
     @classmethod

@@ -83,6 +83,28 @@ def test_each_part_has_a_prefix_of_its_own(stored: list[str], prefixes: tuple[tu
     assert [name for name in names if "mlp" not in name] == stored
 
 
+def test_a_new_model_has_the_first_of_each_prefix() -> None:
+    spellings = {"model.": ("text.", "model."), "lm_head.": ("lm_head.", "head.")}
+    architecture = dataclasses.replace(architecture_of("llama"), layouts=(Layout(ROUTER), Layout()), prefixes=spellings)
+    assert architecture.layout_of_new == Layout(ROUTER, (("model.", "text."),))
+    assert architecture_of("llama").layout_of_new == Layout()
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("vision_tower.vision_model.head.probe", True),
+        ("model.vision_tower.head.mlp.fc1.bias", True),
+        ("vision_tower.head", False),
+        ("vision_tower.vision_model.encoder.head.probe", False),
+        ("language_model.head.probe", False),
+    ],
+)
+def test_passengers_of_gemma3(name: str, known: bool) -> None:
+    assert architecture_of("gemma3").is_passenger(name) == known
+    assert not architecture_of("llama").is_passenger(name)
+
+
 @pytest.mark.parametrize(
     "stored, expected",
     [

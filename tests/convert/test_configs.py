@@ -26,6 +26,7 @@ RENAMED = {"num_experts": ("num_experts", "num_local_experts")}
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": {"image_size": 256}},  # for transformers' own default makes no 256 tokens
     "ministral": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # for transformers' own default fits no decoder of its
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
@@ -117,7 +118,7 @@ def test_there_and_back(row: Tiny, tmp_path: Path) -> None:
             assert_same_vision(config.vision_config, meant.vision_config)
             assert_same_vision(config.vision_config, theirs.vision_config)
         elif not name.startswith("rope_") and has(meant, name):
-            entries = row.config.get("text_config", row.config)
+            entries = {**row.config.get("text_config", {}), **row.config}
             expected = entries.get(name) if name in TOKEN_IDS else value_of(meant, name)
             assert value_of(theirs, name) == expected, name
     if hasattr(config, "window"):
@@ -180,7 +181,13 @@ def test_nonsense_in_an_entry(model_type: str) -> None:
 def test_what_would_change_numbers_is_refused(model_type: str) -> None:
     architecture = architecture_of(model_type)
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
+
+    def with_entries(**entries: Any) -> dict[str, Any]:
+        """For the decoder, wherever its own are."""
+        nested = {"text_config": {**config["text_config"], **entries}} if "text_config" in config else entries
+        return {**config, **nested}
+
     with pytest.raises(ConfigError, match="hidden_act"):  # gemma reads one entry, gemma2 the other
-        architecture.config_from_hf({**config, "hidden_act": "relu6", "hidden_activation": "relu6"})
+        architecture.config_from_hf(with_entries(hidden_act="relu6", hidden_activation="relu6"))
     with pytest.raises(ConfigError, match="unknown rope type"):
-        architecture.config_from_hf({**config, "rope_scaling": {"rope_type": "unheard of", "factor": 2.0}})
+        architecture.config_from_hf(with_entries(rope_scaling={"rope_type": "unheard of", "factor": 2.0}))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import Context, KVCache, LayerCache, Mask, StaticLayerCache
+from ligerzoo.layers import Context, KVCache, LayerCache, Mask, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.attention import reference
 
 
@@ -93,6 +93,78 @@ def test_packed_texts_do_not_see_each_other(window: int | None, is_causal: bool)
     assert contexts[0].position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
 
 
+RUNS = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1]]) == 1
+
+
+def same_run(row: int, q: int, k: int, here: Tensor = RUNS) -> bool:
+    return bool(here[row, min(q, k) : max(q, k) + 1].all())
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+@pytest.mark.parametrize("padded", [True, False])
+def test_tokens_in_a_run_see_each_other(window: int | None, padded: bool) -> None:
+    """Ahead as far as the run goes, and back as far as the window."""
+    real = torch.ones_like(RUNS)
+    if padded:
+        real[0, :2] = False
+    context = Context(torch.zeros(2, 11), real)
+    context.see_runs(RUNS)
+    mask = context.mask(11, window=window)
+    assert isinstance(mask, Mask)
+
+    def sees(row: int, q: int, k: int) -> bool:
+        near = window is None or q - k < window
+        return near and (k <= q or same_run(row, q, k)) and bool(real[row, k])
+
+    assert torch.equal(mask.visible(), expected(2, 11, 11, sees))
+
+
+@pytest.mark.parametrize("is_rolling", [True, False])
+def test_runs_after_a_cache(is_rolling: bool) -> None:
+    """The chunk's own, wherever the layer's keys begin."""
+    cache = RollingLayerCache(4) if is_rolling else LayerCache()
+    first, second = (torch.zeros(2, tokens, 1, 1) for tokens in (5, 6))
+    cache.append(first, first)
+    context = Context(second[..., 0, 0], cache=KVCache([cache]))
+    context.see_runs(RUNS[:, 5:])
+    keys, _ = cache.append(second, second)
+    assert keys.shape[1] == (9 if is_rolling else 11)
+    mask = context.mask(keys.shape[1], window=4, cache=cache)
+    assert isinstance(mask, Mask)
+    visible = expected(2, 11, 11, lambda r, q, k: q - k < 4 and (k <= q or (q > 4 and same_run(r, q, k))))
+    assert torch.equal(mask.visible(), visible[:, :, 5:, cache.offset :])
+
+
+def test_a_run_ends_with_its_text() -> None:
+    here, text = torch.ones(1, 9, dtype=torch.bool), [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    context = Context(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 4, 6, 9]))
+    context.see_runs(here)
+    mask = context.mask(9)
+    assert isinstance(mask, Mask)
+    assert torch.equal(mask.visible(), expected(1, 9, 9, lambda r, q, k: text[q] == text[k]))
+
+
+def test_runs_of_one_token_need_no_mask() -> None:
+    for tokens in (1, 7):
+        context = Context(torch.zeros(1, tokens))
+        context.see_runs(torch.arange(tokens)[None] % 2 == 0)
+        assert context.mask(tokens) is None
+
+
+def test_runs_when_compiled() -> None:
+    def visible(x: Tensor, here: Tensor) -> Tensor:
+        context = Context(x)
+        context.see_runs(here)
+        mask = context.mask(x.shape[1], window=3)
+        assert isinstance(mask, Mask)
+        return mask.visible()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(visible, backend="aot_eager", fullgraph=True)
+    for here in (RUNS, torch.zeros_like(RUNS)):
+        assert torch.equal(*torch.broadcast_tensors(compiled(RUNS.float(), here), visible(RUNS.float(), here)))
+
+
 @pytest.mark.parametrize("wrong", [{"attention_mask": torch.ones(1, 10)}, {"cache": KVCache([LayerCache()])}])
 def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
     for x, options in ((torch.zeros(1, 10), wrong), (torch.zeros(2, 10), {})):
@@ -103,20 +175,24 @@ def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 128, 200])
-@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed", "runs", "runs, padded", "runs, packed"])
 def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: bool, device: str) -> None:
     tokens = 300
     options: dict[str, Tensor] = {}
-    if kind == "padded":
+    if "padded" in kind:
         options["attention_mask"] = torch.ones(2, tokens, dtype=torch.bool)
         options["attention_mask"][0, :140] = False
-    if kind == "packed":
+    if "packed" in kind:
         options["cu_seqlens"] = torch.tensor([0, 7, 130, 260])
-    rows = 2 if kind == "padded" else 1
+    rows = 1 if "packed" in kind else 2
     context = Context(torch.zeros(rows, tokens, device=device), **{k: t.to(device) for k, t in options.items()})
+    if "runs" in kind:
+        here = torch.arange(tokens, device=device) % torch.tensor([[190], [30]], device=device)[:rows] > 20
+        context.see_runs(here)
     mask = context.mask(tokens, window=window, is_causal=is_causal, even_if_plain=True)
     assert isinstance(mask, Mask)
     blocks, visible = mask.blocks(), mask.visible()[:, 0].cpu()
+    rows = len(visible)
     padded = torch.nn.functional.pad(visible, (0, 84, 0, 84)).view(rows, 3, 128, 3, 128)
     dense = blocks.to_dense()[:, 0].bool().cpu()
     assert torch.equal(dense | padded.any(4).any(2), dense)  # whatever is seen is computed
