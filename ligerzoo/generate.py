@@ -89,7 +89,6 @@ def generate(
     generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
     use_cache: bool = True,
-    token_type_ids: Tensor | None = None,
     **model_inputs: Any,
 ) -> Tensor:
     """Continues each prompt by up to `max_new_tokens` tokens.
@@ -119,8 +118,8 @@ def generate(
         use_cache: keep keys and values. Without, all is computed again for each token: slow, with the same result
             (but for rotary positions of type dynamic, and longrope outside Phi-3, whose keys a cache keeps as they
             were first rotated, as transformers' does).
-        token_type_ids: (B, T), the kinds of the prompts' tokens, for models that read them; new ones are of kind 0.
-        model_inputs: what else the model reads with the prompts, such as the `pixel_values` of their images.
+        model_inputs: what else the model reads with the prompts, such as the `pixel_values` of their images. What tells
+            of each token, (B, T, ...), stands as they do.
 
     Returns:
         (B, T + new) int64: each prompt as it was given, padding included, and then its continuation.
@@ -145,6 +144,11 @@ def generate(
     _require(bool(pad_ids) or not can_end or len(input_ids) == 1, "pad_token_id", "none", "what ended rows should show")
 
     tokens, real = align_prompts(input_ids, attention_mask)
+    for name in getattr(model, "inputs_per_token", ()):
+        if model_inputs.get(name) is not None:
+            told = tuple(model_inputs[name].shape)
+            _require(told[:2] == input_ids.shape, name, told, f"{tuple(input_ids.shape)} and more, as input_ids")
+            model_inputs[name] = _aligned(model_inputs[name], attention_mask, tokens.shape[1])
     read = [tokens]
     (rows, prompt), device = tokens.shape, tokens.device
     if real is not None:
@@ -152,25 +156,21 @@ def generate(
         positions = (real.cumsum(1) - 1).clamp(min=0)
     seen = None
     if repetition_penalty != 1:
-        seen = torch.zeros(rows, model.config.vocab_size, dtype=torch.bool, device=device).scatter_(1, tokens, True)
+        # The last column is for tokens that are read and never written, such as an image's.
+        seen = torch.zeros(rows, model.config.vocab_size + 1, dtype=torch.bool, device=device)
+        seen.scatter_(1, tokens.clamp(max=model.config.vocab_size), True)
     eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
     running = torch.ones(rows, dtype=torch.bool, device=device)
     continuation = torch.full((rows, max_new_tokens), pad_ids[0] if pad_ids else 0, device=device)
     made, cache, beside = 0, None, model_inputs
-    types = None
-    if token_type_ids is not None:
-        shape = tuple(token_type_ids.shape)
-        _require(shape == tuple(input_ids.shape), "token_type_ids", shape, f"{tuple(input_ids.shape)}, as input_ids")
-        types = F.pad(align_prompts(token_type_ids, attention_mask)[0], (0, max_new_tokens))
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
     while made < max_new_tokens:
-        mask, position_ids, end = None, None, prompt + made
+        mask, position_ids = None, None
         if real is not None:
+            end = prompt + made
             mask, position_ids = real[:, :end], positions[:, end - tokens.shape[1] : end]
-        if types is not None and cache is None:
-            beside = {**beside, "token_type_ids": types[:, :end]}
         output = model(
             tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1, **beside
         )
@@ -178,7 +178,7 @@ def generate(
 
         logits = output.logits[:, -1].float()
         if seen is not None:
-            logits = penalize_repetition(logits, seen, repetition_penalty)
+            logits = penalize_repetition(logits, seen[:, :-1], repetition_penalty)
         if do_sample:
             token = draw(filter_logits(logits, temperature, top_k, top_p, min_p), generator)
         else:
@@ -228,9 +228,17 @@ def align_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Ten
     real = attention_mask.to(device=input_ids.device, dtype=torch.bool)
     lengths = real.sum(1).tolist()
     _require(0 not in lengths, "attention_mask", "a row of padding only", "a token to begin with in each row")
-    order = real.argsort(stable=True, dim=1)[:, -max(lengths) :]  # padding first, then the tokens as they come
-    tokens, real = input_ids.gather(1, order), real.gather(1, order)
+    tokens, real = (_aligned(x, real, max(lengths)) for x in (input_ids, real))
     return (tokens, None) if min(lengths) == max(lengths) else (tokens.where(real, tokens[:, -1:]), real)
+
+
+def _aligned(x: Tensor, attention_mask: Tensor | None, length: int) -> Tensor:
+    """(B, T, ...) -> (B, length, ...): what tells of each token, that of padding first, then that of the tokens as they
+    come, as far as there is so much room."""
+    if attention_mask is None:
+        return x
+    order = attention_mask.to(x.device, torch.bool).argsort(stable=True, dim=1)[:, -length:]
+    return x[torch.arange(len(x), device=x.device)[:, None], order]
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -23,11 +23,13 @@ from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
 PARTS = {
     "visual.": "vision tower",
     "vision_tower.": "vision tower",
+    "vision_model.": "vision tower",
     "multi_modal_projector.": "projector",
     "embed_tokens": "embedding",
     "lm_head": "head",
     "norm": "norms",
     "self_attn": "attention",
+    "cross_attn": "cross-attention",
     ".experts.": "experts",
     "shared_expert": "shared expert",
     ".gate.": "router",
@@ -110,6 +112,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         ("shape", _shape(config)),
         *_mixtures(config),
         *_windows(config),
+        *_images(config),
         ("context", f"{config.max_position_embeddings:,} tokens, {_rotary(config)}"),
         *_parameters(tensors, config),
         *_memory(tensors, config),
@@ -163,10 +166,15 @@ def _mixtures(config: Any) -> list[tuple[str, str]]:
 
 
 def _windows_of(config: Any) -> list[int | None]:
-    """How far a token sees in each layer; None for all before it."""
+    """How far a token sees in each layer of self-attention; None for all before it."""
     if hasattr(config, "window"):
         return [config.window(layer) for layer in range(config.num_hidden_layers)]
-    return [getattr(config, "sliding_window", None)] * config.num_hidden_layers
+    return [getattr(config, "sliding_window", None)] * (config.num_hidden_layers - len(_attending_to_images(config)))
+
+
+def _attending_to_images(config: Any) -> set[int]:
+    """The layers that do, in place of attending to the text."""
+    return {layer for layer in getattr(config, "cross_attention_layers", ()) if layer < config.num_hidden_layers}
 
 
 def _windows(config: Any) -> list[tuple[str, str]]:
@@ -175,6 +183,11 @@ def _windows(config: Any) -> list[tuple[str, str]]:
         ("windows", f"{count} of {config.num_hidden_layers} layers see the last {window:,} tokens")
         for window, count in counts.items()
     ]
+
+
+def _images(config: Any) -> list[tuple[str, str]]:
+    layers = _attending_to_images(config)
+    return [("images", f"{len(layers)} of {config.num_hidden_layers} layers attend to them")] if layers else []
 
 
 def _rotary(config: Any) -> str:

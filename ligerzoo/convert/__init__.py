@@ -20,6 +20,7 @@ MODEL_TYPES = (
     "ministral3",
     "mistral",
     "mixtral",
+    "mllama",
     "olmo2",
     "phi3",
     "qwen2",

@@ -2,18 +2,21 @@
 
 from ligerzoo.layers.attention import Attention, attend
 from ligerzoo.layers.backend import set_backend
-from ligerzoo.layers.block import PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
-from ligerzoo.layers.cache import KVCache, LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
+from ligerzoo.layers.cache import KVCache, LayerCache, MemoryLayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context, shifted_labels
-from ligerzoo.layers.decoder import Decoder
+from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
+from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.embedding import ScaledEmbedding
 from ligerzoo.layers.head import LMHead
-from ligerzoo.layers.image_tower import Encoder, ImageEmbedding, ImageTower, PoolingProjector
-from ligerzoo.layers.masks import Mask
+from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
+from ligerzoo.layers.masks import Mask, TileMask
+from ligerzoo.layers.memory import Memory, tile_memory
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
+from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
     Grids,
     PatchEmbedding,
@@ -29,11 +32,14 @@ __all__ = [
     "AllHeadsRMSNorm",
     "Attention",
     "AxialRotaryEmbedding",
+    "BlockStack",
     "Context",
+    "CrossAttention",
+    "CrossAttentionBlock",
     "Decoder",
-    "Encoder",
     "Experts",
     "GatedMLP",
+    "GatedPreNormBlock",
     "Grids",
     "ImageEmbedding",
     "ImageTower",
@@ -42,6 +48,8 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "Mask",
+    "Memory",
+    "MemoryLayerCache",
     "MoE",
     "PatchEmbedding",
     "PatchMerger",
@@ -58,6 +66,10 @@ __all__ = [
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
     "StaticLayerCache",
+    "TileEmbedding",
+    "TileMask",
+    "TilePositionEmbedding",
+    "TiledVisionTower",
     "VisionTower",
     "WindowedVisionTower",
     "attend",
@@ -67,4 +79,5 @@ __all__ = [
     "sectioned",
     "set_backend",
     "shifted_labels",
+    "tile_memory",
 ]

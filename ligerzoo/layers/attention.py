@@ -19,7 +19,7 @@ from ligerzoo.kernels import rope
 from ligerzoo.kernels.dispatch import Backend, check_backend, wide
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.masks import Mask, added
+from ligerzoo.layers.masks import AttentionMask, added
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 # Asked for by name: which one a plain call gets differs between versions of torch, and cuDNN's is 1.7 times as fast on
@@ -65,7 +65,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask | Tensor | None = None,
+    mask: AttentionMask | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = True,
@@ -87,9 +87,9 @@ def attend(
     """
     tokens, keys = q.shape[1], k.shape[1]
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MOST_SCORES
-    if isinstance(mask, Mask) and not on_cpu and not is_short and q.shape[-1] >= 16:
+    if isinstance(mask, AttentionMask) and not on_cpu and not is_short and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
-    if isinstance(mask, Mask):
+    if isinstance(mask, AttentionMask):
         mask = mask.added(q.dtype)
     elif mask is not None:
         mask = added(mask, q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -109,7 +109,9 @@ def attend(
     return out.transpose(1, 2)
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float | None) -> Tensor:
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, softcap: float | None
+) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out: Tensor = _compiled_flex_attention()(
         q, k, v, _softcapped(softcap), mask.blocks(), scale, enable_gqa=q.shape[1] != k.shape[1]

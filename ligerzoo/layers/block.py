@@ -6,6 +6,7 @@ All are called as `block(x, context, cache)`, x: (B, T, H) -> (B, T, H), and cal
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.cache import LayerCache
@@ -55,6 +56,32 @@ class ScaledPreNormBlock(PreNormBlock):
         attended = self.self_attn(self.input_layernorm(x), context, cache)
         normalized, x = add_and_normalize(x, self.multiplier * attended, self.post_attention_layernorm)
         return x + self.multiplier * self.mlp(normalized, context)  # type: ignore[no-any-return]
+
+
+class GatedPreNormBlock(PreNormBlock):
+    """A pre-norm block each branch of which is scaled by the tanh of a learned number (Llama 3.2 Vision).
+
+    Args:
+        parts: those of `PreNormBlock`.
+    """
+
+    def __init__(
+        self, *parts: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(*parts)
+        self.gate_attn = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.gate_ffn = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the gates from N(0, std^2)."""
+        nn.init.normal_(self.gate_attn, std=std)
+        nn.init.normal_(self.gate_ffn, std=std)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        attended = self.gate_attn.tanh() * self.self_attn(self.input_layernorm(x), context, cache)
+        normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
+        return x + self.gate_ffn.tanh() * self.mlp(normalized, context)  # type: ignore[no-any-return]
 
 
 class PostNormBlock(nn.Module):

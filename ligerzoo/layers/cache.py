@@ -84,6 +84,17 @@ class RollingLayerCache(LayerCache):
         return _part(self._keys, start, end), _part(self._values, start, end)
 
 
+class MemoryLayerCache(LayerCache):
+    """Of a cross-attention layer: the keys and values of a memory, such as images, projected once. They are no tokens
+    of the text, and their number does not count as its length."""
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """The keys and values to attend to, (B, S, K, D) each, of which there are some."""
+        assert self._keys is not None
+        assert self._values is not None
+        return _part(self._keys, 0, self.length), _part(self._values, 0, self.length)
+
+
 class StaticLayerCache(LayerCache):
     """Of a fixed size: the same memory and the same shapes at every step that adds one token, and its place a number on
     the device, so that such steps can be captured in a CUDA graph.
@@ -170,12 +181,16 @@ class KVCache:
             are rotated otherwise (LongRoPE); None where keys stay as they are.
         position_offset: (B or 1, 1) int64, by how much the positions of tokens to come differ from their places in the
             text, of which images take up more than they take up positions (M-RoPE); None for not at all.
+        last_visible: (B, 1, images, tiles) bool, what the last token sees of the images in the memory; None for all.
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
         self.useful_until: int | None = None
         self.position_offset: Tensor | None = None
+        self.last_visible: Tensor | None = None
+        self._of_text = next((layer for layer in self.layers if not isinstance(layer, MemoryLayerCache)), None)
+        self._of_memory = next((layer for layer in self.layers if isinstance(layer, MemoryLayerCache)), None)
 
     def serves(self, tokens: int) -> bool:
         """Whether what it holds is of use to so many more tokens; if not, all are to be read anew, with a new cache."""
@@ -185,16 +200,21 @@ class KVCache:
     @property
     def length(self) -> int:
         """The number of tokens the cache has seen (those of padding included)."""
-        return self.layers[0].length if self.layers else 0
+        return self._of_text.length if self._of_text else 0
+
+    @property
+    def memory_length(self) -> int:
+        """The number of states that each cross-attention layer holds keys and values of."""
+        return self._of_memory.length if self._of_memory else 0
 
     @property
     def capacity(self) -> int | None:
         """The most tokens the cache can hold; None for any number."""
-        return self.layers[0].capacity if self.layers else None
+        return self._of_text.capacity if self._of_text else None
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """(T,) int64: the places that the next T tokens will have."""
-        return self.layers[0].positions(tokens, device) if self.layers else torch.arange(tokens, device=device)
+        return self._of_text.positions(tokens, device) if self._of_text else torch.arange(tokens, device=device)
 
     def get_seq_length(self) -> int:
         """`length`, under the name that Hugging Face's caches have for it."""

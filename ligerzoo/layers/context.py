@@ -6,6 +6,7 @@ Shapes: B batch, T tokens in the call, S keys that attention is handed (cached a
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from torch import Tensor
 from ligerzoo.layers.cache import KVCache, LayerCache
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from ligerzoo.layers.memory import Memory
 
 _NO_CACHE = KVCache([])
 
@@ -24,7 +28,8 @@ class Context:
     Args:
         x: (B, T) token ids or (B, T, H) embeddings, of which only the shape and the device matter.
         attention_mask: (B, S), 1 for a token and 0 for padding, cached tokens included; or a ready mask (B, 1, T, S)
-            for every layer, boolean (True: visible) or to be added, each row of which sees something; or None.
+            for every layer, boolean (True: visible) or to be added, each row of which sees something; or a `Mask` for
+            every layer, without a cache; or None.
         position_ids: (B or 1, T), or (A, B or 1, T) on several axes; by default the tokens' places, counted from the
             start of their text. Without a cache and padding, a position on a single axis that is not the one before it
             plus 1 begins another text, as in transformers.
@@ -38,6 +43,7 @@ class Context:
         starts: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
         real: (B, S) bool, False for padding; None where all tokens are known to be real.
         last_seen: (B, T) int64, the place up to which each token sees with causality; None for its own.
+        memory: what cross-attention looks at; None, which it is at first, for nothing.
         router_logits: of each mixture of experts, (B * T, E), in the order of the layers.
 
     Raises:
@@ -47,7 +53,7 @@ class Context:
     def __init__(
         self,
         x: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Mask | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
@@ -65,9 +71,11 @@ class Context:
             )
         if cu_seqlens is not None:
             _check_packing(cu_seqlens, x, attention_mask, cache)
-        self._ready: Tensor | None = None
+        self._ready: Tensor | Mask | None = None
         self.real: Tensor | None = None
-        if attention_mask is not None and _checked(attention_mask, self.tokens, cache).ndim == 4:
+        if isinstance(attention_mask, Mask) or (
+            attention_mask is not None and _checked(attention_mask, self.tokens, cache).ndim == 4
+        ):
             self._ready = attention_mask
         elif attention_mask is not None:
             self.real = attention_mask.to(x.device, torch.bool)
@@ -89,6 +97,7 @@ class Context:
         if position_ids is None:
             position_ids = self._places_in_text()
         self.position_ids = position_ids
+        self.memory: Memory | None = None
         self.router_logits: list[Tensor] = []
         self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
@@ -174,6 +183,8 @@ class Context:
     def _mask(
         self, keys: int, offset: int, window: int | None, is_causal: bool, even_if_plain: bool
     ) -> Mask | Tensor | None:
+        if isinstance(self._ready, Mask):
+            return self._ready
         if self._ready is not None:
             return _of_keys(self._ready, offset, keys)
         is_windowed = window is not None and keys > window
@@ -212,7 +223,7 @@ def shifted_labels(labels: Tensor, starts: Tensor | None = None, ignored: int = 
     return shifted
 
 
-def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | None, cache: KVCache | None) -> None:
+def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask | None, cache: KVCache | None) -> None:
     """Raises ValueError unless these are the bounds of texts in one row. Their values are looked at on a CPU alone, for
     it would make the host wait for a GPU."""
     if cache is not None or attention_mask is not None or len(x) != 1:

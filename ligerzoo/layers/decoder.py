@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligerzoo.layers.cache import KVCache, LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.cache import KVCache, LayerCache, MemoryLayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.cross_attention import CrossAttentionBlock
 
 
 class Decoder(nn.Module):
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache: rolling for layers with a sliding window and growing for the others, or, given a capacity,
-        of that fixed size for all."""
+        of that fixed size for all. (What cross-attention looks at takes what room it needs, and stays.)"""
         return KVCache(_new_layer_cache(layer, capacity) for layer in self.layers)
 
 
@@ -75,6 +76,31 @@ def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, reco
     return x
 
 
+class BlockStack(nn.Module):
+    """Blocks, one after the other.
+
+    Args:
+        layers: the blocks, each called as `PreNormBlock` is.
+
+    Attributes:
+        gradient_checkpointing: see `Decoder`.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.gradient_checkpointing = False
+
+    def forward(self, x: Tensor, context: Context, kept: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """x: (B, T, E) -> (B, T, E), and as much after each of the blocks whose numbers are `kept`."""
+        after: dict[int, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            x = run_blocks([layer], x, context, recompute=self.gradient_checkpointing)
+            if number in kept:
+                after[number] = x
+        return x, [after[number] for number in kept]
+
+
 def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:
     """What the layer makes of x, and what it notes in the context, which stays as it is."""
     context = context.fork()
@@ -82,6 +108,8 @@ def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, lis
 
 
 def _new_layer_cache(layer: nn.Module, capacity: int | None) -> LayerCache:
+    if isinstance(layer, CrossAttentionBlock):
+        return MemoryLayerCache()
     if capacity is not None:
         return StaticLayerCache(capacity)
     window = getattr(getattr(layer, "self_attn", None), "window", None)

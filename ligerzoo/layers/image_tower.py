@@ -8,14 +8,13 @@ of a patch, H the decoder's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.decoder import run_blocks
+from ligerzoo.layers.decoder import BlockStack
 from ligerzoo.layers.vision import PatchEmbedding
 
 
@@ -61,26 +60,6 @@ class ImageEmbedding(nn.Module):
         return self.patch_embedding(patches.contiguous()) + self.position_embedding.weight  # type: ignore[no-any-return]
 
 
-class Encoder(nn.Module):
-    """A stack of blocks.
-
-    Args:
-        layers: the blocks, each called as `PreNormBlock` is.
-
-    Attributes:
-        gradient_checkpointing: see `Decoder`.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.gradient_checkpointing = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (n, L, E) -> (n, L, E)."""
-        return run_blocks(self.layers, x, Context(x), recompute=self.gradient_checkpointing)
-
-
 class ImageTower(nn.Module):
     """Images to features of their patches: every patch sees those of its own image.
 
@@ -90,13 +69,15 @@ class ImageTower(nn.Module):
         post_layernorm: applied to the last block's output.
     """
 
-    def __init__(self, embeddings: ImageEmbedding, encoder: Encoder, post_layernorm: nn.Module) -> None:
+    def __init__(self, embeddings: ImageEmbedding, encoder: BlockStack, post_layernorm: nn.Module) -> None:
         super().__init__()
         self.embeddings, self.encoder, self.post_layernorm = embeddings, encoder, post_layernorm
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """pixel_values: (n, C, S, S) -> (n, L, E)."""
-        return self.post_layernorm(self.encoder(self.embeddings(pixel_values)))  # type: ignore[no-any-return]
+        patches = self.embeddings(pixel_values)
+        features, _ = self.encoder(patches, Context(patches))
+        return self.post_layernorm(features)  # type: ignore[no-any-return]
 
 
 class PoolingProjector(nn.Module):

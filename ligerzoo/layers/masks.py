@@ -3,13 +3,14 @@
 Causality, sliding windows, packed texts, images whose tokens all see each other, and any of these together let a query
 see one interval of keys. So a mask is the intervals' two ends, a number each per query, and what padding takes out of
 them. A matrix of T x S is made from that only for short texts and on a CPU; for long ones on a GPU FlexAttention gets a
-mask of blocks.
+mask of blocks. Only what cross-attention sees of images is told otherwise.
 
 Shapes: B batch, T queries, S keys.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -19,7 +20,72 @@ from torch import Tensor
 _BLOCK = 128
 
 
-class Mask:
+class AttentionMask(ABC):
+    """Which keys each query sees, made into what an attention kernel takes when it asks.
+
+    Args:
+        queries: T.
+        keys: S.
+    """
+
+    def __init__(self, queries: int, keys: int) -> None:
+        self.queries, self.keys = queries, keys
+        self._added: dict[torch.dtype, Tensor] = {}
+        self._blocks: Any = None
+
+    @abstractmethod
+    def visible(self) -> Tensor:
+        """(B or 1, 1, T, S) bool."""
+
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """(B or 1, 1, T, S): what to add to scores of this dtype, for hidden keys its most negative finite number."""
+        if torch.compiler.is_compiling():  # which keeps what is used again, and refuses to keep it across checkpoints
+            return added(self.visible(), dtype)
+        if dtype not in self._added:
+            self._added[dtype] = added(self.visible(), dtype)
+        return self._added[dtype]
+
+    def blocks(self) -> Any:
+        """FlexAttention's mask: the blocks of keys that each block of queries sees in full, and those it sees parts
+        of."""
+        if torch.compiler.is_compiling():
+            return self._block_mask()
+        if self._blocks is None:
+            self._blocks = self._block_mask()
+        return self._blocks
+
+    def _block_mask(self) -> Any:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        seen, seen_in_full = self._seen_blocks()
+        return BlockMask.from_kv_blocks(
+            *_listed(seen & ~seen_in_full),
+            *_listed(seen_in_full),
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=self._sees,
+            seq_lengths=(self.queries, self.keys),
+        )
+
+    @abstractmethod
+    def _seen_blocks(self) -> tuple[Tensor, Tensor]:
+        """(B or 1, blocks of queries, blocks of keys) bool: what is seen at all, and what in full."""
+
+    @abstractmethod
+    def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        """Whether the query sees the key, as FlexAttention asks: for 0-d numbers of the row, head, query and key."""
+
+    def _queries_in_blocks(self, x: Tensor) -> Tensor:
+        """(B, T, ...) -> (B, blocks, 128, ...); the last query again where the last block is not full."""
+        places = torch.arange(-(-self.queries // _BLOCK) * _BLOCK, device=x.device).clamp(max=self.queries - 1)
+        return x[:, places].view(len(x), -1, _BLOCK, *x.shape[2:])
+
+    def _key_blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(blocks,) each: the first and the last key of each block of keys."""
+        begin = torch.arange(0, self.keys, _BLOCK, device=device)
+        return begin, begin + _BLOCK - 1
+
+
+class Mask(AttentionMask):
     """Query t sees the keys from `first[t]` to `last[t]` that are no padding.
 
     On a GPU it sees itself at any rate: padding may have nothing else to see, and a fused kernel would give a row of
@@ -36,9 +102,8 @@ class Mask:
     """
 
     def __init__(self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None) -> None:
-        self.query, self.first, self.last, self.keys, self.real = query, first, last, keys, real
-        self._added: dict[torch.dtype, Tensor] = {}
-        self._blocks: Any = None
+        super().__init__(len(query), keys)
+        self.query, self.first, self.last, self.real = query, first, last, real
 
     def visible(self) -> Tensor:
         """(B or 1, 1, T, S) bool."""
@@ -50,39 +115,15 @@ class Mask:
                 visible = visible | (key == self.query[:, None])
         return visible[:, None]
 
-    def added(self, dtype: torch.dtype) -> Tensor:
-        """(B or 1, 1, T, S): what to add to scores of this dtype, for hidden keys its most negative finite number."""
-        if dtype not in self._added:
-            self._added[dtype] = added(self.visible(), dtype)
-        return self._added[dtype]
-
-    def blocks(self) -> Any:
-        """FlexAttention's mask: the blocks of keys that each block of queries sees in full, and those it sees parts
-        of."""
-        if self._blocks is None:
-            self._blocks = self._block_mask()
-        return self._blocks
-
-    def _block_mask(self) -> Any:
-        from torch.nn.attention.flex_attention import BlockMask
-
-        n_queries = self.query.shape[0]
-        places = torch.arange(-(-n_queries // _BLOCK) * _BLOCK, device=self.query.device).clamp(max=n_queries - 1)
-        first, last = (x[:, places].view(len(x), -1, _BLOCK) for x in (self.first, self.last))
-        begin = torch.arange(0, self.keys, _BLOCK, device=self.query.device)
-        end = begin + _BLOCK - 1
+    def _seen_blocks(self) -> tuple[Tensor, Tensor]:
+        first, last = map(self._queries_in_blocks, (self.first, self.last))
+        begin, end = self._key_blocks(self.query.device)
         seen = (end >= first.amin(-1)[..., None]) & (begin <= last.amax(-1)[..., None])
         seen_in_full = (begin >= first.amax(-1)[..., None]) & (end <= last.amin(-1)[..., None])
         if self.real is not None:
             real = F.pad(self.real, (0, len(begin) * _BLOCK - self.keys)).view(len(self.real), -1, _BLOCK).all(-1)
             seen, seen_in_full = seen.expand(len(real), -1, -1), seen_in_full & real[:, None]
-        return BlockMask.from_kv_blocks(
-            *_listed(seen & ~seen_in_full),
-            *_listed(seen_in_full),
-            BLOCK_SIZE=_BLOCK,
-            mask_mod=self._sees,
-            seq_lengths=(n_queries, self.keys),
-        )
+        return seen, seen_in_full
 
     def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
         row = b if len(self.first) > 1 else 0
@@ -90,6 +131,34 @@ class Mask:
         if self.real is not None:
             visible = visible & self.real[b, key] | (key == self.query[q])
         return visible
+
+
+class TileMask(AttentionMask):
+    """Keys that are seen in pieces of one length, such as the tiles of images.
+
+    Args:
+        sees: (B, T, N) bool, whether each query sees each piece.
+        length: the keys of a piece.
+    """
+
+    def __init__(self, sees: Tensor, length: int) -> None:
+        super().__init__(sees.shape[1], sees.shape[2] * length)
+        self.sees, self.length = sees, length
+
+    def visible(self) -> Tensor:
+        """(B, 1, T, S) bool."""
+        return self.sees.repeat_interleave(self.length, -1)[:, None]
+
+    def _seen_blocks(self) -> tuple[Tensor, Tensor]:
+        sees = self._queries_in_blocks(self.sees)
+        begin, end = self._key_blocks(self.sees.device)
+        piece = self.length * torch.arange(self.sees.shape[2], device=self.sees.device)
+        touched = (piece <= end[:, None]) & (piece + self.length > begin[:, None])  # (blocks of keys, N)
+        seen = (sees.any(2)[:, :, None] & touched).any(-1)
+        return seen, (sees.all(2)[:, :, None] | ~touched).all(-1) & (end < self.keys)
+
+    def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        return self.sees[b, q, key // self.length]
 
 
 def added(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from ligerzoo.models.ministral import Ministral, MinistralConfig
 from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 from ligerzoo.models.mistral import Mistral, MistralConfig
 from ligerzoo.models.mixtral import Mixtral, MixtralConfig
+from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
@@ -51,6 +52,9 @@ __all__ = [
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",
+    "Mllama",
+    "MllamaConfig",
+    "MllamaVisionConfig",
     "Olmo2",
     "Olmo2Config",
     "Phi3",

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ligerzoo.layers import (
+    BlockStack,
     Context,
+    CrossAttentionBlock,
     Decoder,
-    Encoder,
     Experts,
+    GatedPreNormBlock,
     KVCache,
     LayerNorm,
     LMHead,
@@ -23,6 +25,9 @@ from ligerzoo.layers import (
     PoolingProjector,
     RMSNorm,
     Router,
+    TiledVisionTower,
+    TileEmbedding,
+    TilePositionEmbedding,
     VisionTower,
     shifted_labels,
 )
@@ -63,6 +68,11 @@ _pytree.register_dataclass(CausalLMOutput)
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """(hidden states (B, T, H), the head's weight (V, H), targets (B, T), softcap, logit_scale, logits_budget, backend) ->
 (loss, 0-d or None, and details): what a model computes instead of the cross entropy."""
+
+_DRAWN = (
+    GatedPreNormBlock, PatchEmbedding, PoolingProjector, TileEmbedding, TilePositionEmbedding, TiledVisionTower
+)  # fmt: skip
+"""Layers with matrices that are no linear layers."""
 
 
 class CausalLMConfig(Protocol):
@@ -122,7 +132,8 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Random initialization: matrices from N(0, initializer_range^2), biases zero, norms one."""
+        """Random initialization: matrices from N(0, initializer_range^2), biases zero, norms one, gates of new layers
+        closed."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | LMHead | Router):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
@@ -131,9 +142,9 @@ class CausalLM(nn.Module):
             elif isinstance(module, Experts):
                 for weight in module.parameters():
                     nn.init.normal_(weight, std=self.config.initializer_range)
-            elif isinstance(module, PatchEmbedding | PoolingProjector):
+            elif isinstance(module, _DRAWN):
                 module.reset_parameters(self.config.initializer_range)
-            elif isinstance(module, RMSNorm | LayerNorm):
+            elif isinstance(module, RMSNorm | LayerNorm | CrossAttentionBlock):
                 module.reset_parameters()
 
     def forward(
@@ -204,8 +215,11 @@ class CausalLM(nn.Module):
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
         """What the decoder reads: (B, T) token ids, or (B, T, H) embeddings in their place. An architecture that reads
-        more than text puts that among them here, and may tell the context where it stands."""
+        more than text puts that among them here, or in the context, and may tell that where it stands."""
         return x
+
+    inputs_per_token: ClassVar[tuple[str, ...]] = ()
+    """The names of what `embed` reads that tells something of each token, (B, T, ...)."""
 
     aux_loss_weight = 0.0
     """What `aux_loss` is multiplied by before it is added to the loss."""
@@ -250,7 +264,7 @@ class CausalLM(nn.Module):
 
     def _set_gradient_checkpointing(self, on: bool) -> None:
         for module in self.modules():
-            if isinstance(module, Decoder | Encoder | VisionTower):
+            if isinstance(module, BlockStack | Decoder | VisionTower):
                 module.gradient_checkpointing = on
 
     @classmethod

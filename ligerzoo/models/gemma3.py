@@ -15,14 +15,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Unpack
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
     MLP,
     Attention,
+    BlockStack,
     Context,
-    Encoder,
     ImageEmbedding,
     ImageTower,
     LayerNorm,
@@ -131,6 +132,7 @@ class Gemma3(CausalLM):
     config: Gemma3Config
     vision_tower: ImageTower
     multi_modal_projector: PoolingProjector
+    inputs_per_token = ("token_type_ids",)
 
     def __init__(self, config: Gemma3Config, **make: Unpack[Make]) -> None:
         c, v = config, config.vision_config
@@ -159,17 +161,12 @@ class Gemma3(CausalLM):
             context: where they stand.
             pixel_values: (n, C, S, S), the images of the batch, in their order.
             token_type_ids: (B, T), 1 for the tokens of images; by default, where there are `pixel_values`, for those
-                that are `image_token_id`.
+                that are `image_token_id`. Tokens behind those that it tells of are of text.
 
         Raises:
             ValueError: images and tokens do not fit together.
         """
-        shape = x.shape[:2]
-        if token_type_ids is not None and token_type_ids.shape != shape:
-            raise ValueError(
-                f"token_type_ids {tuple(token_type_ids.shape)}; expected {tuple(shape)}, one for each token"
-            )
-        together = None if token_type_ids is None else (token_type_ids == 1).to(x.device)
+        together = None if token_type_ids is None else self._of_images(token_type_ids, x)
         if pixel_values is not None:
             if x.is_floating_point():
                 raise ValueError("images need input_ids to tell their places")
@@ -181,6 +178,16 @@ class Gemma3(CausalLM):
         if together is not None:
             context.see_runs(together)
         return x
+
+    @staticmethod
+    def _of_images(token_type_ids: Tensor, x: Tensor) -> Tensor:
+        """(B, T) bool."""
+        rows, tokens = x.shape[:2]
+        if token_type_ids.ndim != 2 or len(token_type_ids) != rows or token_type_ids.shape[1] > tokens:
+            raise ValueError(
+                f"token_type_ids {tuple(token_type_ids.shape)}; expected {(rows, tokens)}, one for each token"
+            )
+        return F.pad(token_type_ids == 1, (0, tokens - token_type_ids.shape[1]), value=False).to(x.device)
 
 
 def vision_tower(config: Gemma3VisionConfig, **make: Unpack[Make]) -> ImageTower:
@@ -199,4 +206,4 @@ def vision_tower(config: Gemma3VisionConfig, **make: Unpack[Make]) -> ImageTower
         )
 
     embeddings = ImageEmbedding(c.image_size, c.patch_size, c.hidden_size, channels=c.num_channels, **make)
-    return ImageTower(embeddings, Encoder(block() for _ in range(c.num_hidden_layers)), norm())
+    return ImageTower(embeddings, BlockStack(block() for _ in range(c.num_hidden_layers)), norm())

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def value_of(config: Any, name: str) -> Any:
 
 def has(config: Any, name: str) -> bool:
     return name in RENAMED or hasattr(config, name) or hasattr(config.get_text_config(), name)
+
+
+def with_entries(config: Mapping[str, Any], **entries: Any) -> dict[str, Any]:
+    """The config.json with other entries for the decoder, wherever its own are."""
+    nested = {"text_config": {**config["text_config"], **entries}} if "text_config" in config else entries
+    return {**config, **nested}
 
 
 def assert_same_vision(ours: Any, theirs: Any) -> None:
@@ -169,25 +176,19 @@ def test_nonsense_in_an_entry(model_type: str) -> None:
     for name in sorted((known | config.keys()) - {"architectures", "model_type", "num_hidden_layers"}):
         for value in NONSENSE:
             with contextlib.suppress(ConfigError):
-                read = architecture.config_from_hf({**config, name: value})
+                read = architecture.config_from_hf(with_entries(config, **{name: value}))
                 if name not in ("vocab_size", "hidden_size", "intermediate_size"):
                     architecture.build_on_meta(read)
     for value in NONSENSE:
         with contextlib.suppress(ConfigError):
-            architecture.config_from_hf({**config, "num_hidden_layers": value})
+            architecture.config_from_hf(with_entries(config, num_hidden_layers=value))
 
 
 @every_type
 def test_what_would_change_numbers_is_refused(model_type: str) -> None:
     architecture = architecture_of(model_type)
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
-
-    def with_entries(**entries: Any) -> dict[str, Any]:
-        """For the decoder, wherever its own are."""
-        nested = {"text_config": {**config["text_config"], **entries}} if "text_config" in config else entries
-        return {**config, **nested}
-
     with pytest.raises(ConfigError, match="hidden_act"):  # gemma reads one entry, gemma2 the other
-        architecture.config_from_hf(with_entries(hidden_act="relu6", hidden_activation="relu6"))
+        architecture.config_from_hf(with_entries(config, hidden_act="relu6", hidden_activation="relu6"))
     with pytest.raises(ConfigError, match="unknown rope type"):
-        architecture.config_from_hf(with_entries(rope_scaling={"rope_type": "unheard of", "factor": 2.0}))
+        architecture.config_from_hf(with_entries(config, rope_scaling={"rope_type": "unheard of", "factor": 2.0}))

@@ -84,7 +84,9 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if re.search(r"(norm\d?|ln_q)\.weight$", name) else 0.2 * noise)
+            is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
+            is_gate = parameter.shape == (1,)  # the tanh of which scales a branch
+            parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
     return model
 
 

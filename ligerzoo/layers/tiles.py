@@ -1,0 +1,199 @@
+"""Images in tiles of one size: a vision tower in which all patches of an image see each other, whatever their tile.
+
+An image has one to t tiles in one of R arrangements (rows and columns), which a number tells: 1 to R, or 0 for no
+image. Tiles that it does not have are there all the same, with pixels of 0, and so are some rows that once made the
+number of patches a multiple of 8: both are called padding, and both are seen.
+
+Shapes: n images, t tiles, C channels, P states of a tile: its patches and, before them, one of the class embedding, E
+features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.decoder import BlockStack
+from ligerzoo.layers.masks import Mask
+from ligerzoo.layers.vision import PatchEmbedding
+
+
+class TileEmbedding(nn.Module):
+    """A vector for each tile of each arrangement, scaled by the tanh of a learned number, at first 0.
+
+    Args:
+        arrangements: R.
+        tiles: t.
+        embed_dim: E.
+    """
+
+    def __init__(
+        self,
+        arrangements: int,
+        tiles: int,
+        embed_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.tiles = tiles
+        self.embedding = nn.Embedding(arrangements + 1, tiles * embed_dim, device=device, dtype=dtype)
+        self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the embedding from N(0, std^2), and closes the gate."""
+        nn.init.normal_(self.embedding.weight, std=std)
+        nn.init.zeros_(self.gate)
+
+    def forward(self, arrangement: Tensor) -> Tensor:
+        """(n,) int -> (n, t, E)."""
+        return self.gate.tanh() * self.embedding(arrangement).view(len(arrangement), self.tiles, -1)  # type: ignore[no-any-return]
+
+
+class TilePositionEmbedding(nn.Module):
+    """Learned positions within a tile, and such as differ by tile and arrangement; the tanh of a learned number, at
+    first 0, says how much of each.
+
+    Args:
+        arrangements: R.
+        tiles: t.
+        length: P.
+        embed_dim: E.
+    """
+
+    def __init__(
+        self,
+        arrangements: int,
+        tiles: int,
+        length: int,
+        embed_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(length, embed_dim, device=device, dtype=dtype))
+        self.tile_embedding = nn.Embedding(arrangements + 1, tiles * length * embed_dim, device=device, dtype=dtype)
+        self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws both embeddings from N(0, std^2), and closes the gate."""
+        nn.init.normal_(self.embedding, std=std)
+        nn.init.normal_(self.tile_embedding.weight, std=std)
+        nn.init.zeros_(self.gate)
+
+    def forward(self, x: Tensor, arrangement: Tensor) -> Tensor:
+        """x: (n, t, P, E), arrangement: (n,) int -> (n, t, P, E)."""
+        gate = self.gate.tanh()
+        x = x + (1 - gate) * self.embedding
+        return x + gate * self.tile_embedding(arrangement).view_as(x)  # type: ignore[no-any-return]
+
+
+class TiledVisionTower(nn.Module):
+    """Tiles to the features of their patches: of the last block, and of some before (Llama 3.2 Vision).
+
+    Args:
+        patch_embedding: patches to features.
+        pre_tile_positional_embedding: added to all patches of a tile.
+        gated_positional_embedding: added to each patch, the class embedding's included.
+        layernorm_pre: before the first blocks.
+        transformer: the first blocks.
+        layernorm_post: after them.
+        post_tile_positional_embedding: then added to all states of a tile.
+        global_transformer: the last blocks.
+        intermediate_layers: the numbers of those among the first blocks (from 0) whose outputs are features too.
+    """
+
+    MULTIPLE = 8  # of which a tile's states are padded to be one, as the weights were trained
+
+    def __init__(
+        self,
+        patch_embedding: PatchEmbedding,
+        pre_tile_positional_embedding: TileEmbedding,
+        gated_positional_embedding: TilePositionEmbedding,
+        layernorm_pre: nn.Module,
+        transformer: BlockStack,
+        layernorm_post: nn.Module,
+        post_tile_positional_embedding: TileEmbedding,
+        global_transformer: BlockStack,
+        *,
+        intermediate_layers: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.patch_embedding = patch_embedding
+        self.pre_tile_positional_embedding = pre_tile_positional_embedding
+        self.class_embedding = nn.Parameter(torch.empty_like(gated_positional_embedding.embedding[0]))
+        self.gated_positional_embedding = gated_positional_embedding
+        self.layernorm_pre = layernorm_pre
+        self.transformer = transformer
+        self.layernorm_post = layernorm_post
+        self.post_tile_positional_embedding = post_tile_positional_embedding
+        self.global_transformer = global_transformer
+        self.intermediate_layers = intermediate_layers
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draws the class embedding from N(0, std^2)."""
+        nn.init.normal_(self.class_embedding, std=std)
+
+    @property
+    def tile_length(self) -> int:
+        """P."""
+        return len(self.gated_positional_embedding.embedding)
+
+    def forward(self, tiles: Tensor, arrangement: Tensor, is_tile: Tensor) -> Tensor:
+        """tiles: (n, t, C, height, width) -> (n, t * P, E * (1 + intermediate layers)).
+
+        Args:
+            tiles: pixels, of any floating dtype.
+            arrangement: (n,) int, 0 to R.
+            is_tile: (n, t), 1 for the tiles that the image has, which are its first; one at least.
+
+        Raises:
+            ValueError: `is_tile` has holes, or no tile at all (which torch.compile does not look at).
+        """
+        n, t = tiles.shape[:2]
+        patches = _patches(tiles, self.patch_embedding.weight.shape[-1])
+        x = self.patch_embedding(patches) + self.pre_tile_positional_embedding(arrangement)[:, :, None]
+        x = torch.cat([self.class_embedding.expand(n, t, 1, -1), x], 2)
+        x = self.layernorm_pre(self.gated_positional_embedding(x, arrangement))
+
+        length, padding = self.tile_length, -self.tile_length % self.MULTIPLE
+        x = F.pad(x.flatten(1, 2), (0, 0, 0, t * padding))  # behind all tiles: to attention that is as behind each
+        context = Context(x, _real_states_see_all(is_tile, length, keys=x.shape[1]))
+        x, between = self.transformer(x, context, self.intermediate_layers)
+        of_tiles = self.post_tile_positional_embedding(arrangement)
+        of_states = torch.cat([of_tiles.repeat_interleave(times, 1) for times in (length, padding)], 1)
+        x, _ = self.global_transformer(self.layernorm_post(x) + of_states, context)
+
+        x, *between = (state[:, : t * length] for state in (x, *between))
+        return torch.cat([x, torch.stack(between, -1).flatten(2)], -1) if between else x
+
+
+def _patches(images: Tensor, side: int) -> Tensor:
+    """(..., C, height, width) -> (..., height / side * width / side, C * side * side), row by row."""
+    *outer, channels, height, width = images.shape
+    blocks = images.reshape(*outer, channels, height // side, side, width // side, side)
+    return blocks.movedim((-4, -2), (-5, -4)).reshape(*outer, -1, channels * side * side)
+
+
+def _real_states_see_all(is_tile: Tensor, length: int, keys: int) -> Mask:
+    """The mask by which padding sees what is real, and what is real sees everything, padding included.
+
+    As Llama 3.2 Vision was trained, it hides a state from another if both are padding. What is real comes first, so
+    that each state sees the keys up to some last one.
+    """
+    tiles = is_tile.bool().sum(-1, keepdim=True)
+    first = torch.arange(is_tile.shape[1], device=is_tile.device) < tiles.clamp(min=1)
+    if not torch.compiler.is_compiling() and not torch.equal(first, is_tile.bool()):
+        raise ValueError(f"tiles {is_tile.int().tolist()}; expected 1 for the first of each image, and then 0")
+    place = torch.arange(keys, device=is_tile.device)
+    last = torch.where(place < tiles * length, keys - 1, tiles * length - 1)
+    return Mask(place, torch.zeros_like(last), last, keys)

@@ -1,0 +1,269 @@
+"""Llama 3.2 Vision, 11B and 90B (Grattafiori et al. 2024, section 7).
+
+    tiles -> patches -> L' x block -> norm -> L'' x gated block -> features, with those of blocks between -> images
+    tokens -> embedding -> L x [ Llama's block, or a gated block that attends to the images ] -> norm -> head
+
+Distinctive: Llama 3.1, with blocks between its own in which tokens attend to images, and which add nothing until they
+are trained (Flamingo, Alayrac et al. 2022). In the text an image is a single token; the tower sees it in up to four
+square tiles, all patches of which see each other. Text alone takes no notice of these blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard, Unpack
+
+from torch import Tensor, nn
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import (
+    MLP,
+    Attention,
+    BlockStack,
+    Context,
+    CrossAttention,
+    CrossAttentionBlock,
+    Decoder,
+    GatedMLP,
+    GatedPreNormBlock,
+    LayerNorm,
+    LMHead,
+    PatchEmbedding,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    TiledVisionTower,
+    TileEmbedding,
+    TilePositionEmbedding,
+    tile_memory,
+)
+from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.config import DecoderConfig, check_fields
+
+_IMAGE_TOKENS = 8  # tokens that can be read and not written: the image, and seven of no use
+
+
+@dataclass(frozen=True, kw_only=True)
+class MllamaVisionConfig:
+    """The numbers of the vision tower; defaults are those of transformers' MllamaVisionConfig.
+
+    Attributes:
+        num_global_layers: the number of gated blocks, after those that `num_hidden_layers` counts.
+        vision_output_dim: the features of a patch: `hidden_size` for the last block and each of the
+            `intermediate_layers_indices`.
+        image_size: the side of a tile, in pixels; likewise of a patch.
+        intermediate_layers_indices: the blocks, counted from 0, whose outputs are features too.
+        supported_aspect_ratios: the arrangements of tiles, as (rows, columns), which `aspect_ratio_ids` count from 1.
+    """
+
+    hidden_size: int = 1280
+    num_hidden_layers: int = 32
+    num_global_layers: int = 8
+    attention_heads: int = 16
+    num_channels: int = 3
+    intermediate_size: int = 5120
+    vision_output_dim: int = 7680
+    image_size: int = 448
+    patch_size: int = 14
+    norm_eps: float = 1e-5
+    max_num_tiles: int = 4
+    intermediate_layers_indices: Sequence[int] = field(default_factory=lambda: [3, 7, 15, 23, 30])
+    supported_aspect_ratios: Sequence[Sequence[int]] = field(
+        default_factory=lambda: [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        c, kept, ratios, where = self, self.intermediate_layers_indices, self.supported_aspect_ratios, "vision_config, "
+        _require(
+            _are_numbers(kept) and all(i < c.num_hidden_layers for i in kept),
+            where + "intermediate_layers_indices", kept, f"a list of numbers from 0 to {c.num_hidden_layers - 1}",
+        )  # fmt: skip
+        _require(
+            isinstance(ratios, list | tuple) and all(map(c._is_arrangement, ratios)),
+            where + "supported_aspect_ratios", ratios, f"a list of [rows, columns], of {c.max_num_tiles} tiles at most",
+        )  # fmt: skip
+        features = c.hidden_size * (1 + len(kept))
+        _require(
+            c.vision_output_dim == features, where + "vision_output_dim", c.vision_output_dim,
+            f"{features}, hidden_size times the last layer and the intermediate ones",
+        )  # fmt: skip
+        elements = c.max_num_tiles * c.tile_length * c.hidden_size  # which are one row of an embedding
+        _require(elements < 2**63, where + "image_size", c.image_size, "no more states of an image than can be counted")
+        for name, divisor in (("hidden_size", "attention_heads"), ("image_size", "patch_size")):
+            size, parts = getattr(c, name), getattr(c, divisor)
+            _require(size % parts == 0, where + name, size, f"a multiple of {divisor}, {parts}")
+
+    def _is_arrangement(self, ratio: object) -> bool:
+        return _are_numbers(ratio) and len(ratio) == 2 and 0 < ratio[0] * ratio[1] <= self.max_num_tiles
+
+    @property
+    def tile_length(self) -> int:
+        """The states of a tile: its patches, and one more."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MllamaConfig(DecoderConfig):
+    """The numbers of a Llama 3.2 Vision, of its decoder where nothing else is said; defaults are those of transformers'
+    MllamaTextConfig.
+
+    Attributes:
+        vision_config: the vision tower's.
+        cross_attention_layers: the layers, counted from 0, that attend to images. They are among `num_hidden_layers`;
+            numbers beyond count for nothing.
+        image_token_index: the token that stands for an image; it has an embedding and no logit.
+    """
+
+    vocab_size: int = 128256
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 40
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 5e5
+    vision_config: MllamaVisionConfig = field(default_factory=MllamaVisionConfig)
+    cross_attention_layers: Sequence[int] = field(default_factory=lambda: [3, 8, 13, 18, 23, 28, 33, 38])
+    image_token_index: int = field(default=128256, metadata={"least": 0})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = self.cross_attention_layers
+        _require(_are_numbers(layers), "cross_attention_layers", layers, "a list of numbers of layers")
+        attending = sum(layer < self.num_hidden_layers for layer in set(layers))
+        _require(
+            attending < self.num_hidden_layers, "cross_attention_layers", layers, "some layer that is not among them"
+        )
+        _require(not self.tie_word_embeddings, "tie_word_embeddings", True, "false, for the embedding has more tokens")
+
+    @property
+    def all_layers(self) -> int:
+        return self.num_hidden_layers + self.vision_config.num_hidden_layers + self.vision_config.num_global_layers
+
+
+def _are_numbers(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether these are whole numbers, 0 or more."""
+    return isinstance(value, list | tuple) and all(type(number) is int and number >= 0 for number in value)
+
+
+def _require(holds: bool, where: str, got: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError("not a possible value", where=where, got=repr(got)[:200], expected=expected)
+
+
+class Mllama(CausalLM):
+    """Llama 3.2 Vision with a language-model head."""
+
+    config: MllamaConfig
+    vision_model: TiledVisionTower
+    multi_modal_projector: nn.Linear
+    inputs_per_token = ("cross_attention_mask",)
+
+    def __init__(self, config: MllamaConfig, **make: Unpack[Make]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        heads = c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size
+
+        def norm(size: int = c.hidden_size) -> RMSNorm:
+            return RMSNorm(size, c.rms_norm_eps, **make)
+
+        def block() -> PreNormBlock:
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            return PreNormBlock(norm(), Attention(*heads, rotary, **make), norm(), mlp)
+
+        def cross_block() -> CrossAttentionBlock:
+            attention = CrossAttention(*heads, q_norm=norm(c.head_size), k_norm=norm(c.head_size), **make)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            return CrossAttentionBlock(norm(), attention, norm(), mlp, **make)
+
+        embedding = nn.Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **make)
+        layers = [cross_block() if i in c.cross_attention_layers else block() for i in range(c.num_hidden_layers)]
+        super().__init__(
+            config,
+            Decoder(embedding, layers, norm()),
+            LMHead(c.hidden_size, c.vocab_size, **make),
+            vision_model=vision_tower(c.vision_config, **make),
+            multi_modal_projector=nn.Linear(c.vision_config.vision_output_dim, c.hidden_size, **make),
+        )
+
+    def embed(
+        self,
+        x: Tensor,
+        context: Context,
+        pixel_values: Tensor | None = None,
+        aspect_ratio_ids: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        cross_attention_states: Tensor | None = None,
+    ) -> Tensor:
+        """The tokens as they are, for images are not put among them: the context gets the images to attend to.
+
+        Args:
+            x: what `forward` has as `input_ids` or `inputs_embeds`.
+            context: where they stand.
+            pixel_values: (B, M, t, C, side, side), M images of each text, t tiles of each; 0 where there are fewer.
+            aspect_ratio_ids: (B, M), the number of the arrangement of the tiles; 0 for no image.
+            aspect_ratio_mask: (B, M, t), 1 for the tiles that an image has, which are its first; for no image, too, the
+                first is 1.
+            cross_attention_mask: (B, T, M, t), 1 where a token sees a tile, those cached included. It may tell of all
+                tokens from the beginning of the text on; and what the last of them sees, those after it see, too. By
+                default every token sees what the last one in the cache does, or else, and with new images, everything.
+            cross_attention_states: (B, M * t * P, H), what the tower and the projector made of the images, in place of
+                these.
+
+        Raises:
+            ValueError: the inputs do not fit together.
+        """
+        states = self._images(len(x), pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_states)
+        mask = None if cross_attention_mask is None else cross_attention_mask.to(x.device)
+        context.memory = tile_memory(context, states, mask, self.vision_model.tile_length)
+        return x
+
+    def _images(
+        self,
+        rows: int,
+        pixels: Tensor | None,
+        arrangement: Tensor | None,
+        is_tile: Tensor | None,
+        states: Tensor | None,
+    ) -> Tensor | None:
+        """(B, M * t * P, H), what the decoder attends to of the new images; None without any."""
+        if pixels is None:
+            return None if states is None else states.reshape(rows, -1, states.shape[-1])
+        c = self.config.vision_config
+        if states is not None or arrangement is None or is_tile is None:
+            raise ValueError("pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states")
+        shapes, images = [tuple(tensor.shape) for tensor in (pixels, arrangement, is_tile)], pixels.shape[1]
+        whole = rows, images, c.max_num_tiles, c.num_channels, c.image_size, c.image_size
+        if shapes != [whole, whole[:2], whole[:3]]:
+            raise ValueError(
+                f"pixel_values, aspect_ratio_ids and aspect_ratio_mask of shapes {shapes}; "
+                f"expected {[whole, whole[:2], whole[:3]]}"
+            )
+        features = self.vision_model(pixels.flatten(0, 1), arrangement.flatten(), is_tile.flatten(0, 1))
+        return self.multi_modal_projector(features).view(rows, -1, self.config.hidden_size)  # type: ignore[no-any-return]
+
+
+def vision_tower(config: MllamaVisionConfig, **make: Unpack[Make]) -> TiledVisionTower:
+    """The tower, from tiles to the features that the projector reads."""
+    c, arrangements = config, len(config.supported_aspect_ratios)
+
+    def norm(eps: float = c.norm_eps) -> LayerNorm:
+        return LayerNorm(c.hidden_size, eps, **make)
+
+    def parts() -> tuple[nn.Module, ...]:
+        attention = Attention(c.hidden_size, c.attention_heads, is_causal=False, **make)
+        return norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, **make)
+
+    return TiledVisionTower(
+        PatchEmbedding((c.num_channels, c.patch_size, c.patch_size), c.hidden_size, **make),
+        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **make),
+        TilePositionEmbedding(arrangements, c.max_num_tiles, c.tile_length, c.hidden_size, **make),
+        norm(1e-5),
+        BlockStack(PreNormBlock(*parts()) for _ in range(c.num_hidden_layers)),
+        norm(1e-5),
+        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **make),
+        BlockStack(GatedPreNormBlock(*parts(), **make) for _ in range(c.num_global_layers)),
+        intermediate_layers=c.intermediate_layers_indices,
+    )

@@ -1,0 +1,570 @@
+"""Llama 3.2 Vision against transformers: every tiny checkpoint on text, images in several tilings and padded batches of
+them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging
+
+from ligerzoo import AutoModel, Processor
+from ligerzoo.convert.mllama import config_from_hf
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
+from ligerzoo.info import describe
+from ligerzoo.models import Mllama, MllamaConfig, MllamaVisionConfig
+from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors, under_their_names
+from tests.models.tiny import Tiny
+from tests.models.tiny_mllama import CHECKPOINTS, MLLAMA, PROMPTS, TEXT, VISION, Prompt, Row, mllama, prompt
+from tests.test_processor import checkpoint as processor_files
+from tests.test_processor import text, user
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+# transformers 5.17 calls its own tower by a name that it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")
+IMAGES, BATCH = PROMPTS["images of several tilings"], PROMPTS["a padded batch"]
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS, ids=str)
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    row: Tiny = request.param
+    return row
+
+
+@pytest.fixture(scope="module")
+def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(directory: Path, device: str) -> tuple[Mllama, PreTrainedModel]:
+    return load_both(directory, torch.float32, device)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, device: str) -> tuple[Mllama, PreTrainedModel]:
+    """One checkpoint, for what need not be shown of all."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    CHECKPOINTS[0].write(path)
+    return load_both(path, torch.float32, device)
+
+
+@pytest.fixture
+def model(pair: tuple[Mllama, PreTrainedModel]) -> Mllama:
+    return pair[0]
+
+
+def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Mllama, PreTrainedModel]:
+    theirs = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return Mllama.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
+
+
+def prompt_for(model: Mllama, rows: list[Row], side: str = "left") -> Prompt:
+    made = prompt(rows, vars(model.config.vision_config), side)
+    vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
+    return Prompt(made.ids.to(model.device), made.mask.to(model.device), vision)
+
+
+def labels_for(p: Prompt, vocab_size: int) -> Tensor:
+    """Of text, and none for the first token, which padding would predict."""
+    wanted = (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.ids < vocab_size)
+    return p.ids.masked_fill(~wanted | (torch.rand(p.ids.shape) < 0.2).to(p.ids.device), -100)
+
+
+def all_gradients(model: Mllama, **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
+def test_logits_loss_and_gradients(models: tuple[Mllama, PreTrainedModel], rows: list[Row]) -> None:
+    ours, theirs = models
+    p = prompt_for(ours, rows)
+    labels = labels_for(p, ours.config.vocab_size)
+    expected = theirs(input_ids=p.ids, attention_mask=p.mask, labels=labels, **p.vision)
+    with torch.no_grad():
+        logits = ours(p.ids, p.mask, **p.vision).logits
+    assert_close(logits[p.mask == 1], expected.logits[p.mask == 1], "logits")
+
+    for model in models:
+        model.zero_grad()
+    loss = ours(p.ids, p.mask, labels=labels, **p.vision).loss
+    assert_close(loss, expected.loss, "loss")
+    loss.backward()
+    expected.loss.backward()
+    wanted = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), wanted)
+    assert got.keys() == wanted.keys()
+    assert (len(wanted) == len(list(theirs.parameters()))) == bool(p.vision)
+    gates = [name for name, gradient in wanted.items() if gradient.shape == (1,)]
+    for name in wanted.keys() - gates:
+        assert_close(got[name], wanted[name], f"gradient of {name}")
+    if gates:  # each a sum over all features of all tokens, which may all but cancel: the largest is the measure
+        assert_close(torch.cat([got[name] for name in gates]), torch.cat([wanted[name] for name in gates]), "gates")
+
+
+@torch.no_grad()
+def test_bf16_logits(directory: Path, device: str) -> None:
+    ours, theirs = load_both(directory, torch.bfloat16, device)
+    prompts = [prompt_for(ours, rows) for rows in PROMPTS.values()]
+
+    def logits(model: Any) -> list[Tensor]:
+        return [model(input_ids=p.ids, attention_mask=p.mask, **p.vision).logits[p.mask == 1] for p in prompts]
+
+    for got, expected, truth in zip(logits(ours), logits(theirs), logits(theirs.float()), strict=True):
+        assert got.dtype == expected.dtype == torch.bfloat16
+        if device == "cpu":
+            ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
+            assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
+        assert (got - truth).norm() <= 1.05 * (expected - truth).norm()
+
+
+@pytest.mark.parametrize("rows", [PROMPTS["text"], BATCH], ids=["text", "a-padded-batch"])
+@torch.no_grad()
+def test_greedy_generation(models: tuple[Mllama, PreTrainedModel], rows: list[Row]) -> None:
+    ours, theirs = models
+    p = prompt_for(ours, rows)
+    got = ours.generate(p.ids, p.mask, max_new_tokens=8, eos_token_id=[], **p.vision)
+    # Their cache would take the number of states of images, in the first layer, for that of tokens.
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    options["use_cache"] = 0 not in ours.config.cross_attention_layers
+    assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **options))
+
+
+def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+    model = AutoModel.from_pretrained(directory)
+    assert type(model) is Mllama
+    theirs = AutoModelForImageTextToText.from_pretrained(directory)
+    assert model.dtype == theirs.dtype
+    original, config = stored_tensors(directory), json.loads((directory / "config.json").read_text())
+    size = sum(tensor.nbytes for tensor in original.values())
+    model.save_pretrained(tmp_path / "saved", max_shard_size=size // tiny.shards + 1)
+    assert raw_bytes(stored_tensors(tmp_path / "saved")) == raw_bytes(original)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == config | tiny.corrected
+
+    again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(report.values()), report
+    p = prompt_for(model, IMAGES)
+    logits = [theirs.eval()(input_ids=p.ids, **p.vision).logits for theirs in (again, theirs)]
+    assert torch.equal(*logits)
+
+
+# The tower
+
+
+@pytest.mark.parametrize("tiles", [[(1, 1)], [(1, 4)], [(2, 2), (3, 1), (1, 1), (1, 2)]])
+@torch.no_grad()
+def test_tiles_of_an_image(pair: tuple[Mllama, PreTrainedModel], tiles: list[tuple[int, int]]) -> None:
+    """With padding that sees what is real, and is seen: pixels of tiles that are not there change what comes out."""
+    ours, theirs = pair
+    vision = prompt_for(ours, [[tile, 1] for tile in tiles] + [[2]]).vision
+    inputs = [vision[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")]
+    for _ in range(2):
+        expected = theirs.model.vision_model(*inputs).last_hidden_state
+        got = ours.vision_model(*(tensor.flatten(0, 1) for tensor in inputs)).view_as(expected)
+        assert_close(got, expected, "features")
+        inputs[0] = torch.randn_like(inputs[0])
+
+
+def test_large_images(tmp_path: Path, device: str) -> None:
+    """Whose attention is that of blocks on a GPU, in the tower and in the text."""
+    large = {"hidden_size": 32, "vision_output_dim": 96, "image_size": 64, "num_hidden_layers": 3}
+    mllama("large", {"hidden_size": 64}, large).write(tmp_path)
+    ours, theirs = load_both(tmp_path, torch.float32, device)
+    p = prompt_for(ours, [[300, (1, 2), 730]])
+    labels = labels_for(p, ours.config.vocab_size)
+    expected = theirs(input_ids=p.ids, labels=labels, **p.vision)
+    with torch.no_grad():
+        assert_close(ours(p.ids, **p.vision).logits, expected.logits, "logits")
+    expected.loss.backward()
+    got, wanted = all_gradients(ours, input_ids=p.ids, labels=labels, **p.vision), gradients(theirs)
+    for name, gradient in under_their_names(ours, got, wanted).items():
+        if gradient.numel() > 1:
+            assert_close(gradient, wanted[name], f"gradient of {name}")
+
+
+# What tokens see
+
+
+@pytest.mark.parametrize("kind", ["at random", "by default", "of no image", "as one number"])
+@torch.no_grad()
+def test_cross_attention_masks(pair: tuple[Mllama, PreTrainedModel], kind: str) -> None:
+    ours, theirs = pair
+    p = prompt_for(ours, BATCH)
+    mask = p.vision.pop("cross_attention_mask")
+    if kind != "by default":
+        shown = {"at random": torch.rand(mask.shape) < 0.3, "of no image": mask < 0, "as one number": mask >= 0}[kind]
+        shown[0, 5:9] = False
+        p.vision["cross_attention_mask"] = shown.to(mask)
+    got = ours(p.ids, p.mask, **p.vision).logits
+    expected = theirs(input_ids=p.ids, attention_mask=p.mask, **p.vision).logits
+    assert_close(got[p.mask == 1], expected[p.mask == 1], "logits")
+
+
+@torch.no_grad()
+def test_states_in_place_of_pixels(pair: tuple[Mllama, PreTrainedModel]) -> None:
+    ours, theirs = pair
+    p = prompt_for(ours, BATCH)
+    mask = p.vision["cross_attention_mask"]
+    tiles, length = mask.shape[2] * mask.shape[3], ours.vision_model.tile_length
+    states = torch.randn(len(p.ids), tiles * length, ours.config.hidden_size, device=p.ids.device)
+    inputs = {"input_ids": p.ids, "attention_mask": p.mask, "cross_attention_mask": mask}
+    got, expected = (model(**inputs, cross_attention_states=states).logits for model in (ours, theirs))
+    assert_close(got[p.mask == 1], expected[p.mask == 1], "logits")
+
+
+# Caches
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+@torch.no_grad()
+def test_a_conversation_from_a_cache(pair: tuple[Mllama, PreTrainedModel], capacity: int | None) -> None:
+    """As transformers goes on with a new image: it is put behind those in the cache, which tokens before never saw."""
+    ours, theirs = pair
+    turns: list[list[Row]] = [[[4, (1, 2), 3], [8]], [[3], [3]], [[2, (2, 1), 4], [3, (1, 1), 3]]]
+    first, second, third = (prompt_for(ours, turn) for turn in turns)
+    before = first.vision["cross_attention_mask"]
+    before = torch.cat([before, before[:, -1:].expand(-1, 3, -1, -1)], 1)
+    after = torch.cat([before[:, -1:].expand(-1, 7, -1, -1), third.vision["cross_attention_mask"]], 2)
+    third.vision["cross_attention_mask"] = torch.cat([F.pad(before, (0, 0, 0, 1)), after], 1)
+    cache, theirs_cache = ours.new_cache(capacity), None
+    for p, told in ((first, {}), (second, {"cross_attention_mask": before}), (third, {})):
+        got = ours(p.ids, past_key_values=cache, **p.vision).logits  # which remembers what transformers must be told
+        expected = theirs(input_ids=p.ids, past_key_values=theirs_cache, use_cache=True, **p.vision, **told)
+        theirs_cache = expected.past_key_values
+        assert_close(got, expected.logits, "logits from a cache")
+    assert (cache.length, cache.memory_length) == (18, 2 * 4 * ours.vision_model.tile_length)
+
+
+@pytest.mark.parametrize("capacity", [None, 60])
+@torch.no_grad()
+def test_chunks_and_single_tokens(model: Mllama, capacity: int | None) -> None:
+    p = prompt_for(model, BATCH)
+    whole = model(p.ids, p.mask, **p.vision).logits
+    mask = p.vision["cross_attention_mask"]
+    assert (mask[:, 20:] == mask[:, 20:21]).all()
+    for remembers in (True, False):  # of all tokens, and of the first, those after which see the same
+        cache, pieces, end, vision = model.new_cache(capacity), [], 0, p.vision
+        for size in (9, 1, 7, 1, 1, 1, 6, p.ids.shape[1] - 26):
+            start, end = end, end + size
+            sees = {"cross_attention_mask": mask[:, : min(end, 21)]} if end < 26 or not remembers else {}
+            inputs = {**vision, **sees}
+            pieces.append(model(p.ids[:, start:end], p.mask[:, :end], past_key_values=cache, **inputs).logits)
+            vision = {}
+        assert_close(torch.cat(pieces, 1)[p.mask == 1], whole[p.mask == 1], "logits from a cache")
+
+
+@torch.no_grad()
+def test_a_static_cache_keeps_its_place(model: Mllama) -> None:
+    """Steps of one token change neither shapes nor addresses, so that they can be captured in a CUDA graph."""
+    p, cache = prompt_for(model, IMAGES), model.new_cache(capacity=60)
+    model(p.ids, past_key_values=cache, **p.vision)
+    buffers = [(layer._keys.shape, layer._keys.data_ptr()) for layer in cache.layers if layer._keys is not None]
+    for _ in range(3):
+        model(p.ids[:, :1], past_key_values=cache)
+    assert buffers == [(layer._keys.shape, layer._keys.data_ptr()) for layer in cache.layers if layer._keys is not None]
+    assert len(buffers) == 4
+
+
+@torch.no_grad()
+def test_generation(model: Mllama) -> None:
+    """With and without a cache, padded on either side and more than needed: the same. And tokens that have no logit, as
+    an image's, are not in the way of a penalty."""
+    p = prompt_for(model, BATCH)
+    ids, mask, sees = p.ids.where(p.ids < model.config.vocab_size, 104), p.mask, p.vision.pop("cross_attention_mask")
+    right = [torch.zeros_like(x) for x in (ids, mask, sees)]
+    for i, row in enumerate(mask):
+        for there, here in zip(right, (ids, mask, sees), strict=True):
+            there[i, : int(row.sum())] = here[i, row == 1]
+    wider = [torch.cat([torch.zeros_like(x[:, :2]), x], 1) for x in (ids, mask, sees)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "repetition_penalty": 1.3, **p.vision}
+    expected = model.generate(ids, mask, cross_attention_mask=sees, **options)[:, -6:]
+    assert len(set(expected.flatten().tolist())) > 3
+    for prompts in ((ids, mask, sees), right, wider):
+        for use_cache in (True, False):
+            got = model.generate(*prompts[:2], cross_attention_mask=prompts[2], use_cache=use_cache, **options)
+            assert torch.equal(got[:, -6:], expected)
+    with pytest.raises(LigerzooError, match=r"cross_attention_mask: .* got \(3, 4, 3, 4\); expected"):
+        model.generate(ids, mask, cross_attention_mask=sees[:, :4], **options)
+
+
+# Packed texts
+
+
+@pytest.mark.parametrize("by_positions", [False, True])
+def test_packed(model: Mllama, by_positions: bool) -> None:
+    """[A | text | B | padding] gives the logits, the loss and the gradients of each alone, which see their own images,
+    and also where they should see none yet."""
+    texts: list[Row] = [[3, (1, 2), 8], [9], [4, (2, 1), (1, 1), 6]]
+    parts = [prompt_for(model, [row]) for row in texts]
+    lengths = [part.ids.shape[1] for part in parts]
+    ids = torch.cat(
+        [part.ids for part in parts] + [] if by_positions else [*(part.ids for part in parts), parts[1].ids], 1
+    )
+    seeing = [part.vision for part in parts if part.vision]
+    vision = {name: torch.cat([v[name] for v in seeing], 1) for name in seeing[0] if name != "cross_attention_mask"}
+    sees = torch.zeros(1, ids.shape[1], 3, 4, device=ids.device)
+    sees[:, : lengths[0], :1] = seeing[0]["cross_attention_mask"]
+    sees[:, sum(lengths[:2]) : sum(lengths), 1:] = seeing[1]["cross_attention_mask"]
+    vision["cross_attention_mask"] = sees
+    packing = {"cu_seqlens": torch.tensor([0, *np.cumsum(lengths).tolist()])}
+    if by_positions:
+        packing = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    packing = {name: tensor.to(ids.device) for name, tensor in packing.items()}
+    with torch.no_grad():
+        logits = model(ids, **packing, **vision).logits
+    for got, part in zip(logits.split([*lengths, ids.shape[1] - sum(lengths)], 1), parts, strict=False):
+        assert_close(got, model(part.ids, **part.vision).logits, "logits")
+
+    vocab_size = model.config.vocab_size
+    labels = ids.masked_fill(ids >= vocab_size, -100)
+    labels[:, sum(lengths) :] = -100
+    packed = all_gradients(model, input_ids=ids, labels=labels, num_items_in_batch=20, **packing, **vision)
+    alone: dict[str, Tensor] = {}
+    for part in parts:
+        of_text = part.ids.masked_fill(part.ids >= vocab_size, -100)
+        found = all_gradients(model, input_ids=part.ids, labels=of_text, num_items_in_batch=20, **part.vision)
+        alone = {name: alone.get(name, 0) + found.get(name, 0) for name in {**alone, **found}}
+    assert packed.keys() == alone.keys()
+    for name, gradient in packed.items():
+        assert_close(gradient, alone[name], f"gradient of {name}")
+
+    del vision["cross_attention_mask"]
+    with pytest.raises(ValueError, match="packed texts with images need a cross_attention_mask"):
+        model(ids, **packing, **vision)
+    assert model(ids, **packing).logits.isfinite().all()
+
+
+# Training
+
+
+def test_gradient_checkpointing(model: Mllama) -> None:
+    p = prompt_for(model, IMAGES)
+    inputs = {"input_ids": p.ids, "labels": labels_for(p, model.config.vocab_size), **p.vision}
+    calls: list[nn.Module] = []
+    tower = model.vision_model
+    blocks = [*tower.transformer.layers, *tower.global_transformer.layers, *model.model.layers]
+    hooks = [block.register_forward_pre_hook(lambda block, _: calls.append(block)) for block in blocks]
+    found, counts = [], []
+    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        switch()
+        calls.clear()
+        found.append(all_gradients(model, **inputs))
+        counts.append({calls.count(block) for block in blocks})
+    model.gradient_checkpointing_disable()
+    for hook in hooks:
+        hook.remove()
+    assert counts == [{1}, {2}]
+    assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_a_frozen_tower(model: Mllama) -> None:
+    p = prompt_for(model, IMAGES)
+    inputs = {"input_ids": p.ids, "labels": labels_for(p, model.config.vocab_size), **p.vision}
+    whole = all_gradients(model, **inputs)
+    model.vision_model.requires_grad_(False)
+    kept: list[bool] = []
+    hook = model.vision_model.register_forward_hook(lambda _, __, features: kept.append(features.requires_grad))
+    try:
+        got = all_gradients(model, **inputs)
+    finally:
+        model.vision_model.requires_grad_(True)
+        hook.remove()
+    assert kept == [False]
+    assert got.keys() == {name for name in whole if not name.startswith("vision_model.")}
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, whole[name])
+
+
+def small() -> Mllama:
+    """A new model of as few layers as show all kinds."""
+    vision = MllamaVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2, intermediate_size=64,
+        vision_output_dim=64, image_size=16, patch_size=4, intermediate_layers_indices=[0],
+    )  # fmt: skip
+    return Mllama(
+        MllamaConfig(
+            vocab_size=101, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, cross_attention_layers=[1], vision_config=vision, initializer_range=0.3,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def test_compiled(device: str) -> None:
+    """In one graph, also where blocks are computed again."""
+    model = small().to(device)
+    for name, parameter in model.named_parameters():
+        nn.init.ones_(parameter) if name.endswith("gate") else None
+    p = prompt_for(model, BATCH)
+    inputs = {"input_ids": p.ids, "attention_mask": p.mask, "labels": labels_for(p, 101), **p.vision}
+    expected = all_gradients(model, **inputs)
+    torch._dynamo.reset()
+    model.gradient_checkpointing_enable()
+    torch.compile(model, backend="eager", fullgraph=True)(**inputs).loss.backward()
+    got = gradients(model)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_a_new_model(tmp_path: Path) -> None:
+    """Is drawn at random, tower included, with gates of images closed, and saved as the hub has them."""
+    made = small()
+    for name, parameter in made.named_parameters():
+        if name.endswith(("bias", "gate")):
+            assert not parameter.any(), name
+        elif name.endswith(("gate_attn", "gate_ffn")):
+            assert parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            assert 0.2 < parameter.std().item() < 0.4, name
+    made.save_pretrained(tmp_path)
+    assert Mllama.from_pretrained(tmp_path).config == made.config
+    theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    names = {"language_model.lm_head.weight", "language_model.model.layers.1.cross_attn_mlp_gate"}
+    assert names <= stored_tensors(tmp_path).keys()
+    p = prompt_for(made, IMAGES)
+    assert_close(made(p.ids, **p.vision).logits, theirs(input_ids=p.ids, **p.vision).logits, "logits")
+    assert torch.equal(made(p.ids, **p.vision).logits, made(p.ids).logits)
+
+
+# From a file to an answer
+
+
+def test_from_an_image_to_an_answer(tmp_path: Path, device: str) -> None:
+    config = {**MLLAMA, "text_config": {**TEXT, "vocab_size": 256 + 4}}  # the processor's image token has no logit
+    config["vision_config"] = {**VISION, "image_size": 56, "patch_size": 14}
+    Tiny("whole", config, tensors=CHECKPOINTS[0].tensors).write(tmp_path)
+    written = (tmp_path / "config.json").read_text()
+    processor_files(tmp_path, "mllama")
+    (tmp_path / "config.json").write_text(written)
+    Image.fromarray(np.arange(40 * 90 * 3, dtype=np.uint8).reshape(40, 90, 3)).save(tmp_path / "cat.png")
+
+    process, model = Processor.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path, device=device)
+    pictured = user({"type": "image", "path": str(tmp_path / "cat.png")}, text("What is it?"))
+    inputs = process([pictured, user(text("Hello"))], add_generation_prompt=True)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path).to(device)
+    expected = theirs.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = model.generate(**inputs, max_new_tokens=8, eos_token_id=[])
+    assert torch.equal(got, expected)
+    blank = {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}
+    assert not torch.equal(model.generate(**blank, max_new_tokens=8, eos_token_id=[]), got)
+
+
+# Refusals
+
+
+def test_what_does_not_fit_together(model: Mllama) -> None:
+    p = prompt_for(model, BATCH)
+    vision = p.vision
+    tiles, mask = vision["aspect_ratio_mask"], vision["cross_attention_mask"]
+    states = torch.zeros(3, 12 * model.vision_model.tile_length, model.config.hidden_size, device=model.device)
+    alone = {"pixel_values": vision["pixel_values"], "aspect_ratio_ids": vision["aspect_ratio_ids"]}
+    for wrong, message in (
+        ({**vision, "cross_attention_states": states}, "need aspect_ratio_ids and aspect_ratio_mask, and no"),
+        (alone, "pixel_values need aspect_ratio_ids and aspect_ratio_mask"),
+        (
+            {**vision, "aspect_ratio_ids": vision["aspect_ratio_ids"][:, :1]},
+            r"\(3, 1\).*; expected \[\(3, 3, 4, 3, 12, 12\), \(3, 3\), \(3, 3, 4\)\]",
+        ),
+        ({**vision, "pixel_values": vision["pixel_values"][..., :8]}, "pixel_values, aspect_ratio_ids and"),
+        ({**vision, "aspect_ratio_mask": tiles.flip(2)}, "expected 1 for the first of each image, and then 0"),
+        ({**vision, "aspect_ratio_mask": torch.zeros_like(tiles)}, "expected 1 for the first of each image"),
+        ({**vision, "cross_attention_mask": mask[:, :, :2]}, r"\(3, \d+, 2, 4\); expected .* with 12 tiles in all"),
+        ({**vision, "cross_attention_mask": mask[0]}, "cross_attention_mask has shape"),
+        ({**vision, "cross_attention_mask": torch.cat([mask, mask], 1)}, "cross_attention_mask has shape"),
+        ({"cross_attention_mask": mask}, "with 0 tiles in all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(p.ids, p.mask, **wrong)
+
+
+@pytest.mark.parametrize(
+    "part, changes, named",
+    [
+        (
+            "text_config",
+            {"cross_attention_layers": [0, 1, 2, 3, 9]},
+            "cross_attention_layers: .* some layer that is not",
+        ),
+        ("text_config", {"cross_attention_layers": [-1]}, "cross_attention_layers"),
+        ("text_config", {"cross_attention_layers": "all"}, "cross_attention_layers"),
+        ("text_config", {"hidden_act": "gelu"}, "hidden_act"),
+        ("vision_config", {"hidden_act": "quick_gelu"}, "hidden_act"),
+        ("vision_config", {"intermediate_layers_indices": [0, 3]}, "intermediate_layers_indices: .* from 0 to 2"),
+        ("vision_config", {"intermediate_layers_indices": [True, 2]}, "intermediate_layers_indices"),
+        ("vision_config", {"vision_output_dim": 96}, "vision_config, vision_output_dim: .* got 96; expected 72"),
+        ("vision_config", {"attention_heads": 5}, "vision_config, hidden_size: .* a multiple of attention_heads, 5"),
+        ("vision_config", {"patch_size": 5}, "vision_config, image_size: .* a multiple of patch_size, 5"),
+        ("vision_config", {"image_size": [12, 12]}, "image_size"),
+        ("vision_config", {"supported_aspect_ratios": [[1, 1], [1, 5]]}, "supported_aspect_ratios: .* 4 tiles at most"),
+        ("vision_config", {"supported_aspect_ratios": [1, 2]}, "supported_aspect_ratios"),
+        ("vision_config", {"max_num_tiles": 2}, "supported_aspect_ratios"),
+        ("vision_config", {"num_global_layers": 0}, "num_global_layers"),
+        ("vision_config", "large", "vision_config: not an object"),
+        ("text_config", 5, "text_config: not an object"),
+    ],
+)
+def test_configs_that_cannot_be(part: str, changes: Any, named: str) -> None:
+    changed = {**MLLAMA[part], **changes} if isinstance(changes, dict) else changes
+    with pytest.raises(ConfigError, match=named):
+        config_from_hf({**MLLAMA, part: changed})
+
+
+def test_heads_cannot_be_tied() -> None:
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        MllamaConfig(tie_word_embeddings=True)
+
+
+@torch.no_grad()
+def test_files_that_speak_of_a_tied_head(tmp_path: Path) -> None:
+    """Have none all the same."""
+    row = mllama("tied in name", {"tie_word_embeddings": True}, top={"tie_word_embeddings": True})
+    row.write(tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager")
+    ours, ids = AutoModel.from_pretrained(tmp_path, device="cpu"), torch.randint(3, 89, (1, 40))
+    assert_close(ours(ids).logits, theirs(input_ids=ids).logits, "logits")
+
+
+def test_other_names_of_entries() -> None:
+    vision = {name: value for name, value in VISION.items() if name != "attention_heads"}
+    raw = {**MLLAMA, "vision_config": {**vision, "num_attention_heads": 4}, "image_token_id": 7}
+    del raw["image_token_index"]
+    config = config_from_hf(raw)
+    assert (config.vision_config.attention_heads, config.image_token_index) == (4, 7)
+
+
+def test_more_blocks_than_tensors(tmp_path: Path) -> None:
+    CHECKPOINTS[0].write(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["vision_config"]["num_global_layers"] = 10**9
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="fewer tensors than layers"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_info(tmp_path: Path) -> None:
+    CHECKPOINTS[0].write(tmp_path)
+    page = describe(tmp_path)
+    for told in ("Mllama (MllamaForConditionalGeneration)", "vision tower", "projector", "2 of 4 layers attend"):
+        assert told in page
