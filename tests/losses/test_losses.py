@@ -174,6 +174,7 @@ def test_lower_precision(name: str, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("pattern", ["all", "half", "prompts", "whole rows"])
 @pytest.mark.parametrize("budget", [0, 1, 512])
 def test_bf16_on_a_gpu(budget: int, pattern: str) -> None:
