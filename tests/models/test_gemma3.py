@@ -243,9 +243,7 @@ def test_generation_with_types_of_tokens(model: Gemma3) -> None:
                 p.ids, p.mask, token_type_ids=p.types, max_new_tokens=6, use_cache=use_cache, **p.images
             )
             assert torch.equal(got[:, p.ids.shape[1] :], expected)
-    with pytest.raises(
-        ValueError, match=r"token_type_ids: .* got \(3, 30\); expected \(3, 34\) and more"
-    ):
+    with pytest.raises(ValueError, match=r"token_type_ids: .* got \(3, 30\); expected \(3, 34\) and more"):
         model.generate(ids, mask, token_type_ids=types[:, :30], max_new_tokens=1)
 
 
