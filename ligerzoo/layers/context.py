@@ -5,7 +5,6 @@ Shapes: B batch, T tokens in the call, S keys that attention is handed (cached a
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,12 @@ if TYPE_CHECKING:
     from ligerzoo.layers.memory import Memory
 
 _NO_CACHE = KVCache([])
+
+_ATTRIBUTES = (
+    "rows", "tokens", "cache", "real", "starts", "last_seen", "memory", "position_ids", "router_logits", "_ready",
+    "_places", "_end", "_rotations", "_masks",
+)  # fmt: skip
+"""All that a context has."""
 
 
 class Context:
@@ -104,7 +109,9 @@ class Context:
 
     def fork(self) -> Context:
         """A context whose notes are not this one's, for a layer that is computed again in the backward pass."""
-        fork = copy.copy(self)
+        fork = object.__new__(Context)
+        for name in _ATTRIBUTES:  # which torch.compile can follow in all versions, other than copy.copy
+            setattr(fork, name, getattr(self, name))
         fork.router_logits = []
         if torch.compiler.is_compiling():  # which lets nothing out of such a layer but what it returns
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
