@@ -274,3 +274,11 @@ def test_texts_are_told_apart_without_a_cache_alone() -> None:
     again = torch.tensor([[0, 1, 2, 0, 1]])
     assert Context(torch.zeros(1, 5), position_ids=again).starts is not None
     assert Context(torch.zeros(1, 5), position_ids=again, cache=KVCache([LayerCache()])).starts is None
+
+
+def test_a_fork_has_all_that_its_context_has() -> None:
+    context = Context(torch.zeros(1, 3, dtype=torch.int64))
+    fork = context.fork()
+    assert vars(fork).keys() == vars(context).keys()
+    assert fork.router_logits is not context.router_logits
+    assert fork.position_ids is context.position_ids
