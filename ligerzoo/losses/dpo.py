@@ -89,8 +89,9 @@ def apo_down(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
 
 def discopop(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
     margin = o.beta * (chosen - rejected)
-    share = torch.sigmoid(margin / o.discopop_tau)
-    return -F.logsigmoid(margin) * (1 - share) + torch.exp(-margin) * share
+    log_share = F.logsigmoid(margin / o.discopop_tau)
+    # Of the last product exp(-margin) alone would overflow where the share is 0.
+    return -F.logsigmoid(margin) * (1 - log_share.exp()) + torch.exp(log_share - margin)
 
 
 Variant = Callable[[Tensor, Tensor, DPOOptions], Tensor]

@@ -348,6 +348,17 @@ def test_odds_of_certain_answers_are_numbers() -> None:
     assert all(t.isfinite().all() for t in value_and_gradients(loss, [hidden, weight]))
 
 
+@pytest.mark.parametrize("variant", oracles.DPO)
+@pytest.mark.parametrize("log_ratio", [1e4, -1e4])
+def test_pairs_far_apart(variant: str, log_ratio: float) -> None:
+    """No exponential overflows."""
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    reference = torch.tensor([-log_ratio] * 3 + [log_ratio] * 3)
+    e = 0.01 if variant == "exo_pair" else 0.0
+    loss = losses.dpo_loss(hidden, weight, target, ref_logps=reference, variant=variant, label_smoothing=e).loss
+    assert all(t.isfinite().all() for t in value_and_gradients(loss, [hidden, weight]))
+
+
 def test_metrics_of_pairs() -> None:
     hidden, weight, _, target = exact("cpu")
     reference = constants()["ref_logps"]
