@@ -25,7 +25,8 @@ the variants are, with |y| the number of an answer's tokens:
     sapo       sapo             by 1 / |y|; over the rows
     vespo      vespo            over the tokens of the step
 
-An answer's r is exp(mean log(p / p_old)), its w is exp(sum log(p / p_old)). All are TRL's.
+An answer's r is exp(mean log(p / p_old)), its w is exp(sum log(p / p_old)). All are TRL's; but a ratio beyond exp(80)
+is that, a constant, where TRL's overflows.
 """
 
 from __future__ import annotations
@@ -81,11 +82,17 @@ class Step(NamedTuple):
     correction: Tensor | None
 
 
+_HIGHEST_LOG_RATIO = 80.0
+"""Its exponential, and products of that, are numbers in fp32. Of an infinite ratio that is clipped, or has an advantage
+of 0, the gradient would be none, for 0 times infinity is not."""
+
+
 def step_of(logps: Tensor, rollout: Rollout, level: Level) -> Step:
     old_logps = logps.detach() if rollout.old_logps is None else rollout.old_logps
     log_ratio = logps - old_logps
     of_level = log_ratio if level == "token" else summed(log_ratio, rollout.mask, average=True)[:, None]
-    return Step(logps, log_ratio, of_level.exp(), rollout.advantages, rollout.mask, rollout.correction)
+    ratio = of_level.clamp(max=_HIGHEST_LOG_RATIO).exp()
+    return Step(logps, log_ratio, ratio, rollout.advantages, rollout.mask, rollout.correction)
 
 
 def _either(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
@@ -300,7 +307,7 @@ def grpo_loss(
         losses = loss_of_tokens(step, options)
         if rollout.correction is not None and loss_of_tokens is not vespo:  # which has it in its weights
             losses = losses * rollout.correction
-        if rollout.ref_logps is not None:
+        if beta != 0 and rollout.ref_logps is not None:  # without a weight they are for the metrics alone
             losses = losses + beta * kl_of(logps, step.ratio, rollout.ref_logps, options)
         total = (rollout.weights * losses).sum()
         return total if entropy is None else total - entropy_share * summed(entropy, rollout.mask).sum()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ligerzoo import losses
 from ligerzoo.kernels import valid_rows
 from ligerzoo.kernels.head import DenseHead, SkippingHead
-from ligerzoo.losses import LossOutput
+from ligerzoo.losses import LossOutput, grpo
 from ligerzoo.losses import objective as sweep
 from tests.kernels.judging import assert_as_exact_as
 from tests.kernels.machine import kernel_file
@@ -357,6 +357,32 @@ def test_pairs_far_apart(variant: str, log_ratio: float) -> None:
     e = 0.01 if variant == "exo_pair" else 0.0
     loss = losses.dpo_loss(hidden, weight, target, ref_logps=reference, variant=variant, label_smoothing=e).loss
     assert all(t.isfinite().all() for t in value_and_gradients(loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("variant", grpo.VARIANTS)
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [300.0, -300.0])
+def test_ratios_far_from_one(variant: str, advantage: float, log_ratio: float) -> None:
+    """A token that is clipped, or has no advantage, gives no gradient, though its ratio overflows."""
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    old = losses.sequence_logps(hidden, weight, target).detach()[:, None] / LENGTH - log_ratio
+    epsilon_high = 5.0 if variant == "cispo" else 0.2
+    loss = losses.grpo_loss(
+        hidden, weight, target, torch.full((ROWS,), advantage), old_logps=old.expand(ROWS, LENGTH), variant=variant,
+        epsilon_high=epsilon_high, max_length=LENGTH,
+    ).loss  # fmt: skip
+    value, *gradients = value_and_gradients(loss, [hidden, weight])
+    assert all(t.isfinite().all() for t in (value, *gradients))
+    if variant not in ("cispo", "vespo") and advantage * log_ratio >= 0:
+        assert not any(g.any() for g in gradients)
+
+
+def test_a_reference_without_weight_is_for_the_metrics_alone() -> None:
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    reference = torch.full(target.shape, 200.0)  # far from the model's
+    loss, metrics = losses.grpo_loss(hidden, weight, target, torch.ones(ROWS), ref_logps=reference)
+    assert loss.isfinite()
+    assert metrics["kl"].isinf()
 
 
 def test_metrics_of_pairs() -> None:
