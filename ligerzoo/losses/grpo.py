@@ -291,8 +291,8 @@ def grpo_loss(
     entropy_share = entropy_coef * (items / divisor(num_tokens, mask.sum(), hidden))
 
     def sane(x: Tensor | None) -> Tensor | None:
-        """What stands where no token counts may be anything."""
-        return None if x is None else torch.where(mask, x, 0.0)
+        """A constant; what stands where no token counts may be anything."""
+        return None if x is None else torch.where(mask, x.detach(), 0.0)
 
     constants = Rollout(
         mask,

@@ -95,7 +95,7 @@ def kto_loss(
     ones = torch.ones(n_rows, dtype=wide(hidden.dtype), device=hidden.device)
     row_weights = torch.where(desirable, desirable_weight * ones, undesirable_weight * ones)
     row_weights = row_weights if weights is None else row_weights * weights
-    ref_logps = torch.zeros_like(ones) if ref_logps is None else ref_logps
+    ref_logps = torch.zeros_like(ones) if ref_logps is None else ref_logps.detach()
     expected = ones.new_zeros(()) if kl is None else kl.detach()
 
     def objective(

@@ -75,7 +75,7 @@ def pair_loss(
         # The objective is divided by the number of pairs in the end.
         nll_items = divisor(options.num_nll_items, nll_mask.sum(), hidden)
         nll_share = options.nll_weight * (items / nll_items)
-    ref_logps = torch.zeros(n_rows, device=target.device) if options.ref_logps is None else options.ref_logps
+    ref_logps = torch.zeros(n_rows, device=target.device) if options.ref_logps is None else options.ref_logps.detach()
     weights = None if options.weights is None else options.weights.repeat(2)
 
     def scores(logps: Tensor, mask: Tensor, ref_logps: Tensor, average: bool) -> Tensor:

@@ -152,8 +152,17 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
 def test_constants_get_no_gradient() -> None:
     hidden, weight, _, target = exact("cpu")
     reference = constants()["ref_logps"].requires_grad_()
-    losses.dpo_loss(hidden, weight, target, ref_logps=reference).loss.backward()
-    assert reference.grad is None
+    of_tokens = constants()["ref"].requires_grad_()
+    desirable, advantages = constants()["desirable"], constants()["advantages"]
+    for loss, metrics in (
+        losses.dpo_loss(hidden, weight, target, ref_logps=reference),
+        losses.kto_loss(hidden, weight, target, desirable, ref_logps=reference),
+        losses.grpo_loss(hidden, weight, target, advantages, old_logps=of_tokens, ref_logps=of_tokens, beta=0.1),
+    ):
+        loss.backward()
+        assert reference.grad is None
+        assert of_tokens.grad is None
+        assert not any(m.requires_grad for m in metrics.values())
 
 
 SOME = ["dpo sigmoid", "orpo", "kto with kl", "grpo grpo old_logps", "grpo old_logps entropy_coef gspo"]
