@@ -18,7 +18,7 @@ from torch import Tensor
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.divergence import Divergence, Options, jsd_at
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
-from ligerzoo.losses.logps import check_number, check_variant
+from ligerzoo.losses.logps import check_choice, check_number
 from ligerzoo.losses.objective import HeadOptions, LossOutput
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
@@ -72,7 +72,7 @@ def distillation_loss(
             states and logits are given.
     """
     name = "distillation_loss"
-    check_variant(name, divergence, DIVERGENCES)
+    check_choice(name, DIVERGENCES, divergence=divergence)
     check_number(name, num_items=num_items)
     if (teacher_hidden is None) == (teacher_logits is None) or (teacher_hidden is None) != (teacher_weight is None):
         raise ValueError(f"{name}: give teacher_hidden and teacher_weight, or teacher_logits")

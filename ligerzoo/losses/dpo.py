@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.losses.logps import check_variant
+from ligerzoo.losses.logps import check_choice
 from ligerzoo.losses.objective import HeadOptions, LossOutput
 from ligerzoo.losses.preference import PairOptions, pair_loss
 
@@ -114,7 +114,7 @@ _SMOOTHINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 def check_options(name: str, variant: str, options: DPOOptions) -> None:
     """Raises ValueError for a variant that there is not, and for numbers that it has no use for."""
-    check_variant(name, variant, VARIANTS)
+    check_choice(name, VARIANTS, variant=variant)
     expected, fits = _SMOOTHINGS.get(variant, ("0, for the variant has no smoothing", lambda e: e == 0))
     if not fits(options.label_smoothing):
         raise ValueError(f"{name}: {variant} with label_smoothing={options.label_smoothing}; expected {expected}")

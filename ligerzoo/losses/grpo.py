@@ -33,16 +33,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
-from ligerzoo.losses.logps import check_number, check_rows, check_variant, counted, divisor, summed
+from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, summed
 from ligerzoo.losses.objective import Group, HeadOptions, LossOutput, Objective, evaluate
 
 Level = Literal["token", "sequence"]
+LEVELS = get_args(Level)
 
 
 class GRPOOptions(NamedTuple):
@@ -184,7 +185,12 @@ def sampler_correction(
         beyond: whether a ratio that is not within `lowest` to `highest` becomes the nearest that is, or 0.
         lowest: see there.
         highest: see there.
+
+    Raises:
+        ValueError: `level` or `beyond` is none of those named.
     """
+    check_choice("sampler_correction", LEVELS, level=level)
+    check_choice("sampler_correction", ("truncate", "mask"), beyond=beyond)
     log_ratio = torch.where(mask, (old_logps - sampler_logps).nan_to_num(nan=0.0), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True).expand(mask.shape)
@@ -263,8 +269,10 @@ def grpo_loss(
         ValueError: shapes do not fit, an option is out of range, or one is missing that the variant needs.
     """
     name, shape = "grpo_loss", tuple(target.shape)
-    check_variant(name, variant, VARIANTS)
+    check_choice(name, VARIANTS, variant=variant)
     loss_of_tokens, weights_of, counted_in, own_level, of_rows = VARIANTS[variant]
+    level = own_level if level is None else level
+    check_choice(name, LEVELS, level=level)
     if advantages.dim() == 1:
         advantages = advantages[:, None].expand(advantages.shape[0], shape[-1])
     check_rows(
@@ -279,9 +287,12 @@ def grpo_loss(
     ):
         if missing:
             raise ValueError(f"{name}: got no {what}")
+    highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
+    if loss_of_tokens is clipped and delta is not None and delta <= highest:
+        raise ValueError(f"{name}: delta={delta}; expected more than 1 + epsilon_high, {highest}")
     options = GRPOOptions(
         epsilon, epsilon if epsilon_high is None else epsilon_high, delta, sapo_temperatures, vespo_shapes, beta,
-        is_kl_corrected, own_level if level is None else level,
+        is_kl_corrected, level,
     )  # fmt: skip
     mask = counted(target, head)
     items = divisor(num_items, mask.sum() if counted_in == "tokens" else shape[0], hidden)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
-from ligerzoo.losses.logps import check_number, check_rows, check_variant, counted, divisor, summed
+from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, summed
 from ligerzoo.losses.objective import HeadOptions, LossOutput, Objective, evaluate
 
 VARIANTS = ("kto", "apo_zero_unpaired")
@@ -88,7 +88,7 @@ def kto_loss(
         weights=(weights, (n_rows,)), kl=(kl, ()),
     )  # fmt: skip
     check_number("kto_loss", num_items=num_items, beta=beta)
-    check_variant("kto_loss", variant, VARIANTS)
+    check_choice("kto_loss", VARIANTS, variant=variant)
     if variant != "kto" and kl is not None:
         raise ValueError(f"kto_loss: {variant} was given kl; expected None")
     mask, desirable = counted(target, head), desirable.bool()

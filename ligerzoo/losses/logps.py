@@ -72,7 +72,8 @@ def check_number(name: str, **numbers: Any) -> None:
             raise ValueError(f"{name}: {what}={number!r}; expected a number above 0, or a 0-d tensor of one")
 
 
-def check_variant(name: str, variant: str, known: Any) -> None:
-    """Raises ValueError for a variant that is none of those known."""
-    if variant not in known:
-        raise ValueError(f"{name}: variant={variant!r}; expected one of {', '.join(map(repr, known))}")
+def check_choice(name: str, known: Any, **choices: str) -> None:
+    """Raises ValueError for a choice, such as a variant, that is none of those known."""
+    for what, choice in choices.items():
+        if choice not in known:
+            raise ValueError(f"{name}: {what}={choice!r}; expected one of {', '.join(map(repr, known))}")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.losses.dpo import AVERAGED, VARIANTS, DPOOptions, check_options
-from ligerzoo.losses.logps import check_variant
+from ligerzoo.losses.logps import check_choice
 from ligerzoo.losses.objective import HeadOptions, LossOutput
 from ligerzoo.losses.preference import PairOptions, pair_loss
 
@@ -57,7 +57,7 @@ def cpo_loss(
     The other arguments, the result and the errors are those of `dpo_loss`.
     """
     numbers = DPOOptions(beta, label_smoothing, 1.0)
-    check_variant("cpo_loss", variant, CPO_VARIANTS)
+    check_choice("cpo_loss", CPO_VARIANTS, variant=variant)
     check_options("cpo_loss", variant, numbers)
     average = variant in AVERAGED
     options = PairOptions(
