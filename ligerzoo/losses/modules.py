@@ -115,7 +115,7 @@ class HeadLoss(nn.Module):
         """
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         if reference is not None:
-            inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, **model_inputs)
+            inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, inputs, **model_inputs)
 
         def objective(*head: Tensor, **options: Any) -> LossOutput:
             loss: LossOutput = self(*head, *args, **options, **inputs)
@@ -125,8 +125,11 @@ class HeadLoss(nn.Module):
         return LossOutput(out.loss, out.details)
 
     @torch.no_grad()
-    def reference_logps(self, reference: Model, input_ids: Tensor, labels: Tensor, **model_inputs: Any) -> Tensor:
-        """What the function takes as `ref_logps`, a constant."""
+    def reference_logps(
+        self, reference: Model, input_ids: Tensor, labels: Tensor, inputs: Mapping[str, Any] | None = None,
+        **model_inputs: Any,
+    ) -> Tensor:  # fmt: skip
+        """What the function takes as `ref_logps`, a constant, where it is given these inputs besides the options."""
         if "ref_logps" not in inspect.signature(type(self).function).parameters:
             raise TypeError(f"{type(self).__name__} has no use for a reference model")
         return model_sequence_logps(reference, input_ids, labels, **model_inputs)
@@ -171,8 +174,11 @@ class GRPO(HeadLoss):
     function = staticmethod(grpo_loss)
 
     @torch.no_grad()
-    def reference_logps(self, reference: Model, input_ids: Tensor, labels: Tensor, **model_inputs: Any) -> Tensor:
-        temperature = self.options.get("temperature", 1.0)
+    def reference_logps(
+        self, reference: Model, input_ids: Tensor, labels: Tensor, inputs: Mapping[str, Any] | None = None,
+        **model_inputs: Any,
+    ) -> Tensor:  # fmt: skip
+        temperature = {**self.options, **(inputs or {})}.get("temperature", 1.0)
         return model_token_logps(reference, input_ids, labels, temperature=temperature, **model_inputs)
 
 

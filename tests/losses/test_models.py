@@ -91,6 +91,10 @@ def test_rollouts_of_a_model() -> None:
     ref = model_token_logps(reference, input_ids, labels, temperature=0.7).detach()
     loss = losses.GRPO(temperature=0.7, beta=0.2)
     out = loss.of(model, input_ids, labels, advantages, old_logps=old, reference=reference)
+    given = losses.GRPO(beta=0.2).of(
+        model, input_ids, labels, advantages, old_logps=old, reference=reference, temperature=0.7
+    )
+    torch.testing.assert_close(given.loss, out.loss, rtol=0, atol=0)
     logits = model(input_ids).logits / 0.7
     target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     logps = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
