@@ -1,11 +1,38 @@
-"""Small models learn what the losses ask of them."""
+"""Small models learn what the losses ask of them, and the README's recipes run."""
 
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo import losses
+from ligerzoo import AutoModel, losses
 from ligerzoo.losses import model_token_logps
 from tests.losses.test_models import IGNORED, batch_of, tiny
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+RECIPES = {
+    name: re.search(rf"```python\n([^`]*import {name}\n[^`]*)```", README)[1]  # type: ignore[index]
+    for name in ("DPO", "GRPO")
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_readmes_recipes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand, but for the model's size, its dtype, the device and the length of answers."""
+    monkeypatch.setattr(AutoModel, "from_pretrained", lambda *_, device, **__: tiny().to(device))
+    input_ids, labels = (t.to(device) for t in batch_of())
+    of_pairs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
+    known: dict[str, Any] = {"batches": [of_pairs] * 2}
+    if name == "GRPO":
+        known = {"batches": [input_ids[:2, :3]] * 2, "reward": lambda texts: texts[:, -1].float(), "end": 2}
+    recipe = RECIPES[name].replace('"cuda"', repr(device)).replace("max_new_tokens=512", "max_new_tokens=5")
+    exec(recipe, known)  # noqa: S102
+    assert known["loss"].isfinite()
+    before = tiny().to(device).state_dict()
+    assert all(not torch.equal(p, before[n]) for n, p in known["model"].state_dict().items())
 
 
 def test_dpo_raises_the_margin() -> None:
