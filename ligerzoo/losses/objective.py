@@ -125,7 +125,7 @@ def by_autograd(
         logps, entropy = statistics.logps, statistics.entropy
     else:
         logps = token_logps(hidden, weight, target, temperature=temperature, **head)
-    value = objective.formula(logps, entropy, *objective.constants)
+    value = objective.formula(logps, entropy, *objective.constants).to(logps.dtype)  # whatever the constants' is
     return Evaluated(value, logps.detach(), None if entropy is None else entropy.detach())
 
 

@@ -165,6 +165,22 @@ def test_constants_get_no_gradient() -> None:
         assert not any(m.requires_grad for m in metrics.values())
 
 
+@pytest.mark.parametrize("tokens", [0, 1000])
+def test_constants_of_another_dtype(tokens: int, tokens_at_a_time: SetChunk) -> None:
+    """Rewards tend to be fp64, for that is what Python's and NumPy's numbers are: the loss remains what it is."""
+    tokens_at_a_time(tokens)
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    c = constants()
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients):
+            for loss, _ in (
+                losses.grpo_loss(hidden, weight, target, c["advantages"], variant="gspo"),
+                losses.kto_loss(hidden, weight, target, c["desirable"], weights=c["row_weights"]),
+                losses.dpo_loss(hidden, weight, target, ref_logps=c["ref_logps"], weights=c["weights"]),
+            ):
+                assert loss.dtype == torch.float32
+
+
 SOME = ["dpo sigmoid", "orpo", "kto with kl", "grpo grpo old_logps", "grpo old_logps entropy_coef gspo"]
 
 
