@@ -66,7 +66,8 @@ class HeadLoss(nn.Module):
     instead.
 
     Args:
-        options: arguments of the function, given with every call.
+        options: arguments of the function, given with every call that gives no others; also of its head, see
+            `HeadOptions`, where a model's are not to be taken.
 
     Raises:
         TypeError: the function has no such argument.
@@ -83,7 +84,7 @@ class HeadLoss(nn.Module):
         self.options = options
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
-        loss: LossOutput = type(self).function(hidden, weight, target, *args, **self.options, **inputs)
+        loss: LossOutput = type(self).function(hidden, weight, target, *args, **{**self.options, **inputs})
         return loss
 
     def of(
@@ -118,7 +119,7 @@ class HeadLoss(nn.Module):
             inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, inputs, **model_inputs)
 
         def objective(*head: Tensor, **options: Any) -> LossOutput:
-            loss: LossOutput = self(*head, *args, **options, **inputs)
+            loss: LossOutput = self(*head, *args, **{**options, **self.options, **inputs})
             return loss
 
         out = model(input_ids, labels=labels, objective=objective, **model_inputs)
@@ -223,7 +224,7 @@ class Distillation(HeadLoss):
                 with torch.set_grad_enabled(wants_gradients):
                     return None, self(
                         *student, hidden, weight, teacher_softcap=softcap, teacher_logit_scale=logit_scale,
-                        **options, **inputs,
+                        **{**options, **self.options, **inputs},
                     )  # fmt: skip
 
             with torch.no_grad():

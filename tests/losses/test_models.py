@@ -148,6 +148,16 @@ def test_options() -> None:
     assert losses.GRPO(softcap=3.0).options == {"softcap": 3.0}
     with pytest.raises(TypeError, match="DPO has no option gamma"):
         losses.DPO(gamma=1.0)
+    model = tiny()
+    input_ids, labels = batch_of()
+    expected = losses.DPO(variant="ipo", beta=0.2).of(model, input_ids, labels).loss
+    for loss, given in (
+        (losses.DPO(variant="ipo", beta=0.2, logits_budget=0), {}),  # not the head's
+        (losses.DPO(variant="ipo"), {"beta": 0.2}),
+    ):
+        torch.testing.assert_close(loss.of(model, input_ids, labels, **given).loss, expected)
+    taught = losses.Distillation(logits_budget=0).of_teacher(model, tiny(seed=5), input_ids, labels).loss
+    torch.testing.assert_close(taught, losses.Distillation().of_teacher(model, tiny(seed=5), input_ids, labels).loss)
 
 
 def test_compiled() -> None:
