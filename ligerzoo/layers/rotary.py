@@ -61,6 +61,7 @@ class RotaryEmbedding(nn.Module):
         if not (is_positive(theta) and theta > 1):
             raise ConfigError("not a possible base", where="rope_theta", got=theta, expected="a number above 1")
         self.interleaved, self.in_fp32 = interleaved, in_fp32
+        theta = float(theta)  # of a whole number torch takes no more than 64 bits
         self.dim, self.theta, self.rope_type = dim, theta, check_rope_scaling(scaling, dim)
         self.max_position = max_position_embeddings
         self.original_max_position = scaling.get("original_max_position_embeddings") or max_position_embeddings

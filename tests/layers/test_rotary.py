@@ -82,6 +82,13 @@ def test_theta(theta: float) -> None:
     torch.testing.assert_close(ours, theirs({}, positions, torch.float32, theta), rtol=0, atol=1e-6)
 
 
+def test_a_whole_number_as_theta() -> None:
+    """Which in a file has any number of digits."""
+    positions = torch.arange(9)[None]
+    of_whole, of_float = (RotaryEmbedding(DIM, theta)(positions, torch.float32) for theta in (10**20, 1e20))
+    assert torch.equal(torch.stack(of_whole), torch.stack(of_float))
+
+
 def test_angles_are_fp32_and_rounded_last(device: str) -> None:
     rotary = RotaryEmbedding(DIM).to(torch.bfloat16).to(device)
     positions = torch.tensor([[100_003, 65_537]], device=device)
