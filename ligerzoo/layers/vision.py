@@ -142,11 +142,14 @@ class VisionTower(nn.Module):
 
     def _frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor]:
         """How many patches each frame has, and where they stand in it, see `patch_places`; both on the CPU."""
-        grid = grid_thw.cpu().long()
-        sizes = (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0])
-        if not len(patches) or sizes.sum() != len(patches) or (grid[:, 1:] % self.merge_size).any():
+        if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
+            raise ValueError(f"grids of shape {tuple(grid_thw.shape)}; expected (images, 3): t, h and w of each")
+        grid, count = grid_thw.cpu().long(), len(patches)
+        is_possible = bool(((grid > 0) & (grid <= count)).all()) and not (grid[:, 1:] % self.merge_size).any()
+        sizes = (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0]) if is_possible else grid.new_empty(0)
+        if not count or sizes.sum() != count:
             raise ValueError(
-                f"{len(patches)} patches for grids of {grid.tolist()}; expected t * h * w of each together, "
+                f"{count} patches for grids of {grid.tolist()}; expected t * h * w of each together, "
                 f"and h and w to be multiples of {self.merge_size}"
             )
         return sizes, patch_places(grid, self.merge_size)
@@ -194,7 +197,8 @@ def patch_places(grid: Tensor, merge_size: int) -> Tensor:
     m = merge_size
 
     def places(frames: int, height: int, width: int) -> Tensor:
-        rows_and_columns = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
+        numbers = (torch.arange(size, device=grid.device) for size in (height, width))
+        rows_and_columns = torch.stack(torch.meshgrid(*numbers, indexing="ij"))
         blocks = rows_and_columns.view(2, height // m, m, width // m, m).transpose(2, 3)
         return blocks.flatten(1).repeat(1, frames)
 
@@ -213,7 +217,7 @@ def window_order(frame_sizes: Tensor, places: Tensor, side: int) -> tuple[Tensor
         (N,) int64, the numbers of the patches in that order, those of a window as they came; and (w,) int64, how many
         patches each window has.
     """
-    frame = torch.arange(len(frame_sizes)).repeat_interleave(frame_sizes)
+    frame = torch.arange(len(frame_sizes), device=places.device).repeat_interleave(frame_sizes)
     row, column = places // side
     number = (frame * (row.max() + 1) + row) * (column.max() + 1) + column
     order = number.argsort(stable=True)
@@ -253,7 +257,7 @@ class Grids(NamedTuple):
 
 def grid_positions(
     places: Tensor, grids: Iterable[Grids], starts: Tensor | None = None, *, frames_advance: bool = False
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Positions on three axes (time, height, width) of the tokens of texts with images (Wang et al. 2024, section 2.1).
 
     The tokens of an image have the coordinates of their frame, row and column, counted from the position p at which the
@@ -267,7 +271,7 @@ def grid_positions(
         frames_advance: the text goes on behind the last frame of a video, too.
 
     Returns:
-        (3, B, T) int64.
+        The positions, (3, B, T) int64; and by how much those of tokens to come differ from their places, (B, 1) int64.
     """
     positions, left_out = places.expand(3, -1, -1), torch.zeros_like(places)
     for here, grid, interval in grids:
@@ -290,4 +294,4 @@ def grid_positions(
     before = left_out.cumsum(1) - left_out
     if starts is not None:
         before = before - before.gather(1, starts.expand_as(before))
-    return positions - before
+    return positions - before, -(before + left_out)[:, -1:]

@@ -109,7 +109,8 @@ class Qwen2_5VL(VisionLM):
         grid = vision.get("video_grid_thw")
         videos = 0 if grid is None else len(grid)
         told = [1.0] * videos if second_per_grid_ts is None else second_per_grid_ts
-        seconds = torch.as_tensor(told, dtype=torch.float64)  # to round once, as transformers does with a list
+        # In fp64, to round once, as transformers does with a list.
+        seconds = torch.as_tensor(told, dtype=torch.float64, device=x.device)
         if seconds.shape != (videos,):
             raise ValueError(
                 f"second_per_grid_ts has shape {tuple(seconds.shape)}; expected ({videos},), one for each video"

@@ -172,7 +172,7 @@ class VisionLM(CausalLM):
         Raises:
             ValueError: patches, grids and tokens do not fit together.
         """
-        c, m, one = self.config, self.visual.merge_size, torch.ones(())
+        c, m, one = self.config, self.visual.merge_size, torch.ones((), device=x.device)
         kinds = (
             (c.image_token_id, pixel_values, image_grid_thw, one),
             (c.video_token_id, pixel_values_videos, video_grid_thw, one if frame_interval is None else frame_interval),
@@ -184,22 +184,28 @@ class VisionLM(CausalLM):
             if grid is None or x.is_floating_point():
                 raise ValueError("images and videos need their grids, and input_ids to tell their places")
             here = x == token_id if real is None else (x == token_id) & real
-            grids.append(Grids(here, grid // grid.new_tensor([1, m, m]), interval))
             if patches is not None:
                 embeddings = put_rows(embeddings, here, self.visual(patches, grid))
+            grids.append(Grids(here, grid // grid.new_tensor([1, m, m]), interval))
         self._set_positions(context, grids)
         return embeddings
 
     def _set_positions(self, context: Context, grids: list[Grids]) -> None:
         cache, places = context.cache, context.places()
-        offset = None if cache is None else cache.position_offset
-        if context.position_ids.ndim == 2 and (grids or offset is not None):
-            positions = places
-            if grids:
-                positions = grid_positions(places, grids, context.starts, frames_advance=self.frames_advance)
-            context.position_ids = positions if offset is None else positions + offset
-        if cache is not None and context.position_ids.ndim == 3:
-            cache.position_offset = context.position_ids[..., -1:].amax(0) - places[:, -1:]
+        before = None if cache is None else cache.position_offset
+        if context.position_ids.ndim == 3:
+            after = context.position_ids[..., -1:].amax(0) - places[:, -1:]
+        elif grids:
+            positions, after = grid_positions(places, grids, context.starts, frames_advance=self.frames_advance)
+            if before is not None:
+                positions, after = positions + before, after + before
+            context.position_ids = positions
+        elif before is not None:
+            context.position_ids, after = places + before, before
+        else:
+            return
+        if cache is not None:
+            cache.position_offset = after
 
 
 def tower_parts(

@@ -278,14 +278,23 @@ def test_positions_of_one_s_own(model: VisionLM) -> None:
         model(p.ids, p.mask, own[[0, 0, 1, 2]], **p.vision)
 
 
+@torch.no_grad()
+def test_under_another_default_device(model: VisionLM) -> None:
+    p = prompt_for(model, PROMPTS["a padded batch"])
+    wanted = model(p.ids, p.mask, **p.vision).logits
+    with torch.device("meta"):
+        assert torch.equal(model(p.ids, p.mask, **p.vision).logits, wanted)
+
+
 # Caches and packed texts
 
 
 @torch.no_grad()
 def test_a_conversation_from_a_cache(model: VisionLM) -> None:
-    """In chunks, with a new image in a later one, beside a row without any and padding: as computed at once."""
+    """In chunks, the first of which ends with a video that is longer than high and wide, with a new image in a later
+    one, beside a row without any and padding: as computed at once."""
     rows: list[list[Row]] = [
-        [[4, image(2, 3), 3, video(7, 1, 1), 1], [9]],
+        [[4, image(2, 3), 3, video(7, 1, 1)], [9]],
         [[3], [3]],
         [[2, image(3, 1), 4], [1, image(2, 2), 4]],
     ]
@@ -422,6 +431,11 @@ def test_what_does_not_fit_together(model: VisionLM) -> None:
         model(p.ids.index_fill(1, torch.tensor([5], device=p.ids.device), 7), **p.vision)
     with pytest.raises(ValueError, match=r"23 patches for grids of \[\[1, 4, 6\]\]; expected t \* h \* w"):
         model(p.ids, pixel_values=pixels[:-1], image_grid_thw=grid)
+    for sizes in ([0, 2, 2], [1, 0, 0], [1, -4, -6], [1, 2**33, 2**33]):
+        with pytest.raises(ValueError, match="24 patches for grids of"):
+            model(p.ids, pixel_values=pixels, image_grid_thw=torch.tensor([sizes, [1, 4, 6]]))
+    with pytest.raises(ValueError, match=r"grids of shape \(3,\); expected \(images, 3\)"):
+        model(p.ids, pixel_values=pixels, image_grid_thw=grid[0])
     with pytest.raises(ValueError, match="multiples of 2"):
         model(p.ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 3, 8]]))
     with pytest.raises(ValueError, match="need their grids"):
