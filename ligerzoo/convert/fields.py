@@ -53,6 +53,11 @@ def written_fields(config: DecoderConfig) -> dict[str, Any]:
     return entries
 
 
+def first_told(raw: Mapping[str, Any], *names: str) -> Any:
+    """The first of these entries of config.json that is neither absent nor null; None where there is none."""
+    return next((raw[name] for name in names if raw.get(name) is not None), None)
+
+
 def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An entry of config.json that is an object itself; empty where it is absent or null."""
     value = raw.get(name) or {}

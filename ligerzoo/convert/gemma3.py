@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, refuse, shared_fields, written_fields
+from ligerzoo.convert.fields import first_told, object_entry, refuse, shared_fields, written_fields
 from ligerzoo.convert.gemma3_text import two_ropes_fields
 from ligerzoo.convert.weights import Layout, Rename, Under
 from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
@@ -45,7 +45,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma3Config:
     refuse(vision, "model_type", unless=(None, "siglip_vision_model"))
     refuse(vision, "hidden_act", unless=(None, _GELU))
     of_the_whole = {
-        ours: value for ours, theirs in _OF_THE_WHOLE.items() if (value := raw.get(ours, raw.get(theirs))) is not None
+        ours: value for ours, theirs in _OF_THE_WHOLE.items() if (value := first_told(raw, ours, theirs)) is not None
     }
     tokens = {name: raw[name] for name in _TOKENS if raw.get(name) is not None}
     without_tie = {name: value for name, value in text.items() if name != "tie_word_embeddings"}

@@ -10,19 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, refuse, rope_fields, shared_fields, written_fields
+from ligerzoo.convert.fields import first_told, object_entry, refuse, rope_fields, shared_fields, written_fields
 from ligerzoo.convert.weights import Layout
 from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MllamaConfig:
     """config.json -> MllamaConfig; an absent entry means what it means in transformers' configs of the two parts. The
-    head is not tied, whatever an entry says of it, as in transformers."""
+    head is not tied, whatever an entry says of it, and `image_token_id` goes before `image_token_index`, as in
+    transformers; likewise `num_attention_heads` of the tower before `attention_heads`."""
     text, vision = object_entry(raw, "text_config"), object_entry(raw, "vision_config")
     refuse(text, "hidden_act", unless=(None, "silu", "swish"))
     refuse(vision, "hidden_act", unless=(None, "gelu"))
-    image = raw.get("image_token_index", raw.get("image_token_id"))
-    heads = vision.get("attention_heads", vision.get("num_attention_heads"))
+    image = first_told(raw, "image_token_id", "image_token_index")
+    heads = first_told(vision, "num_attention_heads", "attention_heads")
     return MllamaConfig(
         **{
             **shared_fields({**text, "image_token_index": image}, MllamaConfig),

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import object_entry, refuse, rope_entry, rope_fields, shared_fields, written_fields
+from ligerzoo.convert.fields import (
+    first_told,
+    object_entry,
+    refuse,
+    rope_entry,
+    rope_fields,
+    shared_fields,
+    written_fields,
+)
 from ligerzoo.convert.weights import Fused, Layout, Rename, Under
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.vision_lm import VisionLMConfig, VisionTowerConfig
@@ -68,7 +76,7 @@ def mrope_fields(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]
     scaling, whose type may be called "mrope" where there is none."""
     entry = dict(rope_entry(raw))
     sections = {name: entry.pop(name) for name in ("mrope_section",) if name in entry}
-    if entry.get("rope_type", entry.get("type")) == "mrope":
+    if first_told(entry, "rope_type", "type") == "mrope":
         entry["rope_type"] = "default"
     rope = rope_fields({**raw, "rope_scaling": entry, "rope_parameters": None}, default_theta)
     return {**rope, **sections}

@@ -59,6 +59,12 @@ class VisionTowerConfig(ABC):
                 expected="a number that leaves each a multiple of 4",
             )  # fmt: skip
 
+        if self.spatial_merge_size**2 * self.patch_features >= 2**63:
+            raise ConfigError(
+                "more features than can be counted", where="vision_config, spatial_merge_size",
+                got=self.spatial_merge_size, expected="a few patches side by side",
+            )  # fmt: skip
+
     @property
     @abstractmethod
     def patch_features(self) -> int:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ligerzoo.convert.fields import (
+    first_told,
     object_entry,
     parse_dtype,
     partial_rotary_factor,
@@ -113,6 +114,11 @@ def test_written_fields() -> None:
     assert (resolved["head_dim"], resolved["num_key_value_heads"]) == (8, 8)
     assert written_fields(DecoderConfig()).keys().isdisjoint({"head_dim", "num_key_value_heads"})
     assert written_fields(DecoderConfig(head_dim=12))["head_dim"] == 12
+
+
+def test_first_told() -> None:
+    assert first_told({"a": None, "b": 0, "c": 1}, "z", "a", "b", "c") == 0
+    assert first_told({"a": None}, "a", "b") is None
 
 
 def test_object_entry() -> None:

@@ -427,7 +427,8 @@ def test_which_entry_counts() -> None:
     read = config_from_hf({**GEMMA3, **top, "text_config": {**TEXT, "eos_token_id": 5, "tie_word_embeddings": False}})
     assert (read.image_token_id, read.eos_token_id, read.initializer_range) == (91, [1, 87], 0.5)
     assert read.tie_word_embeddings  # for transformers asks the top level alone
-    assert config_from_hf(GEMMA3).image_token_id == IMAGE
+    for raw in (GEMMA3, {**GEMMA3, "image_token_id": None}):
+        assert config_from_hf(raw).image_token_id == IMAGE
     nothing = config_from_hf({"vision_config": {"image_size": 256}})
     assert nothing == Gemma3Config(vision_config=Gemma3VisionConfig(image_size=256))
 

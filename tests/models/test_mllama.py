@@ -559,6 +559,10 @@ def test_other_names_of_entries() -> None:
     del raw["image_token_index"]
     config = config_from_hf(raw)
     assert (config.vision_config.attention_heads, config.image_token_index) == (4, 7)
+    null = {**raw, "vision_config": {**raw["vision_config"], "attention_heads": None}, "image_token_index": None}
+    assert config_from_hf(null) == config
+    both = {**raw, "vision_config": {**raw["vision_config"], "attention_heads": 2}, "image_token_index": 5}
+    assert config_from_hf(both) == config  # as transformers reads them
 
 
 def test_more_blocks_than_tensors(tmp_path: Path) -> None:

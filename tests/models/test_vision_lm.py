@@ -451,6 +451,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 48, "mrope_section": [2, 2, 2]}, "vision_config: .* got 64; expected hidden_size, 48"),
     ({"vision_config": {"num_heads": 16}}, "vision_config, num_heads: .* got 16 for 32 features of a patch"),
     ({"vision_config": {"depth": 0}}, "depth"),
+    ({"vision_config": {"spatial_merge_size": 2**31 - 1}}, "spatial_merge_size: more features than can be counted"),
     ({"vision_config": {"patch_size": [4, 4]}}, "patch_size"),
     ({"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
     ({"vision_config": {"rope_parameters": {"rope_theta": 3.0}}}, "rope_theta"),
