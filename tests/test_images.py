@@ -358,6 +358,7 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         (qwen, {"rescale_factor": -1}, "rescale_factor"),
         (gemma, {"size": {"height": 10, "width": 20}}, "size: width: .* got 20; expected 10"),
         (gemma, {"size": {"height": 10**6}}, "size: height"),
+        (gemma, {"size": {"shortest_edge": 10}}, "size: shortest_edge: .* got 10; expected None or no entry"),
         (gemma, {"do_pan_and_scan": "yes"}, "do_pan_and_scan"),
         (mllama, {"max_image_tiles": 10**9}, "max_image_tiles"),
         (mllama, {"do_pad": False}, "do_pad"),

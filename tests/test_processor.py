@@ -478,6 +478,7 @@ P = picture(30, 30)
         ([VIDEO], {"videos": "film.mp4"}, "has to be decoded first"),
         ([user({"type": "video", "path": "film.mp4"})], {}, "has to be decoded first"),
         ([VIDEO], {"videos": [P], "fps": 0}, "fps: bad frames per second"),
+        ([VIDEO], {"videos": [P], "fps": float("inf")}, "fps: bad frames per second"),
         ([VIDEO], {"videos": [P], "fps": [1.0, 2.0]}, "fps: bad frames per second"),
         ([IMAGE], {"images": picture(1, 201)}, r"images\[0\]: is too long and thin; got 201 x 1 pixels"),
         ([user({"type": "image", "url": "https://example.org/a.png"})], {}, "Download it first"),

@@ -79,6 +79,8 @@ class Settings:
         size = self.section("size")
         height = size.integer("height", default, at_most=MAX_SIDE)
         size.require("width", height)
+        for name in ("shortest_edge", "longest_edge"):
+            size.require(name, None)
         return height
 
     def _misfit(self, name: str, expected: str) -> ConfigError:

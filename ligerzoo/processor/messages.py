@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -107,7 +108,7 @@ def listed_videos(videos: Any) -> list[Any]:
 
 def speeds_of(fps: float | Sequence[float], number: int) -> list[float]:
     speeds = list(fps) if isinstance(fps, Sequence) else [fps] * number
-    if len(speeds) != number or not all(isinstance(speed, (int, float)) and speed > 0 for speed in speeds):
+    if len(speeds) != number or not all(isinstance(speed, (int, float)) and 0 < speed < math.inf for speed in speeds):
         raise ImageError("bad frames per second", where="fps", got=fps, expected=f"one positive number, or {number}")
     return speeds
 
