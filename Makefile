@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint con
 
 demo: $(VENV)/installed
 	$(BIN)/ligerzoo demo
+	$(BIN)/ligerzoo demo --vision
 
 # The first run puts the Triton kernels themselves on the CPU, through Triton's interpreter; the second tests everything else.
 test: $(VENV)/installed-dev
@@ -35,7 +36,7 @@ $(VENV)/torch: constraints.txt
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
-	$(PIP) --editable .
+	$(PIP) --editable '.[vision]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/torch pyproject.toml

@@ -1,4 +1,7 @@
-"""Replace a directory as a set: killed at any moment, it holds the old files or the new ones, never a mixture."""
+"""Replace a directory as a set: killed at any moment, it holds the old files or the new ones, never a mixture.
+
+Or, where that is too much, single files: each is the old one or the new one.
+"""
 
 import contextlib
 import ctypes
@@ -9,7 +12,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ligerzoo.errors import CheckpointError
@@ -54,6 +57,33 @@ def replacing_directory(directory: str | Path, *, keep: Callable[[str], bool]) -
     if replaces:
         _carry_over(temporary, target, keep)  # what others wrote since the first time
         shutil.rmtree(temporary, ignore_errors=True)  # the new set stands: a leftover wastes space, no more
+
+
+def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterable[str]) -> None:
+    """Write files, each in one step, and remove those of an earlier set that are not among them.
+
+    Args:
+        directory: made when it does not exist.
+        files: contents by name, which may lead into sub-directories.
+        patterns: glob patterns of all the names that the set may have.
+    """
+    for name, content in files.items():
+        _write_in_one_step(directory / name, content)
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            if path.relative_to(directory).as_posix() not in files:
+                path.unlink()
+
+
+def _write_in_one_step(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _refuse_irreplaceable(target: Path) -> None:

@@ -168,12 +168,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
             in an object, or the whole is not an object.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError("no such file", where=path)
-    with path.open("rb") as file:
-        content = file.read(_MAX_JSON_BYTES + 1)
-    if len(content) > _MAX_JSON_BYTES:
-        raise CheckpointError("is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
+    content = read_bytes(path)
     try:
         value = json.loads(content.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -181,6 +176,21 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError("is not a JSON object", where=path, got=type(value).__name__)
     return value
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file that is to be JSON: at most 32 MiB.
+
+    Raises:
+        CheckpointError: there is no such file, or it is too large.
+    """
+    if not path.is_file():
+        raise CheckpointError("no such file", where=path)
+    with path.open("rb") as file:
+        content = file.read(_MAX_JSON_BYTES + 1)
+    if len(content) > _MAX_JSON_BYTES:
+        raise CheckpointError("is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
+    return content
 
 
 def read_weight_map(index: str | Path) -> dict[str, str]:

@@ -20,8 +20,11 @@ from ligerzoo.errors import LigerzooError
 if TYPE_CHECKING:
     import torch
 
+    from ligerzoo.conversation import Conversation
     from ligerzoo.models import CausalLM
     from ligerzoo.tokenizer import Tokenizer
+
+    Inputs = dict[str, torch.Tensor]
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -72,64 +75,89 @@ def info(options: argparse.Namespace) -> int:
 
 def generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    model, tokenizer = load(options)
-    reply(model, tokenizer, tokenizer.encode(prompt), options, random_numbers(model, options), skip_prompt=False)
+    inputs, tokenizer = read_with_images(prompt, options) if options.image else read_text(prompt, options)
+    model = load(options)
+    reply(model, tokenizer, inputs, options, random_numbers(model, options), skip_prompt=bool(options.image))
     return 0
 
 
 def chat(options: argparse.Namespace) -> int:
-    model, tokenizer = load(options)
-    if not tokenizer.chat_templates:
-        raise LigerzooError(
-            "the tokenizer has no chat template, so the model was not trained to chat",
-            where=options.model,
-            remedy="Continue a text with `ligerzoo generate`, or take the model's instruction-tuned variant.",
-        )
+    from ligerzoo import processor
+    from ligerzoo.conversation import Conversation
+
+    conversation = Conversation(processor.load(options.model, revision=options.revision), options.system)
+    for file in options.image:
+        conversation.show(file)
+    model = load(options)
     generator = random_numbers(model, options)
-    messages = [{"role": "system", "content": options.system}] if options.system else []
-    for question in questions():
-        messages.append({"role": "user", "content": question})
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        answer = reply(model, tokenizer, prompt, options, generator)
-        messages.append({"role": "assistant", "content": answer})
+    images = " /image FILE shows an image with the next question." if conversation.sees else ""
+    for line in lines("Ctrl-D ends the conversation." + images):
+        command, _, file = line.partition(" ")
+        if command == "/image":
+            show(file.strip(), conversation)
+        else:
+            inputs = conversation.ask(line)
+            conversation.answer(reply(model, conversation.tokenizer, inputs, options, generator))
     return 0
 
 
 def convert(options: argparse.Namespace) -> int:
-    from ligerzoo import hub
-    from ligerzoo.tokenizer import FILE_PATTERNS, Tokenizer
+    from ligerzoo import hub, processor
 
     target: Path = options.target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         remedy = "Convert into a new directory and then replace the old one."
         raise LigerzooError("is there already", where=target, expected="a new or an empty directory", remedy=remedy)
-    tokenizer = None
-    if (hub.locate_files(options.model, FILE_PATTERNS, revision=options.revision) / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
+    reader = None
+    if (hub.locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
+        reader = processor.load(options.model, revision=options.revision)
     model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
     hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
+    if reader is not None:
+        reader.save_pretrained(target)
     size = sum(path.stat().st_size for path in target.iterdir())
     print(f"{target}: {len(list(target.iterdir()))} files, {size:,} bytes")
     return 0
 
 
 def demo(options: argparse.Namespace) -> int:
+    if options.vision:
+        from ligerzoo import demo_vision
+
+        return demo_vision.run(options.seed)
     from ligerzoo.demo import run
 
     return run(options.text)
 
 
-def load(options: argparse.Namespace) -> "tuple[CausalLM, Tokenizer]":
+def load(options: argparse.Namespace) -> "CausalLM":
     from ligerzoo.hub import AutoModel
+
+    return AutoModel.from_pretrained(
+        options.model, revision=options.revision, dtype=options.dtype, device=device(options.device)
+    )
+
+
+def read_text(prompt: str, options: argparse.Namespace) -> "tuple[Inputs, Tokenizer]":
+    """A model's inputs for a text to continue."""
     from ligerzoo.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
-    model = AutoModel.from_pretrained(
-        options.model, revision=options.revision, dtype=options.dtype, device=device(options.device)
-    )
-    return model, tokenizer
+    return tokenizer([prompt], return_tensors="pt"), tokenizer
+
+
+def read_with_images(prompt: str, options: argparse.Namespace) -> "tuple[Inputs, Tokenizer]":
+    """A model's inputs for a question about images, or where there is no chat template for a text with their places."""
+    from ligerzoo.conversation import Conversation
+    from ligerzoo.processor import Processor
+
+    processor = Processor.from_pretrained(options.model, revision=options.revision)
+    if not processor.tokenizer.chat_templates:
+        return processor(prompt, images=options.image), processor.tokenizer
+    conversation = Conversation(processor)
+    for file in options.image:
+        conversation.show(file)
+    return conversation.ask(prompt), processor.tokenizer
 
 
 def device(name: str | None) -> "torch.device":
@@ -154,20 +182,18 @@ def random_numbers(model: "CausalLM", options: argparse.Namespace) -> "torch.Gen
 def reply(
     model: "CausalLM",
     tokenizer: "Tokenizer",
-    prompt: list[int],
+    inputs: "Inputs",
     options: argparse.Namespace,
     generator: "torch.Generator | None",
     skip_prompt: bool = True,
 ) -> str:
     """Prints the model's continuation of a prompt as it comes, after the prompt or without it, and returns it."""
-    import torch
-
     from ligerzoo.generate import TextStreamer
 
     sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     continued = model.generate(
-        torch.tensor([prompt], device=model.device),
+        **{name: tensor.to(model.device) for name, tensor in inputs.items()},
         max_new_tokens=options.max_new_tokens,
         do_sample=bool(given),
         **given,
@@ -177,17 +203,27 @@ def reply(
         generator=generator,
         streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt),
     )
-    return tokenizer.decode(continued[0, len(prompt) :], skip_special_tokens=True)
+    return tokenizer.decode(continued[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def questions() -> Iterator[str]:
-    """The lines of standard input that are not blank; on a terminal they are asked for."""
+def show(file: str, conversation: "Conversation") -> None:
+    """Shows an image with the next question. Whoever types may mistype, and goes on talking."""
+    try:
+        conversation.show(Path(file).expanduser())
+    except LigerzooError as error:
+        if not sys.stdin.isatty():
+            raise
+        print(error, file=sys.stderr)
+
+
+def lines(hint: str) -> Iterator[str]:
+    """The lines of standard input that are not blank; on a terminal they are asked for, after a hint."""
     invitation = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401  # gives input() editing and a history
 
         invitation = "you> "
-        print("Ctrl-D ends the conversation.", file=sys.stderr)
+        print(hint, file=sys.stderr)
     with contextlib.suppress(EOFError):
         while True:
             if line := input(invitation).strip():
@@ -259,10 +295,16 @@ examples
   ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "The capital of France is" --max-new-tokens 20
   ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
   ligerzoo generate path/to/checkpoint --prompt - < prompt.txt
+  ligerzoo generate Qwen/Qwen2-VL-2B-Instruct --image cat.png --prompt "What is the cat doing?"
 
-Without a sampling option the likeliest token is taken each time, and the same text comes out every time.""",
+Without a sampling option the likeliest token is taken each time, and the same text comes out every time.
+
+With images the text is a question: the model gets a user's message of the images, in their order, and then the text, as
+its chat template writes it, and only its answer is printed. Where there is no chat template, the text itself has to
+mark the place of each image, with the token that the model was trained to see there.""",
     )
     text.add_argument("--prompt", required=True, metavar="TEXT", help='the text to continue; "-" reads standard input')
+    add_image_option(text, "for a model that sees: an image to ask about; may be repeated")
     add_generation_options(text, max_new_tokens=128)
 
     conversation = command(
@@ -274,8 +316,15 @@ examples
   ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
   ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct --system "Answer in one sentence." --temperature 0.7
   printf 'What is a liger?\\nHow big is one?\\n' | ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
+  ligerzoo chat Qwen/Qwen2-VL-2B-Instruct --image cat.png
 
-The model's tokenizer must have a chat template. The end of the input ends the conversation.""",
+The model's tokenizer must have a chat template. The end of the input ends the conversation. To a model that sees, a
+line of the conversation that reads
+  /image FILE
+shows an image with the next question; several such lines show several.""",
+    )
+    add_image_option(
+        conversation, "for a model that sees: an image that is shown with the first question; may be repeated"
     )
     conversation.add_argument("--system", metavar="TEXT", help="instructions that come before the conversation")
     add_generation_options(conversation, max_new_tokens=1024)
@@ -291,7 +340,7 @@ examples
   ligerzoo convert path/to/checkpoint small-files --max-shard-size 500MB
   ligerzoo convert path/to/checkpoint our-names --to native
 
-The tokenizer comes along. The model appears at once, when it is complete.""",
+The tokenizer comes along, and the processor of a model that sees. The model appears at once, when it is complete.""",
     )
     conversion.add_argument("target", metavar="TARGET", type=Path, help="a new or empty directory")
     conversion.add_argument(
@@ -307,14 +356,27 @@ The tokenizer comes along. The model appears at once, when it is complete.""",
 examples
   ligerzoo demo
   ligerzoo demo --text my_module.py
+  ligerzoo demo --vision --seed 7
 
-The model comes with the package: a Llama that was trained on Python's standard library. Every claim that the demo
+The models come with the package: a Llama that was trained on Python's standard library, and with --vision a Qwen2-VL
+that was trained on drawings of shapes and digits. It describes drawings made on the spot. Every claim that the demo
 makes is checked as it runs, and the exit code is 1 if one is false.""",
     )
-    demonstration.add_argument(
+    either = demonstration.add_mutually_exclusive_group()
+    either.add_argument(
         "--text", type=Path, metavar="FILE", help="train on your own text, of some 10,000 characters or more"
     )
-    return parser.parse_args(arguments)
+    either.add_argument("--vision", action="store_true", help="show a model that sees instead (needs Pillow)")
+    demonstration.add_argument("--seed", type=int, help="of the drawings, to see the same ones again")
+
+    options = parser.parse_args(arguments)
+    if options.run is demo and options.seed is not None and not options.vision:
+        demonstration.error("argument --seed: goes with --vision")
+    return options
+
+
+def add_image_option(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=purpose)
 
 
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:

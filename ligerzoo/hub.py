@@ -29,6 +29,7 @@ from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
 from ligerzoo.convert.fields import OTHER_SPELLINGS, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.weights import DiskTensors, Layout, Piece, Shape, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.layers import PatchEmbedding
 from ligerzoo.models import CausalLM
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -326,9 +327,10 @@ def push(
 def _model_card(model: CausalLM, repo_id: str) -> str:
     name = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    sees = any(isinstance(module, PatchEmbedding) for module in model.modules())
     return f"""---
 library_name: ligerzoo
-pipeline_tag: text-generation
+pipeline_tag: {"image-text-to-text" if sees else "text-generation"}
 ---
 # {repo_id.split("/")[-1]}
 

@@ -6,10 +6,8 @@ post-processor in tokenizer.json says so, and nowhere else.
 """
 
 import json
-import os
 import re
 import reprlib
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken
 
+from ligerzoo.atomic import replace_files
 from ligerzoo.chat_template import ChatTemplate
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text_stream import TextStream
@@ -117,13 +116,7 @@ class Tokenizer:
 
         Each file is replaced in one step. Files of another tokenizer that was saved there before are removed.
         """
-        directory = Path(directory)
-        for name, content in self._files.items():
-            _write_in_one_step(directory / name, content)
-        for pattern in FILE_PATTERNS:
-            for path in directory.glob(pattern):
-                if path.relative_to(directory).as_posix() not in self._files:
-                    path.unlink()
+        replace_files(Path(directory), self._files, FILE_PATTERNS)
 
     # What there is
 
@@ -444,17 +437,6 @@ def _read_files(directory: Path) -> dict[str, bytes]:
                     raise TokenizerError("is too large", where=path, expected=f"at most {limit} bytes")
                 files[path.relative_to(directory).as_posix()] = content
     return files
-
-
-def _write_in_one_step(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken]:

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from ligerzoo import AutoModel, Tokenizer, cli, hub, info
+from ligerzoo import AutoModel, Processor, Tokenizer, cli, hub, info
 from ligerzoo.checkpoint import Checkpoint
 from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.drawings import draw
 from ligerzoo.models import CausalLM, Gemma2, Gemma2Config, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
 
 ROOT = Path(__file__).parent.parent
+SEEING = ROOT / "ligerzoo/assets/tiny-shapes-qwen2-vl"
 COMMANDS = ("info", "generate", "chat", "convert", "demo")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -77,6 +79,35 @@ def continuation(checkpoint: Path, prompt: list[int], **options: Any) -> str:
     return tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
 
 
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three drawings, of as many sizes."""
+    directory = tmp_path_factory.mktemp("pictures")
+    paths = [directory / f"{number}.png" for number in range(3)]
+    for path in paths:
+        draw(f"test {path.stem}").picture.save(path)
+    return paths
+
+
+def user(text: str, *images: Path) -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [*({"type": "image", "path": image} for image in images), {"type": "text", "text": text}],
+    }
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def said_of(messages: list[dict[str, Any]] | str, **options: Any) -> str:
+    """What the library itself answers to messages with images."""
+    model, processor = AutoModel.from_pretrained(SEEING), Processor.from_pretrained(SEEING)
+    inputs = processor(messages, add_generation_prompt=True, **options)
+    ids = model.generate(**inputs, max_new_tokens=8)
+    return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
 def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
@@ -113,8 +144,11 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "sing", "info", "generate model", "convert model", "generate model --prompt x --top-k many"],
-)
+    [
+        "", "sing", "info", "generate model", "convert model", "generate model --prompt x --top-k many",
+        "demo --seed 1", "demo --vision --text x",
+    ],
+)  # fmt: skip
 def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments.split())
@@ -130,15 +164,32 @@ def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixtu
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:99"], "--device: no such GPU; got cuda:99"),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "big"], "max_shard_size: bad size"),
         (["demo", "--text", "/no/such/file"], "No such file"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--image", "{picture}"], "no model that sees images"),
+        (["chat", "{checkpoint}", "--image", "{picture}"], "{picture}: the model sees no images"),
+        (["generate", "{seeing}", "--prompt", "x", "--image", "/no/such.png"], "cannot be read as an image"),
+        (
+            ["generate", "{seeing}", "--prompt", "x", "--image", "{checkpoint}/config.json"],
+            "cannot be read as an image",
+        ),
+        (["chat", "{seeing}", "--image", "/no/such.png"], "image (/no/such.png): cannot be read as an image"),
     ],
 )
 def test_a_failure_is_one_line_on_standard_error(
-    arguments: list[str], problem: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    problem: str,
+    checkpoint: Path,
+    pictures: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main([argument.format(checkpoint=checkpoint, tmp_path=tmp_path) for argument in arguments]) == 1
+    if "--image" in arguments:  # about which nobody waits for the weights
+        monkeypatch.delattr(hub, "load")
+    names = {"checkpoint": checkpoint, "seeing": SEEING, "picture": pictures[0], "tmp_path": tmp_path}
+    assert cli.main([argument.format(**names) for argument in arguments]) == 1
     complaint = capsys.readouterr().err
     assert complaint.startswith("ligerzoo: error: ")
-    assert problem in complaint
+    assert problem.format(**names) in complaint
     assert complaint.count("\n") == 1
 
 
@@ -314,7 +365,100 @@ def test_generate_runs_in_the_dtype_on_the_device(checkpoint: Path, monkeypatch:
     assert asked == {"revision": None, "dtype": "float64", "device": torch.device("cpu")}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_generate_answers_a_question_about_images(
+    count: int, pictures: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = [word for picture in pictures[:count] for word in ("--image", str(picture))]
+    assert cli.main(["generate", str(SEEING), *images, "--prompt", "What?", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == said_of([user("What?", *pictures[:count])]) + "\n"
+
+
+def test_generate_without_a_chat_template_finds_the_images_places_in_the_text(
+    pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in SEEING.iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    command = ["generate", str(tmp_path), "--image", str(pictures[0]), "--max-new-tokens", "8", "--prompt"]
+    assert cli.main([*command, "<|image_pad|>a red"]) == 0
+    assert capsys.readouterr().out == said_of("<|image_pad|>a red", images=[str(pictures[0])]) + "\n"
+    assert cli.main([*command, "a red"]) == 1
+    assert "The place of each is a <|image_pad|> in the text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+def test_without_pillow_the_extra_is_named(
+    command: str, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    image = [str(SEEING), "--image", str(pictures[0])]
+    arguments = {"generate": [*image, "--prompt", "x"], "chat": image, "demo": ["--vision"]}
+    assert cli.main([command, *arguments[command]]) == 1
+    assert "pip install ligerzoo[vision]" in capsys.readouterr().err
+
+
 # chat
+
+
+def test_chat_shows_images_with_the_question_after_them(
+    pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standard_input(monkeypatch, f"What?\n/image {pictures[1]}\n/image   {pictures[2]} \nAnd there?\nHm?\n")
+    assert cli.main(["chat", str(SEEING), "--image", str(pictures[0]), "--max-new-tokens", "8"]) == 0
+    messages, expected = [], ""
+    for question in (user("What?", pictures[0]), user("And there?", *pictures[1:]), user("Hm?")):
+        messages.append(question)
+        messages.append(assistant(said_of(messages)))
+        expected += messages[-1]["content"] + "\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_chat_without_images_reads_the_template_of_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in SEEING.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    template = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    standard_input(monkeypatch, "Hello\n")
+    assert cli.main(["chat", str(tmp_path), "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == said_of([user("Hello")]) + "\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_name_of_an_image_that_is_mistyped_ends_no_conversation(
+    pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = f"/image\n/image /no/such.png\n/image {pictures[0]}\nWhat?\n"
+    standard_input(monkeypatch, typed)
+    assert cli.main(["chat", str(SEEING), "--max-new-tokens", "8"]) == 1  # in a script it does
+    assert "cannot be read as an image" in capsys.readouterr().err
+
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    assert cli.main(["chat", str(SEEING), "--max-new-tokens", "8"]) == 0
+    out, complaints = capsys.readouterr()
+    assert out.removeprefix("you> " * 4).removesuffix("you> ") == said_of([user("What?", pictures[0])]) + "\n"
+    hint, *mistakes = complaints.splitlines()
+    assert "/image FILE" in hint
+    assert len(mistakes) == 2
+    assert "/no/such.png" in mistakes[1]
+
+
+def test_chat_with_a_model_that_reads_text_alone_is_shown_nothing(
+    checkpoint: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standard_input(monkeypatch, f"/image {pictures[0]}\n")
+    assert cli.main(["chat", str(checkpoint)]) == 1
+    assert "the model sees no images" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert cli.main(["chat", str(checkpoint)]) == 0
+    assert "/image" not in capsys.readouterr().err
 
 
 def test_chat_answers_line_by_line_and_remembers(
@@ -362,6 +506,14 @@ def test_convert_copies_weights_config_and_tokenizer(
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (target / name).read_bytes() == (checkpoint / name).read_bytes()
     assert capsys.readouterr().out.startswith(f"{target}: 4 files, ")
+
+
+def test_convert_takes_the_processor_along(tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    assert cli.main(["convert", str(SEEING), str(target)]) == 0
+    copied = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert {"preprocessor_config.json", "chat_template.jinja", "tokenizer.json"} <= copied.keys()
+    assert copied == {name: (SEEING / name).read_bytes() for name in copied}
 
 
 def test_convert_changes_dtype_and_shards(checkpoint: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from ligerzoo import AutoModel, hub
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
-from ligerzoo.models import CausalLM, Llama, LlamaConfig
+from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, write_shards
 from tests.models.tiny_llama import LLAMA
 
@@ -629,3 +629,17 @@ def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     fake.files["README.md"] = b"written by hand"
     new.push_to_hub("tiny")
     assert fake.files["README.md"] == b"written by hand"
+
+
+def test_the_card_of_a_model_that_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub({})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    vision = Qwen2VLVisionConfig(depth=1, embed_dim=8, hidden_size=16, num_heads=1)
+    config = Qwen2VLConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, mrope_section=[2, 3, 3], vision_config=vision, image_token_id=1, video_token_id=2,
+    )  # fmt: skip
+    Qwen2VL(config).push_to_hub("tiny")
+    card = fake.files["README.md"].decode()
+    assert "\npipeline_tag: image-text-to-text\n" in card
+    assert 'Qwen2VL.from_pretrained("me/tiny")' in card

@@ -24,7 +24,8 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 import ligerzoo
 from ligerzoo.errors import CheckpointError, ConfigError, ImageError, LigerzooError, TokenizerError
-from ligerzoo.processor import Processor
+from ligerzoo.processor import Processor, load
+from ligerzoo.tokenizer import Tokenizer
 from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
 from tests.models.comparing import assert_close
 from tests.models.tiny import Tiny
@@ -428,7 +429,7 @@ def test_priority_of_chat_templates(qwen: Path) -> None:
             "config.json",
             {"model_type": "llama"},
             ConfigError,
-            r"got 'llama'; expected one of qwen2_vl.*ligerzoo.Tokenizer",
+            r"got 'llama'; expected one of qwen2_vl.*text alone, through ligerzoo.Tokenizer",
         ),
         ("config.json", {}, ConfigError, "got None"),
         ("config.json", {"model_type": ["qwen2_vl"]}, ConfigError, "model_type"),
@@ -460,6 +461,81 @@ def test_a_tokenizer_without_the_tokens(qwen: Path) -> None:
     (qwen / "tokenizer.json").write_text(content.replace("image_pad", "else"))
     with pytest.raises(TokenizerError, match=r"lacks a token that marks images.* expected '<\|image_pad\|>'"):
         Processor.from_pretrained(qwen)
+
+
+# Saving
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "config.json"}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_saving_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    before = checkpoint(tmp_path / "before", kind)
+    write_json(before / "video_preprocessor_config.json", {"max_pixels": 5000})
+    (before / "chat_template.jinja").write_text("another")
+    Processor.from_pretrained(before).save_pretrained(tmp_path / "new" / "saved")
+    assert files_in(tmp_path / "new" / "saved") == files_in(before)
+    assert not (tmp_path / "new" / "saved" / "config.json").exists()
+
+
+def test_what_is_saved_does_the_same(qwen: Path, tmp_path: Path) -> None:
+    messages = user({"type": "image", "image": picture(40, 90)}, text("What is it?"))
+    Processor.from_pretrained(qwen).save_pretrained(tmp_path / "saved")
+    ours, theirs = Processor.from_pretrained(qwen), Processor.from_pretrained(tmp_path / "saved")
+    expected, again = ours(messages), theirs(messages)
+    assert expected.keys() == again.keys()
+    assert all(torch.equal(expected[name], again[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mllama"])
+def test_transformers_reads_what_is_saved(tmp_path: Path, kind: str) -> None:
+    their_class, their_images = {
+        "gemma3": (Gemma3Processor, Gemma3ImageProcessorPil),
+        "mllama": (MllamaProcessor, MllamaImageProcessorPil),
+    }[kind]
+    saved = tmp_path / "saved"
+    Processor.from_pretrained(checkpoint(tmp_path / "before", kind)).save_pretrained(saved)
+    theirs: Any = their_class.from_pretrained(saved, image_processor=their_images.from_pretrained(saved))
+    messages = user({"type": "image", "image": picture(40, 90)}, text("What is it?"))
+    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    write_json(saved / "config.json", {"model_type": kind})
+    ours = Processor.from_pretrained(saved)(messages)
+    assert_same(ours, expected, *(MLLAMA if kind == "mllama" else ["pixel_values", "token_type_ids"]))
+
+
+def test_what_another_processor_left_there_goes(qwen: Path, tmp_path: Path) -> None:
+    saved = checkpoint(tmp_path / "saved", "gemma3")
+    write_json(saved / "processor_config.json", {"image_seq_length": 9})
+    (qwen / "chat_template.json").unlink()
+    Processor.from_pretrained(qwen).save_pretrained(saved)
+    assert files_in(saved) == files_in(qwen)
+    assert json.loads((saved / "config.json").read_text()) == {"model_type": "gemma3"}  # is the model's
+
+
+# Processors, and tokenizers where there are none
+
+
+@pytest.mark.parametrize(
+    "model_type, preprocessing, expected",
+    [
+        ("qwen2_vl", "preprocessor_config.json", Processor),
+        ("qwen2_vl", "processor_config.json", Processor),
+        ("qwen2_vl", None, Tokenizer),  # a model that was tuned, and saved, for text alone
+        ("qwen2", "preprocessor_config.json", Tokenizer),
+    ],
+)
+def test_what_makes_a_model_s_inputs(
+    qwen: Path, model_type: str, preprocessing: str | None, expected: type[Any]
+) -> None:
+    write_json(qwen / "config.json", {"model_type": model_type})
+    (qwen / "preprocessor_config.json").unlink()
+    if preprocessing is not None:
+        settings = SETTINGS["qwen2_vl"]
+        nested = {"image_processor": settings, "video_processor": {}}
+        write_json(qwen / preprocessing, settings if preprocessing == "preprocessor_config.json" else nested)
+    assert type(load(qwen)) is expected
 
 
 # Refusals of a call

@@ -81,19 +81,28 @@ class Qwen2VLPreprocessor:
         )
 
     def __call__(self, frames: Tensor, where: str = "image") -> tuple[Tensor, tuple[int, int, int]]:
-        """The patches of an image or a video.
+        """The patches of an image or a video, as the model sees them.
 
         Args:
             frames: uint8 (T, 3, H, W); an image has T = 1.
             where: what errors call it.
 
         Returns:
-            The patches, fp32 (t * h * w, 3 * temporal_patch_size * patch_size**2), and their grid (t, h, w). The rows
-            go through time, then through the squares that are merged, then through the patches of a square; the
-            features of a row through channels, frames, rows and columns of pixels.
+            The patches, fp32 (t * h * w, 3 * temporal_patch_size * patch_size**2), and their grid (t, h, w); see `cut`.
 
         Raises:
             ImageError: one side is more than 200 times as long as the other; or Pillow is not installed.
+        """
+        patches, grid = self.cut(frames, where)
+        return self.normalization(patches).flatten(1), grid
+
+    def cut(self, frames: Tensor, where: str = "image") -> tuple[Tensor, tuple[int, int, int]]:
+        """Resized and cut into patches that still are bytes.
+
+        Returns:
+            The patches, uint8 (t * h * w, 3, temporal_patch_size * patch_size**2), and their grid (t, h, w). The rows
+            go through time, then through the squares that are merged, then through the patches of a square; the
+            features of a row through channels, frames, rows and columns of pixels.
         """
         height, width = self.resized(frames.shape[2], frames.shape[3], where)
         frames = torch.stack([resize(frame, height, width, self.resample, where) for frame in frames])
@@ -103,8 +112,7 @@ class Qwen2VLPreprocessor:
         patch, merge = self.patch_size, self.merge_size
         h, w = height // patch, width // patch
         blocks = frames.reshape(t, self.temporal_patch_size, 3, h // merge, merge, patch, w // merge, merge, patch)
-        patches = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3, -1)
-        return self.normalization(patches).flatten(1), (t, h, w)
+        return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3, -1), (t, h, w)
 
     def resized(self, height: int, width: int, where: str = "image") -> tuple[int, int]:
         """The height and width in pixels that an image of this size is resized to.

@@ -64,13 +64,13 @@ class Normalization:
         )
 
     def __call__(self, values: Tensor) -> Tensor:
-        """fp32 (N, 3, ...) of uint8 (N, 3, ...).
+        """fp32 (N, 3, ...) of uint8 (N, 3, ...), on any device.
 
         A byte has 256 values, so each is computed once, with the product in fp64 and the rest in fp32 as transformers
         does.
         """
-        levels = (torch.arange(256, dtype=torch.float64, device="cpu") * self.rescale_factor).float()
-        result = torch.empty(values.shape, dtype=torch.float32, device="cpu")
+        levels = (torch.arange(256, dtype=torch.float64, device=values.device) * self.rescale_factor).float()
+        result = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             result[:, channel] = ((levels - mean) / std)[values[:, channel].int()]
         return result

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo import tokenizer as tokenizer_files
+from ligerzoo.atomic import replace_files
 from ligerzoo.errors import ImageError, TokenizerError
 from ligerzoo.images import read_image, read_video
-from ligerzoo.processor.families import Family, Files, Seen, id_of
+from ligerzoo.processor.families import FILE_NAMES, Family, Files, Seen, id_of
 from ligerzoo.processor.messages import (
     check_number,
     conversations_in,
@@ -29,15 +30,8 @@ from ligerzoo.processor.messages import (
 )  # fmt: skip
 from ligerzoo.tokenizer import PaddingSide, Tokenizer
 
-FILE_PATTERNS = (
-    *tokenizer_files.FILE_PATTERNS,
-    "config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-)
-"""The files of a processor, as glob patterns inside a checkpoint's directory."""
+FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
+"""The files that a processor is read from, as glob patterns inside a checkpoint's directory."""
 
 DEFAULT_FPS = 24.0  # of a video that nobody knows the speed of, as in transformers 5
 
@@ -48,14 +42,15 @@ class Processor:
     Args:
         tokenizer: whose chat templates are those of the processor.
         family: what is done with images.
+        files: contents by name of the files that say so, as `save_pretrained` is to write them.
 
     Attributes:
         tokenizer: for text alone, and to decode what the model answers.
         family: with the settings of the preprocessing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
-        self.tokenizer, self.family = tokenizer, family
+    def __init__(self, tokenizer: Tokenizer, family: Family, files: Mapping[str, bytes]) -> None:
+        self.tokenizer, self.family, self._files = tokenizer, family, files
         for token in family.placeholders.values():
             id_of(token, tokenizer)  # which is checked now, and not when the first image comes
         self._soft_ids = {kind: id_of(token, tokenizer) for kind, token in family.soft_tokens.items()}
@@ -99,7 +94,16 @@ class Processor:
         tokenizer = Tokenizer.from_pretrained(directory)
         if (template := files.chat_template()) is not None:
             tokenizer.chat_templates["default"] = template
-        return cls(tokenizer, family(files, tokenizer))
+        return cls(tokenizer, family(files, tokenizer), files.contents)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the files this processor was read from, byte for byte, those of its tokenizer among them.
+
+        Each file is replaced in one step. Files of another processor that was saved there before are removed.
+        config.json, which names the family too, is the model's to save.
+        """
+        self.tokenizer.save_pretrained(directory)
+        replace_files(Path(directory), self._files, FILE_NAMES)
 
     def __call__(
         self,
@@ -205,6 +209,23 @@ class Processor:
                     got=got,
                     expected=expected,
                 )
+
+
+def load(name_or_path: str | Path, *, revision: str | None = None) -> Processor | Tokenizer:
+    """What makes a model's inputs: the checkpoint's processor, or its tokenizer where there are no images to prepare.
+
+    Args:
+        name_or_path: a directory, or a hub id such as "org/name".
+        revision: the branch, tag or commit on the hub.
+
+    Raises:
+        LigerzooError: as the `from_pretrained` of either does.
+    """
+    from ligerzoo.hub import locate_files
+
+    directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
+    has_processor = Files(directory).tell_of_images()
+    return Processor.from_pretrained(directory) if has_processor else Tokenizer.from_pretrained(directory)
 
 
 def _refuse_twice(twice: bool, where: str) -> None:

@@ -15,17 +15,31 @@ import torch
 from torch import Tensor
 
 from ligerzoo.chat_template import ChatTemplate
-from ligerzoo.checkpoint import read_json
+from ligerzoo.checkpoint import read_bytes, read_json
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.images import Gemma3Preprocessor, MllamaPreprocessor, Qwen2VLPreprocessor, Settings
 from ligerzoo.tokenizer import Tokenizer
 
+FILE_NAMES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+"""The files of a processor beside its tokenizer's."""
+
 
 class Files:
-    """The JSON files of a processor, of which any may be absent."""
+    """The JSON files of a processor, of which any may be absent.
+
+    Attributes:
+        contents: of those there are, as they stand on disk, by name.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        present = [name for name in FILE_NAMES if (directory / name).exists()]
+        self.contents = {name: read_bytes(directory / name) for name in present}
         self.whole = self._read("processor_config.json") or Settings({}, directory / "processor_config.json")
 
     def images(self) -> Settings:
@@ -60,10 +74,16 @@ class Files:
                 where=where,
                 got=repr(name),
                 expected=f"one of {', '.join(family.model_type for family in FAMILIES)}",
-                remedy="For text alone, use ligerzoo.Tokenizer.",
+                remedy="It reads text alone, through ligerzoo.Tokenizer.",
             )
         self._check_image_processor(found)
         return found
+
+    def tell_of_images(self) -> bool:
+        """Whether they are of a model that sees images, and say how these are preprocessed."""
+        config = self._read("config.json")
+        sees = config is None or config.string("model_type") in [family.model_type for family in FAMILIES]
+        return sees and not self.contents.keys().isdisjoint(["preprocessor_config.json", "processor_config.json"])
 
     def _check_image_processor(self, family: type[Family]) -> None:
         settings = self.images()
