@@ -224,20 +224,28 @@ def window_order(frame_sizes: Tensor, places: Tensor, side: int) -> tuple[Tensor
     return order, number[order].unique_consecutive(return_counts=True)[1]
 
 
-def put_rows(x: Tensor, here: Tensor, rows: Tensor) -> Tensor:
+def put_rows(x: Tensor, here: Tensor, rows: Tensor, sizes: Tensor | None = None) -> Tensor:
     """x: (B, T, H) -> (B, T, H) with other rows in some places, in their order.
 
     Args:
         x: the embeddings of all tokens.
         here: (B, T) bool, as many of them true as there are rows.
-        rows: (n, H).
+        rows: (N, H).
+        sizes: (n,) int64, how many of the rows each image or video has, whose places lie side by side; None if that
+            does not matter.
 
     Raises:
-        ValueError: there are more or fewer rows than places.
+        ValueError: there are more or fewer rows than places, or those of an image do not lie side by side.
     """
     where = here.flatten().nonzero()[:, 0]
     if len(where) != len(rows):
         raise ValueError(f"{len(rows)} embeddings of images or videos; expected {len(where)}, one for each token there")
+    if sizes is not None:
+        ends = sizes.cumsum(0)
+        first, last = where[ends - sizes], where[ends - 1]
+        is_in_a_row = (last - first == sizes.to(where.device) - 1) & (first // x.shape[1] == last // x.shape[1])
+        if not bool(is_in_a_row.all()):
+            raise ValueError(f"images or videos in parts; expected {sizes.tolist()} tokens side by side, in this order")
     return x.flatten(0, 1).index_copy(0, where, rows.to(x.dtype)).view_as(x)
 
 

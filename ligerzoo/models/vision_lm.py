@@ -160,6 +160,7 @@ class VisionLM(CausalLM):
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         frame_interval: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
     ) -> Tensor:
         """(B, T) token ids -> (B, T, H), with images and videos in the places of their tokens. Given (B, T, H), it
         stays as it is. The context gets the positions on three axes, unless it has them; where there are images, those
@@ -174,6 +175,8 @@ class VisionLM(CausalLM):
             video_grid_thw: like `image_grid_thw`.
             frame_interval: (n,) or 0-d, by how much the position in time grows from frame to frame of each video; 1
                 when None.
+            mm_token_type_ids: (B, T), the kinds of the tokens, as processors of transformers tell them; not read, for
+                the ids tell them, too.
 
         Raises:
             ValueError: patches, grids and tokens do not fit together.
@@ -190,9 +193,10 @@ class VisionLM(CausalLM):
             if grid is None or x.is_floating_point():
                 raise ValueError("images and videos need their grids, and input_ids to tell their places")
             here = x == token_id if real is None else (x == token_id) & real
+            tokens = grid // grid.new_tensor([1, m, m])
             if patches is not None:
-                embeddings = put_rows(embeddings, here, self.visual(patches, grid))
-            grids.append(Grids(here, grid // grid.new_tensor([1, m, m]), interval))
+                embeddings = put_rows(embeddings, here, self.visual(patches, grid), tokens.long().prod(1))
+            grids.append(Grids(here, tokens, interval))
         self._set_positions(context, grids)
         return embeddings
 

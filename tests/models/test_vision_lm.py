@@ -440,6 +440,12 @@ def test_what_does_not_fit_together(model: VisionLM) -> None:
         model(p.ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 3, 8]]))
     with pytest.raises(ValueError, match="need their grids"):
         model(p.ids, pixel_values=pixels)
+    first = int((p.ids[0] == model.config.image_token_id).nonzero()[0])
+    between = torch.cat([p.ids[:, : first + 2], p.ids[:, :1], p.ids[:, first + 2 :]], 1)
+    for ids in (between, p.ids[:, : 2 * first + 6].view(2, -1)):  # in two parts of a text, and in two texts
+        with pytest.raises(ValueError, match=r"images or videos in parts; expected \[6\] tokens side by side"):
+            model(ids, pixel_values=pixels, image_grid_thw=grid)
+    model(p.ids, **p.vision, mm_token_type_ids=p.types)
     with pytest.raises(ValueError, match="input_ids to tell their places"):
         model(inputs_embeds=model.model.embed_tokens(p.ids), **p.vision)
 
