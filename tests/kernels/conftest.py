@@ -1,14 +1,60 @@
-"""The interpreter computes with NumPy, which warns where a GPU silently gives infinities and NaN."""
+"""What Triton's interpreter needs: silence where it computes with NumPy, and less of what makes it slow."""
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ligerzoo.kernels.dispatch import INTERPRETING
+
 
 @pytest.fixture(autouse=True)
 def _silent_numpy() -> Iterator[None]:
+    """NumPy warns where a GPU silently gives infinities and NaN."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patched_once() -> Iterator[None]:
+    """Each call of a device function puts the interpreter's functions in the places of the language's, though they are
+    there since the launch of its kernel, or since another call: a third of all time."""
+    if not INTERPRETING:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", _once_a_launch(interpreter._patch_lang))
+        yield
+
+
+def _once_a_launch(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    patched: set[int] = set()  # modules
+    scopes: list[Any] = []
+
+    class Launch:
+        def restore(self) -> None:
+            patched.clear()
+            while scopes:
+                scopes.pop().restore()
+
+    def patch(function: Any) -> Launch:
+        modules = _language_modules(function)
+        if not modules <= patched:
+            patched.update(modules)
+            scopes.append(patch_language(function))
+        return Launch()
+
+    return patch
+
+
+@functools.cache
+def _language_modules(function: Any) -> frozenset[int]:
+    import triton.language as tl
+
+    return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
