@@ -209,6 +209,8 @@ def reply(
 def show(file: str, conversation: "Conversation") -> None:
     """Shows an image with the next question. Whoever types may mistype, and goes on talking."""
     try:
+        if not file:
+            raise LigerzooError("no image", where="/image", expected="the name of a file behind it")
         conversation.show(Path(file).expanduser())
     except LigerzooError as error:
         if not sys.stdin.isatty():

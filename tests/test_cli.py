@@ -438,7 +438,7 @@ def test_a_name_of_an_image_that_is_mistyped_ends_no_conversation(
     typed = f"/image\n/image /no/such.png\n/image {pictures[0]}\nWhat?\n"
     standard_input(monkeypatch, typed)
     assert cli.main(["chat", str(SEEING), "--max-new-tokens", "8"]) == 1  # in a script it does
-    assert "cannot be read as an image" in capsys.readouterr().err
+    assert "/image: no image; expected the name of a file behind it" in capsys.readouterr().err
 
     monkeypatch.setattr(sys, "stdin", Terminal(typed))
     assert cli.main(["chat", str(SEEING), "--max-new-tokens", "8"]) == 0
