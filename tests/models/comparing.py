@@ -3,11 +3,14 @@
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_for
 from ligerzoo.convert.weights import DiskTensors, shapes_of
 from ligerzoo.models import CausalLM
@@ -29,6 +32,23 @@ def assert_close(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def all_gradients(model: CausalLM, **inputs: Any) -> dict[str, Tensor]:
+    """Those of the loss; the model keeps none."""
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    return found
+
+
+def load_both(
+    directory: Path, dtype: torch.dtype, device: str, theirs: Any = AutoModelForImageTextToText
+) -> tuple[Any, PreTrainedModel]:
+    """Our model and transformers', which rounds as its eager attention does."""
+    model = theirs.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return AutoModel.from_pretrained(directory, dtype=dtype, device=device), model.to(device).eval()
 
 
 def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:

@@ -21,9 +21,11 @@ from ligerzoo.info import describe
 from ligerzoo.models import Gemma3, Gemma3Config, Gemma3VisionConfig
 from tests.models.comparing import (
     TOLERANCE,
+    all_gradients,
     assert_as_exact,
     assert_close,
     gradients,
+    load_both,
     raw_bytes,
     stored_tensors,
     under_their_names,
@@ -48,13 +50,6 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    tiny.write(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def models(directory: Path, device: str) -> tuple[Gemma3, PreTrainedModel]:
     return load_both(directory, torch.float32, device)
 
@@ -64,11 +59,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, device: str) -> Gemma3:
     path = tmp_path_factory.mktemp("checkpoint")
     CHECKPOINTS[0].write(path)
     return Gemma3.from_pretrained(path, dtype=torch.float32, device=device)
-
-
-def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Gemma3, PreTrainedModel]:
-    theirs = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return Gemma3.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
 
 
 def prompt_for(model: Gemma3, rows: list[Row], side: str = "left") -> Prompt:
@@ -87,14 +77,6 @@ def labels_for(p: Prompt) -> Tensor:
         (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.types == 0) & (torch.rand(p.ids.shape) < 0.8).to(p.ids.device)
     )
     return p.ids.masked_fill(~wanted, -100)
-
-
-def all_gradients(model: Gemma3, **inputs: Any) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(**inputs).loss.backward()
-    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    model.zero_grad()
-    return found
 
 
 def assert_same_gradients(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

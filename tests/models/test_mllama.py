@@ -21,9 +21,11 @@ from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.models import Mllama, MllamaConfig, MllamaVisionConfig
 from tests.models.comparing import (
+    all_gradients,
     assert_as_exact,
     assert_close,
     gradients,
+    load_both,
     raw_bytes,
     stored_tensors,
     under_their_names,
@@ -48,13 +50,6 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    tiny.write(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def models(directory: Path, device: str) -> tuple[Mllama, PreTrainedModel]:
     return load_both(directory, torch.float32, device)
 
@@ -72,11 +67,6 @@ def model(pair: tuple[Mllama, PreTrainedModel]) -> Mllama:
     return pair[0]
 
 
-def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Mllama, PreTrainedModel]:
-    theirs = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return Mllama.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
-
-
 def prompt_for(model: Mllama, rows: list[Row], side: str = "left") -> Prompt:
     made = prompt(rows, vars(model.config.vision_config), side)
     vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
@@ -87,14 +77,6 @@ def labels_for(p: Prompt, vocab_size: int) -> Tensor:
     """Of text, and none for the first token, which padding would predict."""
     wanted = (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.ids < vocab_size)
     return p.ids.masked_fill(~wanted | (torch.rand(p.ids.shape) < 0.2).to(p.ids.device), -100)
-
-
-def all_gradients(model: Mllama, **inputs: Any) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(**inputs).loss.backward()
-    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])

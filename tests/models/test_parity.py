@@ -16,6 +16,7 @@ from tests.models.comparing import (
     assert_as_exact,
     assert_close,
     gradients,
+    load_both,
     raw_bytes,
     stored_tensors,
     under_their_names,
@@ -34,21 +35,9 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    tiny.write(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def models(directory: Path, device: str) -> tuple[CausalLM, PreTrainedModel]:
     """Ours and theirs in fp32, whose gradients a test clears before it makes its own."""
-    return load_both(directory, torch.float32, device)
-
-
-def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[CausalLM, PreTrainedModel]:
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return AutoModel.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device)
+    return load_both(directory, torch.float32, device, AutoModelForCausalLM)
 
 
 def random_tokens(tiny: Tiny, device: str) -> Tensor:
@@ -79,7 +68,7 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
 
 
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
-    ours, theirs = load_both(directory, torch.bfloat16, device)
+    ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
     tokens = random_tokens(tiny, device)
     got, expected = ours(tokens).logits, theirs(tokens).logits
     assert got.dtype == expected.dtype == torch.bfloat16

@@ -23,9 +23,11 @@ from ligerzoo.layers import Context
 from ligerzoo.models.vision_lm import VisionLM
 from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
 from tests.models.comparing import (
+    all_gradients,
     assert_as_exact,
     assert_close,
     gradients,
+    load_both,
     raw_bytes,
     stored_tensors,
     under_their_names,
@@ -45,13 +47,6 @@ every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.repla
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     row: Tiny = request.param
     return row
-
-
-@pytest.fixture(scope="module")
-def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    tiny.write(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +77,6 @@ def reference(hub_row: Tiny) -> Any:
     return random_model(hub_row.config).model
 
 
-def load_both(directory: Path, dtype: torch.dtype, device: str) -> tuple[Any, PreTrainedModel]:
-    theirs = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return AutoModel.from_pretrained(directory, dtype=dtype, device=device), theirs.to(device).eval()
-
-
 def prompt_for(model: VisionLM, rows: list[Row], side: str = "left") -> Prompt:
     made = prompt(rows, vars(model.config.vision_config), side)
     vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
@@ -104,14 +94,6 @@ def labels_for(p: Prompt) -> Tensor:
         (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.types == 0) & (torch.rand(p.ids.shape) < 0.8).to(p.ids.device)
     )
     return p.ids.masked_fill(~wanted, -100)
-
-
-def all_gradients(model: VisionLM, **inputs: Any) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(**inputs).loss.backward()
-    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    model.zero_grad()
-    return found
 
 
 @every_prompt
