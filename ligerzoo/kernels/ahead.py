@@ -5,7 +5,9 @@ as far as that number, and be multiplied by it when it is known:
 
     y = x * factor, multiplied in fp32 and rounded once to the dtype asked for.
 
-Each gradient has a node of its own in autograd's graph, so that backward lets go of one before it makes the next.
+Each gradient has a node of its own in autograd's graph, so that backward lets go of one before it makes the next. A
+backward that is the only one has no more use for what was made, and multiplies in place; by 1, the factor of a loss
+that is itself what backward begins with, not at all.
 """
 
 from __future__ import annotations
@@ -15,24 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import cdiv, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import cdiv, multiprocessors, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.jit import kernel, tl
 
-_BLOCK = 2048
+_BLOCK, _PROGRAMS_PER_MULTIPROCESSOR = 2048, 16
 
 
-def reference(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def reference(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
     """The same in plain torch: the specification, the CPU path and the tests' oracle."""
     # As a 0-d tensor the factor would be rounded to the dtype of x first.
-    return torch.mul(x, factor.reshape(1).to(wide(x.dtype)), out=x.new_empty(x.shape, dtype=dtype))
+    return torch.mul(x, factor.reshape(1).to(wide(x.dtype)), out=y)
 
 
 @kernel
-def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + index, mask=index < n_elements).to(tl.float32)
-    y = x * tl.load(factor_ptr).to(tl.float32)
-    tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=index < n_elements)
+def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, ANEW: tl.constexpr, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if (factor != 1.0) | ANEW:
+        for block in range(tl.program_id(0), tl.cdiv(n_elements, BLOCK), tl.num_programs(0)):
+            index = (tl.zeros((BLOCK,), tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + index, mask=index < n_elements).to(tl.float32)
+            tl.store(y_ptr + index, (x * factor).to(y_ptr.dtype.element_ty), mask=index < n_elements)
+
+
+def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
+    if not (uses_triton(x) and factor.is_cuda == x.is_cuda):
+        return reference(x, factor, y)
+    programs = min(cdiv(y.numel(), _BLOCK), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
+    _scaled_kernel[programs](x, factor, y, y.numel(), x is not y, _BLOCK, num_warps=4)
+    return y
 
 
 def _scaled_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -42,11 +54,21 @@ def _scaled_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 @register("scaled(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", fake=_scaled_fake)
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x times a 0-d factor, in `dtype`."""
-    if not (uses_triton(x) and factor.is_cuda == x.is_cuda):
-        return reference(x, factor, dtype)
-    y = x.new_empty(x.shape, dtype=dtype)
-    _scaled_kernel[cdiv(y.numel(), _BLOCK)](x.contiguous(), factor, y, y.numel(), _BLOCK, num_warps=4)
-    return y
+    return _scale(x.contiguous(), factor, x.new_empty(x.shape, dtype=dtype))
+
+
+def _is_private() -> bool:
+    """Whether what is saved for backward comes to backward alone: not to a tracer, nor to somebody's hooks."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def _is_needed_once() -> bool:
+    """Whether this backward is the last, and works on numbers."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
 
 
 class _Carrier(torch.autograd.Function):
@@ -56,13 +78,17 @@ class _Carrier(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gradient: Tensor, factor: Tensor | None) -> Tensor:
         ctx.save_for_backward(gradient, factor)
         ctx.dtype = x.dtype
+        ctx.becomes_the_result = gradient.dtype == x.dtype and gradient.is_contiguous() and _is_private()
         return gradient.new_zeros((), dtype=wide(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient, factor = ctx.saved_tensors
-        return scaled(gradient, upstream if factor is None else upstream * factor, ctx.dtype), None, None
+        factor = upstream if factor is None else upstream * factor
+        if ctx.becomes_the_result and _is_needed_once():
+            return _scale(gradient, factor, gradient), None, None
+        return scaled(gradient, factor, ctx.dtype), None, None
 
 
 def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:
@@ -70,7 +96,8 @@ def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], facto
 
     Args:
         loss: 0-d, a constant to these tensors.
-        gradients: (tensor, gradient) for each; None, and what wants no gradient, is passed over.
+        gradients: (tensor, gradient) for each, a gradient that nobody else looks at, for it is written to; None, and
+            what wants no gradient, is passed over.
         factor: 0-d, multiplies all gradients as well.
     """
     for x, gradient in gradients:

@@ -45,13 +45,15 @@ def losses_of(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
     return losses
 
 
-def loss_then_gradient_(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
-    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient."""
+def loss_then_gradient_(student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor) -> Tensor:
+    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient, times a 0-d
+    one."""
     losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
     for rows in _parts(student):
         z, inverse = _directions(student[rows].to(losses.dtype))
         y, _ = _directions(teacher[rows].to(losses.dtype))
         cos = (z * y).sum(-1, keepdim=True)
         losses[rows] = (1 - cos[:, 0]).masked_fill(ignored[rows], 0.0)
-        student[rows] = ((cos * z - y) * inverse).masked_fill(ignored[rows, None], 0.0).to(student.dtype)
+        gradient = (cos * z - y) * (inverse * upstream)
+        student[rows] = gradient.masked_fill(ignored[rows, None], 0.0).to(student.dtype)
     return losses

@@ -44,7 +44,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
     wide,
 )
-from ligerzoo.kernels.elementwise import exp, log
+from ligerzoo.kernels.elementwise import exp, fast_log
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
 from ligerzoo.kernels.tokens import Reduction, check_target, reduce
@@ -110,9 +110,23 @@ def _sign(x):
 
 
 @jit
-def _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.constexpr):
-    """(f, s) of each class."""
-    ratio = log_q - log_p
+def _probabilities(log_p, log_q, EXACT: tl.constexpr):
+    """(p, q, log(q / p), how far p and q are behind the larger of them, exp(-distance)), of two exponentials; the
+    distances are logarithms, at most 200, where nothing is left of the smaller."""
+    larger = exp(tl.maximum(log_p, log_q), EXACT)
+    ratio = tl.where(larger == 0.0, 0.0, log_q - log_p)
+    distance = tl.minimum(tl.abs(ratio), 200.0)
+    decay = exp(-distance, EXACT)
+    smaller = larger * decay
+    q_is_larger = ratio > 0.0
+    p, q = tl.where(q_is_larger, smaller, larger), tl.where(q_is_larger, larger, smaller)
+    return p, q, ratio, tl.where(q_is_larger, distance, 0.0), tl.where(q_is_larger, 0.0, distance), decay
+
+
+@jit
+def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.constexpr):
+    """(f, s, q) of each class."""
+    p, q, ratio, p_behind, q_behind, decay = _probabilities(log_p, log_q, EXACT)
     if DIVERGENCE == "forward_kl":
         slope = q - p
         part = _weighted(p, -ratio) + slope
@@ -123,20 +137,20 @@ def _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: t
         slope = 0.5 * q * _sign(q - p)
         part = 0.5 * tl.abs(p - q)
     else:
-        # log(m / max(p, q)): no exponential overflows, and that of equal probabilities is exactly 0.
-        smaller = exp(-tl.abs(ratio), EXACT)
-        mixture = tl.log(tl.where(ratio > 0.0, beta * smaller + (1.0 - beta), beta + (1.0 - beta) * smaller))
-        slope = (1.0 - beta) * _weighted(q, tl.minimum(ratio, 0.0) - mixture)
-        part = slope - beta * _weighted(p, tl.maximum(ratio, 0.0) + mixture)
-    return part, slope
+        # log(m / max(p, q)): nothing overflows, and that of equal probabilities is exactly 0.
+        share = tl.where(ratio > 0.0, 1.0 - beta, beta)  # of the larger
+        mixture = share + (1.0 - share) * decay
+        mixture = tl.log(mixture) if EXACT else fast_log(mixture)
+        slope = (beta - 1.0) * q * (q_behind + mixture)
+        part = slope - beta * p * (p_behind + mixture)
+    return part, slope, q
 
 
 @jit
-def _probabilities_at(row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature):
-    """The probabilities in these columns and their logarithms, 0 and -inf in columns that are none."""
+def _log_probabilities_at(row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature):
+    """-inf in columns that are none."""
     x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-    log_probability = (x - maximum) * inverse_temperature - log_sum
-    return exp(log_probability, row_ptr.dtype.element_ty == tl.float32), log_probability
+    return (x - maximum) * inverse_temperature - log_sum
 
 
 @jit
@@ -146,17 +160,21 @@ def _statistics(
     """(D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row, in two passes."""
     student_max, student_sum = max_and_sum_exp(student_ptr, inverse_temperature, n_cols, BLOCK)
     teacher_max, teacher_sum = max_and_sum_exp(teacher_ptr, inverse_temperature, n_cols, BLOCK)
-    student_log, teacher_log = log(student_sum), log(teacher_sum)
+    student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
     parts = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        q, log_q = _probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
-        p, log_p = _probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
-        part, slope = _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
+        log_q = _log_probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
+        log_p = _log_probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
+        part, slope, _ = _part_and_slope(log_p, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
         parts += part
         slopes += slope
-    return tl.sum(parts, axis=0), student_max, student_log, teacher_max, teacher_log, tl.sum(slopes, axis=0)
+    # The log of a row without a softmax is NaN, and so are its results: comparisons may have lost that on the way.
+    lost = 0.0 * (student_log + teacher_log)
+    return (
+        tl.sum(parts, axis=0) + lost, student_max, student_log, teacher_max, teacher_log, tl.sum(slopes, axis=0) + lost
+    )  # fmt: skip
 
 
 @jit
@@ -166,9 +184,9 @@ def _store_gradient(
 ):  # fmt: skip
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        q, log_q = _probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
-        p, log_p = _probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
-        _, slope = _part_and_slope(p, log_p, q, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
+        log_q = _log_probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
+        log_p = _log_probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
+        _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
         # For tvd, s is 1/2 q sign(q - p), and of s - q S may be little left.
         change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
         gradient = upstream * inverse_temperature * change
@@ -224,8 +242,8 @@ def _backward_kernel(
 
 @kernel
 def _loss_then_gradient_kernel(
-    student_ptr, teacher_ptr, target_ptr, loss_ptr, student_stride, teacher_stride, ignore_index, inverse_temperature,
-    beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, target_ptr, loss_ptr, upstream_ptr, student_stride, teacher_stride, ignore_index,
+    inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Both directions on private logits of the student, which the gradient replaces: later passes meet the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -242,7 +260,7 @@ def _loss_then_gradient_kernel(
         tl.debug_barrier()  # the whole row must be read before another warp overwrites a part of it
         _store_gradient(
             student_row_ptr, teacher_row_ptr, student_row_ptr, student_max, student_log, teacher_max, teacher_log,
-            slope_sum, 1.0, inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK,
+            slope_sum, tl.load(upstream_ptr), inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
 
 
@@ -309,27 +327,30 @@ def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options
     return _forward(student, teacher, target, *options)[0] if triton else reference(student, teacher, target, options)
 
 
-def loss_then_gradient_(student: Tensor, teacher: Tensor, target: Tensor, options: Options, triton: bool) -> Tensor:
-    """Returns each row's divergence and overwrites `student`, a private contiguous (M, V) buffer, with its gradient.
+def loss_then_gradient_(
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: Options, triton: bool
+) -> Tensor:  # fmt: skip
+    """Returns each row's divergence and overwrites `student`, a private contiguous (M, V) buffer, with its gradient,
+    times a 0-d one.
 
     For the linear divergences, which make logits only to differentiate them at once.
     """
     divergence, beta, temperature, ignore_index = options
     if divergence == "cosine":
-        return cosine.loss_then_gradient_(student, teacher, target == ignore_index)
+        return cosine.loss_then_gradient_(student, teacher, target == ignore_index, upstream)
     if triton:
         loss = student.new_empty(target.shape, dtype=torch.float32)
         n_rows, n_cols = student.shape
         block, warps = _block(n_cols)
         _loss_then_gradient_kernel[n_rows](
-            student, teacher, target.contiguous(), loss, student.stride(0), teacher.stride(0), ignore_index,
+            student, teacher, target.contiguous(), loss, upstream, student.stride(0), teacher.stride(0), ignore_index,
             1 / temperature, beta, n_cols, divergence, block, num_warps=warps,
         )  # fmt: skip
         return loss
     ignored = target == ignore_index
     log_p, log_q = _log_probabilities(student, teacher, temperature)
     parts, slopes = _parts(log_p, log_q, divergence, beta)
-    gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) / temperature
+    gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) * (upstream / temperature)
     student.copy_(gradient.masked_fill(ignored[:, None], 0.0))
     return parts.sum(-1).masked_fill(ignored, 0.0)
 

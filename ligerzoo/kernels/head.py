@@ -2,7 +2,7 @@
 
 A head makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
 the chunks of dlogits.T @ x in at least 24 bits. There are two: `DenseHead` for any device and dtype, and `SkippingHead`
-for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows`.
+for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows` and `weight_sum`.
 
 A head sweeps the rows in an order of its own, unless it is given one: then row i of the sweep is among those of chunk
 i // rows, and of the rows of a chunk alone those that count come first. So rows that belong together stay together.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import valid_rows
 from ligerzoo.kernels.dispatch import cdiv, multiprocessors, wide
+from ligerzoo.kernels.weight_sum import COLUMNS, WeightSum
 
 
 class Needs(NamedTuple):
@@ -74,7 +75,7 @@ def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget:
 
 
 def _can_skip(*weights: Tensor) -> bool:
-    return all(map(valid_rows.serves, weights))
+    return all(valid_rows.serves(weight) and weight.shape[1] % COLUMNS == 0 for weight in weights)
 
 
 def gradient_dtype(*weights: Tensor) -> torch.dtype:
@@ -191,9 +192,7 @@ class SkippingHead:
         self.x = hidden.new_empty((min(rows, n_rows), hidden.shape[1]))  # of the present chunk
         self.buffer = valid_rows.row_buffer(hidden, min(rows, n_rows), weight.shape[0])
         self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
-        self.dweight = weight.new_empty(weight.shape if needs.weight else (0,))
-        several = rows < n_rows
-        self.low = torch.empty(self.dweight.shape if several else (0,), dtype=torch.uint8, device=weight.device)
+        self.dweight = WeightSum(weight, n_rows, rows) if needs.weight else None
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=torch.float32)
 
     def count(self, chunk: slice) -> Tensor:
@@ -210,8 +209,8 @@ class SkippingHead:
         count = self.count(chunk)
         if self.needs.hidden:
             valid_rows.product_(self.dhidden, dlogits, self.weight, count, chunk.start, self.order)
-        if self.needs.weight:
-            valid_rows.accumulate_(self.dweight, self.low, dlogits, self.x, count, self.end, chunk.start)
+        if self.dweight is not None:
+            self.dweight.add_(dlogits, self.x, count, self.end, chunk.start)
         if self.needs.bias:
             counts = torch.arange(chunk.start, chunk.stop, device=dlogits.device)[:, None] < count
             self.dbias += torch.where(counts, dlogits, 0).sum(0, dtype=torch.float32)
@@ -219,4 +218,5 @@ class SkippingHead:
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.needs.hidden:
             self.dhidden.masked_fill_(~self.counts[:, None], 0)
-        return self.dhidden, self.dweight, self.dbias
+        dweight = self.weight.new_empty((0,)) if self.dweight is None else self.dweight.result()
+        return self.dhidden, dweight, self.dbias

@@ -4,10 +4,9 @@ The rows are swept in chunks whose logits fit a budget: a matrix product makes a
 in place into their own gradient (`token_loss` has the formulas), two matrix products turn that into the chunk's part of
 dhidden and dweight. See `head` for the products, their precision, and where tokens that do not count cost none.
 
-A loss that is a sum over tokens, with weights known beforehand, has the upstream gradient in common, so its gradients
-can be made in the forward sweep (6MHV operations in all) and are multiplied by it in backward, in fp32 and into fresh
-tensors. The results of single tokens have an upstream gradient each, unknown until backward, which then sweeps again
-(8MHV).
+A sum or mean over tokens, with weights known beforehand, has one upstream gradient for all of them, so its gradients
+can be made in the forward sweep (6MHV operations in all) and are multiplied by it in backward, see `ahead`. The results
+of single tokens have an upstream gradient each, unknown until backward, which then sweeps again (8MHV).
 
 Saved: the gradients that are needed; or, for the results of single tokens, hidden, weight, bias and target.
 """
@@ -31,7 +30,15 @@ from ligerzoo.kernels.token_loss import (
     empty_results,
     walk_rows_,
 )
-from ligerzoo.kernels.tokens import Reduction, as_targets, as_token_weight, check_class_weight, check_terms, reduce
+from ligerzoo.kernels.tokens import (
+    Reduction,
+    as_targets,
+    as_token_weight,
+    check_class_weight,
+    check_terms,
+    denominator,
+    reduce,
+)
 
 
 class _Options(NamedTuple):
@@ -92,27 +99,31 @@ def _sweep(
     return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
 
 
-def _summed_loss(
+def _reduced_loss(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    token_weight: Tensor | None, options: _Options,
+    token_weight: Tensor | None, divisor: int | Tensor, options: _Options,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The sum of the tokens' weighted losses, and their results as constants; gradients are made in this one sweep."""
+    """The sum of the tokens' weighted losses, divided, and their results as constants; gradients are made in this one
+    sweep."""
     terms, *others = options
     needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
     with torch.no_grad():
-        of_loss, largest = torch.ones((), device=hidden.device).expand(target.shape), None
-        if token_weight is not None:
-            # Small weights would take the logits' gradients out of fp16's range.
-            largest = token_weight.abs().max() if token_weight.numel() else token_weight.new_ones(())
+        ones = torch.ones((), dtype=wide(hidden.dtype), device=hidden.device)
+        of_loss, largest = (ones if token_weight is None else token_weight.to(ones.dtype)) / divisor, None
+        if hidden.dtype == torch.float16 and of_loss.numel():
+            # Small weights would take the logits' gradients out of its range.
+            largest = of_loss.abs().max()
             largest = torch.where(largest == 0, 1.0, largest)
-            of_loss = token_weight / largest
+            of_loss = of_loss / largest
         *results, dhidden, dweight, dbias = _sweep(
-            hidden, weight, target, bias, class_weight, of_loss, None, None, None, *terms, *others, *needs
-        )
+            hidden, weight, target, bias, class_weight, of_loss.expand(target.shape), None, None, None,
+            *terms, *others, *needs,
+        )  # fmt: skip
         losses = results[0]
-        loss = (losses if token_weight is None else losses * token_weight).sum()
-    loss = with_gradients(loss, (hidden, dhidden), (weight, dweight), (bias, dbias), factor=largest)
-    return with_gradients(loss, (token_weight, losses)), results
+        total = (losses if token_weight is None else losses * token_weight).sum()
+        of_token_weight = losses / divisor
+    loss = with_gradients(total / divisor, (hidden, dhidden), (weight, dweight), (bias, dbias), factor=largest)
+    return with_gradients(loss, (token_weight, of_token_weight)), results
 
 
 class _TokenResults(torch.autograd.Function):
@@ -275,15 +286,15 @@ def linear_cross_entropy(  # type: ignore[misc]
     triton = uses_triton(rows, weight, backend=backend)
     options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
+    how = (reduction, ignore_index, num_items, class_weight, token_weight)
     if reduction == "none" or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
         results = _TokenResults.apply(rows, weight, targets, bias, class_weight, options)
         losses = results[0].view(target.shape)
-        if token_weight is not None:
-            losses = losses * token_weight
+        loss = reduce(name, losses if token_weight is None else losses * token_weight, target, *how)
     else:
         token_weights = None if token_weight is None else token_weight.reshape(-1)
-        losses, results = _summed_loss(rows, weight, targets, bias, class_weight, token_weights, options)
-    loss = reduce(name, losses, target, reduction, ignore_index, num_items, class_weight, token_weight)
+        divisor = denominator(name, wide(rows.dtype), target, *how)
+        loss, results = _reduced_loss(rows, weight, targets, bias, class_weight, token_weights, divisor, options)
     if return_statistics:
         return loss, _statistics([t.detach() for t in results], target, ignore_index)
     return loss

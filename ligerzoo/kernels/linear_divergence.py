@@ -8,8 +8,8 @@ The rows are swept in chunks whose logits, the student's and the teacher's toget
 make them, one kernel turns the student's in place into their own gradient, two matrix products turn that into the
 chunk's part of dhidden and dweight. dweight and dbias are accumulated in fp32.
 
-The tokens of a sum have the upstream gradient in common, so gradients are made in the forward sweep, and multiplied by
-it in backward, in fp32 and into fresh tensors. The teacher is a constant.
+The tokens of a sum or mean have one upstream gradient, so gradients are made in the forward sweep, and multiplied by it
+in backward, see `ahead`. The teacher is a constant.
 
 Saved: the gradients with respect to the student's hidden, weight and bias that are needed.
 
@@ -37,7 +37,7 @@ from ligerzoo.kernels.divergence import (
     losses_of,
 )
 from ligerzoo.kernels.head import DenseHead, Needs, SkippingHead, gradient_dtype, head_type, rows_per_chunk
-from ligerzoo.kernels.tokens import check_target, reduce
+from ligerzoo.kernels.tokens import check_target, denominator
 
 
 class Side(NamedTuple):
@@ -68,9 +68,9 @@ _SIDES_SCHEMA = (
 def _sweep_fake(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor | None,
     student_bias: Tensor | None, teacher_bias: Tensor | None, student_scale: float, student_softcap: float | None,
-    teacher_scale: float, teacher_softcap: float | None, target: Tensor, divergence: Divergence, beta: float,
-    temperature: float, ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool,
-    needs_bias: bool,
+    teacher_scale: float, teacher_softcap: float | None, target: Tensor, upstream: Tensor, divergence: Divergence,
+    beta: float, temperature: float, ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool,
+    needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     either = torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)
     losses = student_hidden.new_empty(target.shape, dtype=wide(either))
@@ -114,19 +114,19 @@ def _through_bound_(gradient: Tensor, tanh: Tensor | None, scale: float, ignored
 
 
 @register(
-    f"linear_divergence_sweep({_SIDES_SCHEMA}, Tensor target, {OPTIONS_SCHEMA}, int? budget, bool triton, "
-    "bool needs_hidden, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"linear_divergence_sweep({_SIDES_SCHEMA}, Tensor target, Tensor upstream, {OPTIONS_SCHEMA}, int? budget, "
+    "bool triton, bool needs_hidden, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_sweep_fake,
 )
 def _sweep(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor | None,
     student_bias: Tensor | None, teacher_bias: Tensor | None, student_scale: float, student_softcap: float | None,
-    teacher_scale: float, teacher_softcap: float | None, target: Tensor, divergence: Divergence, beta: float,
-    temperature: float, ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool, needs_weight: bool,
-    needs_bias: bool,
+    teacher_scale: float, teacher_softcap: float | None, target: Tensor, upstream: Tensor, divergence: Divergence,
+    beta: float, temperature: float, ignore_index: int, budget: int | None, triton: bool, needs_hidden: bool,
+    needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The losses of all rows, and the gradients of their sum with respect to hidden, weight and bias (empty where not
-    needed)."""
+    needed), times a 0-d upstream one."""
     options = Options(divergence, beta, temperature, ignore_index)
     needs = Needs(needs_hidden, needs_weight, needs_bias)
     sizes = student_hidden.element_size(), teacher_hidden.element_size()
@@ -147,7 +147,7 @@ def _sweep(
         logits, tanh = _bounded_(student.logits(chunk), student_scale, student_softcap)
         teacher_logits, _ = _bounded_(teacher.logits(chunk), teacher_scale, teacher_softcap)
         if any(needs):
-            losses[tokens] = loss_then_gradient_(logits, teacher_logits, target[tokens], options, triton)
+            losses[tokens] = loss_then_gradient_(logits, teacher_logits, target[tokens], upstream, options, triton)
             student.take_gradient(chunk, _through_bound_(logits, tanh, student_scale, ~counts[tokens]))
         else:
             losses[tokens] = losses_of(logits, teacher_logits, target[tokens], options, triton)
@@ -171,12 +171,13 @@ def linear_divergence(
     if target is None:
         target, options = every_token_counts(student.hidden, options)
     check_target(name, target, tokens)
-    total = _summed_divergence(
+    divisor = denominator(name, wide(student.hidden.dtype), target, reduction, options.ignore_index, num_items)
+    return _reduced_divergence(
         student._replace(hidden=student.hidden.reshape(-1, student.hidden.shape[-1])),
         teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1])),
-        target.reshape(-1), options, logits_budget, uses_triton(student.hidden, teacher.hidden, backend=backend),
+        target.reshape(-1), divisor, options, logits_budget,
+        uses_triton(student.hidden, teacher.hidden, backend=backend),
     )  # fmt: skip
-    return reduce(name, total, target, reduction, options.ignore_index, num_items)
 
 
 def _autocast(side: Side) -> Side:
@@ -184,17 +185,22 @@ def _autocast(side: Side) -> Side:
     return side._replace(hidden=hidden, weight=weight, bias=bias)
 
 
-def _summed_divergence(
-    student: Side, teacher: Side, target: Tensor, options: Options, budget: int | None, triton: bool
-) -> Tensor:
-    """The sum of the tokens' divergences; gradients are made in this one sweep, if there are to be any."""
+def _reduced_divergence(
+    student: Side, teacher: Side, target: Tensor, divisor: int | Tensor, options: Options, budget: int | None,
+    triton: bool,
+) -> Tensor:  # fmt: skip
+    """The sum of the tokens' divergences, divided; gradients are made in this one sweep, if there are to be any."""
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in student[:3]]
     with torch.no_grad():
+        share = torch.ones((), dtype=wide(student.hidden.dtype), device=target.device) / divisor
+        # In fp16 what is multiplied by a small number too early may vanish.
+        upstream, factor = (torch.ones_like(share), share) if student.hidden.dtype == torch.float16 else (share, None)
         losses, *gradients = _sweep(
             student.hidden, student.weight, teacher.hidden, teacher.weight, student.bias, teacher.bias,
-            *student[3:], *teacher[3:], target, *options, budget, triton, *needs,
+            *student[3:], *teacher[3:], target, upstream, *options, budget, triton, *needs,
         )  # fmt: skip
-    return with_gradients(losses.sum(), *zip(student[:3], gradients, strict=True))
+        loss = losses.sum() / divisor
+    return with_gradients(loss, *zip(student[:3], gradients, strict=True), factor=factor)
 
 
 def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, register, uses_triton
+from ligerzoo.kernels.elementwise import fast_exp
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.rows import FORWARD_TILE, tile
 
@@ -32,18 +33,23 @@ def reference(x: Tensor) -> Tensor:
 def max_and_sum_exp(row_ptr, scale, n_cols, BLOCK: tl.constexpr):
     """m = max(x) and sum(exp(scale * (x - m))) of a row, in one pass; the sum is NaN where the row has a NaN, an inf or
     nothing but -inf."""
-    maximum = tl.full((), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    steepness = scale * 1.4426950408889634  # exp(scale * x) = 2^(steepness * x)
+    GROUP: tl.constexpr = 8 if BLOCK > 8 else BLOCK  # neighbouring columns that one thread takes into its own results
+    maximum = tl.full((BLOCK // GROUP,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK // GROUP,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+        cols = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-        new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
-        # A row that has shown nothing but -inf would subtract inf from inf.
+        new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
+        # One that has seen nothing but -inf would subtract inf from inf.
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        total = total * tl.exp(scale * (maximum - pivot)) + tl.exp(scale * (x - pivot))
+        terms = tl.exp2(steepness * (x - pivot[:, None]))
+        total = total * tl.exp2(steepness * (maximum - pivot)) + tl.sum(terms, axis=1)
         maximum = new_maximum
-    sum_exp = tl.sum(total, axis=0)
-    return maximum, tl.where(sum_exp == 0.0, float("nan"), sum_exp)
+    row_maximum = tl.max(maximum, axis=0)
+    pivot = tl.where(row_maximum == -float("inf"), 0.0, row_maximum)
+    sum_exp = tl.sum(total * tl.exp2(steepness * (maximum - pivot)), axis=0)
+    return row_maximum, tl.where(sum_exp == 0.0, float("nan"), sum_exp)
 
 
 @kernel
@@ -52,7 +58,7 @@ def _forward_kernel(x_ptr, y_ptr, x_stride, n_rows, n_cols, ROWS: tl.constexpr, 
     cols = tl.arange(0, COLS)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=-float("inf")).to(tl.float32)
-    exp = tl.exp(x - tl.max(x, axis=1)[:, None])
+    exp = fast_exp(x - tl.max(x, axis=1)[:, None])
     y = exp / tl.sum(exp, axis=1)[:, None]
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -77,7 +83,7 @@ def _long_forward_kernel(x_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr):
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        y = tl.exp(x - maximum) / sum_exp
+        y = fast_exp(x - maximum) / sum_exp
         tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import next_power_of_2, wide
-from ligerzoo.kernels.elementwise import tanh
+from ligerzoo.kernels.elementwise import fast_exp, tanh
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.valid_rows import ROW_TILE
+from ligerzoo.kernels.weight_sum import ROW_TILE
 
 
 class Terms(NamedTuple):
@@ -194,8 +194,8 @@ def _absorb(
     new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
     # A lane that has seen nothing but -inf would subtract inf from inf.
     pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    decay = tl.exp(maximum - pivot)
-    terms = tl.exp(x - pivot[:, None])
+    decay = fast_exp(maximum - pivot)
+    terms = fast_exp(x - pivot[:, None])
     if ENTROPY:
         carried = tl.where(total > 0.0, moment + (maximum - pivot) * total, 0.0)
         moment = carried * decay + tl.sum(tl.where(terms > 0.0, terms * (x - pivot[:, None]), 0.0), axis=1)
@@ -234,7 +234,7 @@ def _statistics(
         )  # fmt: skip
 
     m = tl.max(maximum, axis=0)
-    decay = tl.exp(maximum - m)
+    decay = fast_exp(maximum - m)
     sum_exp = tl.sum(total * decay, axis=0)
     s = tl.log(sum_exp)
     entropy, argmax = s, 0
@@ -268,7 +268,7 @@ def _store_gradient(
 def _without_target(x, m, s, entropy, a, of_entropy, ENTROPY: tl.constexpr):
     """p_v (A - h (log p_v + entropy))"""
     logp = (x - m) - s
-    p = tl.exp(logp)
+    p = fast_exp(logp)
     if ENTROPY:
         return p * a - tl.where(p > 0.0, p * (logp + entropy), 0.0) * of_entropy
     else:

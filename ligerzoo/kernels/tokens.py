@@ -90,28 +90,44 @@ def reduce(
     Raises:
         ValueError: the reduction is unknown or has no use for `num_items`, or that is no number above 0.
     """
+    if reduction == "none" and num_items is None:
+        return losses
+    return losses.sum() / denominator(
+        name, losses.dtype, target, reduction, ignore_index, num_items, class_weight, token_weight
+    )
+
+
+def denominator(
+    name: str,
+    dtype: torch.dtype,
+    target: Tensor,
+    reduction: Reduction,
+    ignore_index: int,
+    num_items: int | Tensor | None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+) -> int | Tensor:
+    """What the sum of the weighted losses, of that dtype, is divided by; never 0. The errors are those of `reduce`."""
     is_no_number = isinstance(num_items, Tensor) and num_items.dim() > 0
     if is_no_number or (isinstance(num_items, int | float) and num_items <= 0):
         raise ValueError(f"{name}: num_items={num_items!r}; expected a number above 0, or a 0-d tensor of one")
     match reduction:
-        case "none" if num_items is None:
-            return losses
         case "sum" if num_items is None:
-            return losses.sum()
+            return 1
         case "mean" if num_items is not None:
-            return losses.sum() / num_items
+            return num_items
         case "mean":
             counts = target != ignore_index
             if class_weight is None and token_weight is None:
-                return losses.sum() / counts.sum().clamp(min=1)
-            weights = counts.to(losses.dtype)
+                return counts.sum().clamp(min=1)
+            weights = counts.to(dtype)
             if class_weight is not None:
                 known = torch.where(counts, target, 0).clamp(0, class_weight.shape[0] - 1)  # of others the loss is NaN
-                weights = weights * class_weight[known].to(losses.dtype)
+                weights = weights * class_weight[known].to(dtype)
             if token_weight is not None:
                 weights = weights * token_weight
             total = weights.sum()
-            return losses.sum() / torch.where(total == 0, 1.0, total)
+            return torch.where(total == 0, 1.0, total)
     raise ValueError(
         f"{name}: reduction={reduction!r} with num_items={num_items!r}; "
         f'expected "mean", "sum" or "none", and num_items only with "mean"'

@@ -3,10 +3,6 @@
 Tokens that do not count need no logits, but how many do is known on the device alone, and asking would make the host
 wait. So these products read the count there. They are made for a loss head's sizes: at 8192 x 4096 x 128256 on an H200
 the logits take 12.4 ms and their way back 12.1, where cuBLAS takes 12.6 and 12.4.
-
-The gradient of the weight is a sum over several chunks of rows. That sum is kept as a bf16 matrix (what it becomes in
-the end) and, beside it, a byte per element with the next 8 bits: 24 bits of an fp32 in three bytes. The last chunk
-rounds to bf16. An fp32 sum would need another quarter.
 """
 
 from __future__ import annotations
@@ -16,9 +12,6 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import cdiv, is_hopper, multiprocessors
 from ligerzoo.kernels.jit import jit, kernel, tl
-
-ROW_TILE = 64
-"""Rows up to the next multiple of this take part in `accumulate_`: they must hold zeros in `a`, numbers in `b`."""
 
 _TALL, _WIDE, _DEEP = 128, 256, 64
 """The tile of a product: rows and columns of the result, and how much of the sum over products is taken at a time."""
@@ -42,7 +35,7 @@ def row_buffer(like: Tensor, n_rows: int, n_cols: int) -> Tensor:
 
 
 @jit
-def _place_of(tile, n_vertical, n_horizontal, GROUP: tl.constexpr):
+def place_of(tile, n_vertical, n_horizontal, GROUP: tl.constexpr):
     """(row, column) of a tile: those that run side by side are near each other, and share operands in the cache."""
     per_group = GROUP * n_horizontal
     group = tile // per_group
@@ -60,7 +53,7 @@ def _product_kernel(
     if count > 0:
         n_vertical, n_horizontal = tl.cdiv(count, ROWS), tl.cdiv(n_cols, COLS)
         for tile in tl.range(tl.program_id(0), n_vertical * n_horizontal, tl.num_programs(0), flatten=True):
-            row, col = _place_of(tile, n_vertical, n_horizontal, 8)
+            row, col = place_of(tile, n_vertical, n_horizontal, 8)
             total = tl.zeros((ROWS, COLS), dtype=tl.float32)
             for k in range(0, depth, DEPTH):
                 a = a_descriptor.load([row * ROWS, k])
@@ -94,93 +87,4 @@ def product_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, o
         TensorDescriptor.from_tensor(a, [_TALL, _DEEP]), TensorDescriptor.from_tensor(b_rows, b_tile),
         out, order, count, first_row, a.shape[0], out.shape[1], a.shape[1], out.stride(0), transposed,
         _TALL, _WIDE, _DEEP, num_warps=8, num_stages=3,
-    )  # fmt: skip
-
-
-@jit
-def _joined(high, low):
-    """The fp32 number whose bits are a bf16 and the next 8."""
-    bits = high.to(tl.float32).to(tl.int32, bitcast=True) | (low.to(tl.int32) << 8)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@jit
-def _split(x):
-    """(bf16, uint8): the leading 24 bits of an fp32 number, rounded."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x == x, bits + 0x80, bits)  # a carry out of a NaN would make it a number
-    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), ((bits >> 8) & 0xFF).to(tl.uint8)
-
-
-@jit
-def _halves(x):
-    """The left and the right half of the columns."""
-    rows: tl.constexpr = x.shape[0]
-    half: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
-
-
-@jit
-def _add(
-    summand, high_ptr, low_ptr, row, col, height, width, is_last,
-    IS_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """(high, low) += a tile that begins at (row, col); or = the tile, if it is the first."""
-    rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
-    place = rows.to(tl.int64)[:, None] * width + cols[None, :]
-    mask = (rows < height)[:, None] & (cols < width)[None, :]
-    if not IS_FIRST:
-        summand += _joined(tl.load(high_ptr + place, mask=mask), tl.load(low_ptr + place, mask=mask))
-    if is_last:
-        tl.store(high_ptr + place, summand.to(tl.bfloat16), mask=mask)
-    else:
-        high, low = _split(summand)
-        tl.store(high_ptr + place, high, mask=mask)
-        tl.store(low_ptr + place, low, mask=mask)
-
-
-@kernel
-def _accumulate_kernel(
-    a_descriptor, b_descriptor, high_ptr, low_ptr, count_ptr, end_ptr, first_row, n_rows, height, width,
-    IS_FIRST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    count = tl.load(count_ptr)
-    depth = tl.minimum(tl.maximum(count - first_row, 0), n_rows)
-    is_last = tl.load(end_ptr) <= first_row + n_rows
-    if (depth > 0) | IS_FIRST:
-        n_vertical, n_horizontal = tl.cdiv(height, ROWS), tl.cdiv(width, COLS)
-        for tile in range(tl.program_id(0), n_vertical * n_horizontal, tl.num_programs(0)):
-            row, col = _place_of(tile, n_vertical, n_horizontal, 8)
-            total = tl.zeros((ROWS, COLS), dtype=tl.float32)
-            for k in range(0, depth, DEPTH):
-                total = tl.dot(a_descriptor.load([k, row * ROWS]).T, b_descriptor.load([k, col * COLS]), total)
-
-            left, right = _halves(total)  # both at once would not fit into the registers
-            half: tl.constexpr = COLS // 2
-            _add(left, high_ptr, low_ptr, row * ROWS, col * COLS, height, width, is_last, IS_FIRST, ROWS, half)
-            _add(right, high_ptr, low_ptr, row * ROWS, col * COLS + half, height, width, is_last, IS_FIRST, ROWS, half)
-
-
-def accumulate_(
-    high: Tensor, low: Tensor, a: Tensor, b: Tensor, count: Tensor, end: Tensor, first_row: int
-) -> None:  # fmt: skip
-    """(high, low) += a.T @ b over the rows that count: those with a number first_row + i below `count`.
-
-    To be called for all chunks of rows in turn, from first_row = 0; with the last chunk that has a row that counts,
-    `high` is the sum, rounded once, and stays so.
-
-    Args:
-        high: (N, K) bf16, contiguous. Written to.
-        low: (N, K) uint8, contiguous. Written to, but not with the last chunk.
-        a: (M, N), b: (M, K) bf16, rows beginning at multiples of 16 bytes; see `ROW_TILE`.
-        count: (1,) int32.
-        end: (1,) int32, the number behind that of the last row that counts in all chunks; the same for all of them.
-        first_row: the number of the chunk's row 0.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    _accumulate_kernel[multiprocessors(a)](
-        TensorDescriptor.from_tensor(a, [ROW_TILE, _TALL]), TensorDescriptor.from_tensor(b, [ROW_TILE, _WIDE]),
-        high, low, count, end, first_row, a.shape[0], *high.shape, first_row == 0, _TALL, _WIDE, ROW_TILE,
-        num_warps=8, num_stages=3,
     )  # fmt: skip

@@ -298,8 +298,7 @@ def grpo_loss(
     items = divisor(num_items, mask.sum() if counted_in == "tokens" else shape[0], hidden)
     if counted_in == "places":
         items = items * (max_length or 1)
-    # The objective is divided by the items in the end.
-    entropy_share = entropy_coef * (items / divisor(num_tokens, mask.sum(), hidden))
+    tokens = divisor(num_tokens, mask.sum(), hidden)
 
     def sane(x: Tensor | None) -> Tensor | None:
         """A constant; what stands where no token counts may be anything."""
@@ -320,15 +319,15 @@ def grpo_loss(
             losses = losses * rollout.correction
         if beta != 0 and rollout.ref_logps is not None:  # without a weight they are for the metrics alone
             losses = losses + beta * kl_of(logps, step.ratio, rollout.ref_logps, options)
-        total = (rollout.weights * losses).sum()
-        return total if entropy is None else total - entropy_share * summed(entropy, rollout.mask).sum()
+        loss = (rollout.weights * losses).sum() / items
+        return loss if entropy is None else loss - entropy_coef * summed(entropy, rollout.mask).sum() / tokens
 
     group: Group = "row" if options.level == "sequence" or of_rows else "token"
-    value, logps, entropy = evaluate(
+    loss, logps, entropy = evaluate(
         hidden, weight, target, Objective(objective, constants, group, with_entropy or entropy_coef != 0), head,
         temperature,
     )  # fmt: skip
-    return LossOutput(value / items, _metrics(logps, entropy, constants, options, loss_of_tokens))
+    return LossOutput(loss, _metrics(logps, entropy, constants, options, loss_of_tokens))
 
 
 def _metrics(

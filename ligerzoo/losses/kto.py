@@ -97,15 +97,16 @@ def kto_loss(
     row_weights = row_weights if weights is None else row_weights * weights
     ref_logps = torch.zeros_like(ones) if ref_logps is None else ref_logps.detach()
     expected = ones.new_zeros(()) if kl is None else kl.detach()
+    items = divisor(num_items, n_rows, hidden)
 
     def objective(
         logps: Tensor, _: None, mask: Tensor, ref_logps: Tensor, desirable: Tensor, row_weights: Tensor
     ) -> Tensor:  # fmt: skip
         gain = beta * (summed(logps, mask) - ref_logps - expected)
-        return (row_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum()
+        return (row_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum() / items
 
     constants = (mask, ref_logps, desirable, row_weights)
-    value, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "row"), head)
+    loss, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "row"), head)
     of_rows = summed(logps, mask)
     rewards = beta * (of_rows - ref_logps)
 
@@ -120,4 +121,4 @@ def kto_loss(
         "kl": expected,
     }
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    return LossOutput(value / divisor(num_items, n_rows, hidden), metrics)
+    return LossOutput(loss, metrics)

@@ -73,7 +73,8 @@ class Objective(NamedTuple):
 
     Attributes:
         formula: (logps (b, T), entropy (b, T) or None, *constants of these rows) -> 0-d, the sum over the groups that
-            the b rows are: of pairs the first rows of all come first. For tokens b is their number, and T is 1.
+            the b rows are, divided by all it is to be divided by: of pairs the first rows of all come first. For tokens
+            b is their number, and T is 1.
         constants: (B, ...) each, or None; for tokens (B, T).
         group: what the formula is a sum over.
         entropy: whether the formula looks at entropies.

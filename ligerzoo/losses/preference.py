@@ -66,15 +66,13 @@ def pair_loss(
         raise ValueError(f"{name}: {n_rows} rows; expected an even number, the chosen answers in the first half")
     items = divisor(options.num_items, n_pairs, hidden)
     ignore_index, mask = head.get("ignore_index", -100), counted(target, head)
-    nll_mask, nll_items, nll_share = None, items, items
+    nll_mask, nll_items = None, items
     if options.nll_weight:
         nll_target = target if options.nll_target is None else options.nll_target
         is_chosen = torch.arange(n_rows, device=target.device)[:, None] < n_pairs
         nll_mask = (nll_target != ignore_index) & is_chosen
         target = torch.where(nll_mask, nll_target, target)
-        # The objective is divided by the number of pairs in the end.
         nll_items = divisor(options.num_nll_items, nll_mask.sum(), hidden)
-        nll_share = options.nll_weight * (items / nll_items)
     ref_logps = torch.zeros(n_rows, device=target.device) if options.ref_logps is None else options.ref_logps.detach()
     weights = None if options.weights is None else options.weights.repeat(2)
 
@@ -86,16 +84,16 @@ def pair_loss(
         logps: Tensor, _: None, mask: Tensor, nll_mask: Tensor | None, ref_logps: Tensor, weights: Tensor | None
     ) -> Tensor:  # fmt: skip
         losses = formula(*scores(logps, mask, ref_logps, options.average).chunk(2))
-        total = losses.sum() if weights is None else (weights[: losses.shape[0]] * losses).sum()
-        return total if nll_mask is None else total - nll_share * summed(logps, nll_mask).sum()
+        loss = (losses if weights is None else weights[: losses.shape[0]] * losses).sum() / items
+        return loss if nll_mask is None else loss - options.nll_weight * summed(logps, nll_mask).sum() / nll_items
 
     constants = (mask, nll_mask, ref_logps, weights)
-    value, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "pair"), head)
+    loss, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "pair"), head)
     rewards = options.beta * scores(logps, mask, ref_logps, options.average_rewards)
     metrics = pair_metrics(rewards, summed(logps, mask, options.average_rewards))
     if nll_mask is not None:
         metrics["nll_loss"] = -summed(logps, nll_mask).sum() / nll_items
-    return LossOutput(value / items, metrics)
+    return LossOutput(loss, metrics)
 
 
 def pair_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:

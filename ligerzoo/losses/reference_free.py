@@ -28,11 +28,7 @@ CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
 def log_odds(logps: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p below 0; at 0 it is of the nearest number below, where rounding left p at 1."""
     logps = logps.clamp(max=-torch.finfo(logps.dtype).tiny)
-    # Of the two forms of log(1 - p), each is exact where the other cancels.
-    log_rest = torch.where(
-        logps > -0.7, torch.log(-torch.expm1(logps)), torch.log1p(-torch.exp(logps.clamp(max=-0.7)))
-    )  # fmt: skip
-    return logps - log_rest
+    return logps - torch.log(-torch.expm1(logps))
 
 
 def cpo_loss(
@@ -131,7 +127,9 @@ def orpo_loss(
         beta, average=True, average_rewards=True, weights=weights, nll_weight=nll_weight, nll_target=nll_target,
         num_items=num_items, num_nll_items=num_nll_items,
     )  # fmt: skip
-    return pair_loss(
-        "orpo_loss", lambda chosen, rejected: -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected)),
-        hidden, weight, target, options, head,
-    )  # fmt: skip
+
+    def formula(chosen: Tensor, rejected: Tensor) -> Tensor:
+        of_chosen, of_rejected = log_odds(torch.stack((chosen, rejected)))
+        return -beta * F.logsigmoid(of_chosen - of_rejected)
+
+    return pair_loss("orpo_loss", formula, hidden, weight, target, options, head)

@@ -32,6 +32,13 @@ def assert_as_exact_as(
     assert error <= 2 * reference_error + floor, f"errs by {error:.3g}, the reference by {reference_error:.3g}"
 
 
+def assert_as_good_as_a_plain_product(actual: Tensor, a: Tensor, b: Tensor) -> None:
+    """`actual` errs from a @ b no more than plain torch does."""
+    truth = a.double() @ b.double()
+    error, plain = ((t.double() - truth).norm().item() for t in (actual, a @ b))
+    assert error <= 1.01 * plain
+
+
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
     """The same bits (NaN equals NaN) and the same Nones."""
     assert [t is None for t in actual] == [t is None for t in expected]

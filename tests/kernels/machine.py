@@ -18,6 +18,9 @@ integers."""
 HALF_DTYPE = ROUNDED_DTYPES[1]
 
 needs_triton = pytest.mark.skipif(not (ON_GPU or INTERPRETING), reason="needs a GPU or TRITON_INTERPRET=1")
+needs_hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU"
+)
 
 
 def on_gpu_too(small: Sequence[Any], large: Sequence[Any]) -> list[Any]:

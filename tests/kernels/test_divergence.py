@@ -261,10 +261,10 @@ def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, dev
     true_student = student.detach().double().requires_grad_()
     true_losses = oracle(true_student, teacher.double(), target)
     (truth,) = torch.autograd.grad(true_losses.sum(), true_student)
-    buffer = student.detach().clone()
-    losses = loss_then_gradient_(buffer, teacher, target, options, fused)
+    buffer, upstream = student.detach().clone(), torch.tensor(0.25, device=device)
+    losses = loss_then_gradient_(buffer, teacher, target, upstream, options, fused)
     assert_as_exact_as(losses, expected.detach(), true_losses.detach())
-    assert_as_exact_as(buffer, reference, truth)
+    assert_as_exact_as(buffer, reference * upstream, truth * upstream)
 
 
 @every_divergence

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.elementwise import exp, log, sigmoids, tanh
+from ligerzoo.kernels.elementwise import exp, fast_exp, fast_log, sigmoids, tanh
 from ligerzoo.kernels.jit import kernel, tl
 from tests.kernels.machine import needs_triton
 
@@ -20,9 +20,15 @@ def _exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @kernel
-def _log_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fast_exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + i, log(tl.load(x_ptr + i)))
+    tl.store(y_ptr + i, fast_exp(tl.load(x_ptr + i)))
+
+
+@kernel
+def _fast_log_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, fast_log(tl.load(x_ptr + i)))
 
 
 @kernel
@@ -60,11 +66,25 @@ def test_errors_are_an_ulp_or_two(reach: float, device: str) -> None:
 
 
 @needs_triton
-def test_logarithms_of_sums(device: str) -> None:
-    x = torch.logspace(0.0, 5.0, 2**14, device=device)
-    (y,) = of_each(_log_kernel, x)
+def test_fast_exponentials(device: str) -> None:
+    x = torch.linspace(-86.0, 0.0, 2**14, device=device)
+    (y,) = of_each(_fast_exp_kernel, x)
+    truth = x.double().exp()
+    assert ((y.double() - truth) / truth).abs().max() < 2**-23 * (2 + 86)
+    ends = torch.tensor([0.0, -200.0, -torch.inf, torch.nan], device=device).repeat(1024)
+    (y,) = of_each(_fast_exp_kernel, ends)
+    assert y[:3].tolist() == [1.0, 0.0, 0.0]
+    assert y[3].isnan()
+
+
+@needs_triton
+def test_fast_logarithms(device: str) -> None:
+    x = torch.logspace(-30.0, 5.0, 2**14, device=device)
+    x[0] = 1.0
+    (y,) = of_each(_fast_log_kernel, x)
     truth = x.double().log()
-    assert ((y.double() - truth).abs() / truth.clamp(min=1.0)).max() < 1.5 * 2**-23
+    assert y[0] == 0
+    assert ((y.double() - truth).abs() / truth.abs().clamp(min=1.0)).max() < 2.5 * 2**-23
 
 
 @needs_triton

@@ -138,13 +138,13 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (logits[:0], logits[:0], target[:0], new(0, 5), no_upstream, "tvd", 0.0, 1.0, -100),
         ],
         "linear_divergence_sweep": [
-            (hidden, weight, hidden.flip(0), weight, weight[:, 0], weight[:, 1], 1.0, None, 1.0, None, target,
+            (hidden, weight, hidden.flip(0), weight, weight[:, 0], weight[:, 1], 1.0, None, 1.0, None, target, new(),
              "forward_kl", 0.0, 1.0, -100, 0, fused, True, True, True),
-            (hidden.half(), weight.half(), hidden, weight, None, None, 0.7, 3.0, 0.9, 2.0, other_target,
+            (hidden.half(), weight.half(), hidden, weight, None, None, 0.7, 3.0, 0.9, 2.0, other_target, new(),
              "jsd", 0.3, 2.0, 5, None, fused, True, False, False),
-            (hidden, weight, hidden @ weight.T, None, None, None, 1.0, None, 1.0, None, target,
+            (hidden, weight, hidden @ weight.T, None, None, None, 1.0, None, 1.0, None, target, new(),
              "cosine", 0.0, 1.0, -100, None, False, False, False, False),
-            (hidden[:0], weight, hidden[:0], weight, None, None, 1.0, None, 1.0, None, target[:0],
+            (hidden[:0], weight, hidden[:0], weight, None, None, 1.0, None, 1.0, None, target[:0], new(),
              "tvd", 0.0, 1.0, -100, None, fused, True, True, False),
         ],
         "experts_forward": [

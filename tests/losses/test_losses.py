@@ -125,15 +125,20 @@ def skips(monkeypatch: pytest.MonkeyPatch) -> None:
             out.fill_(torch.nan)
         out[places] = a[:present] @ b
 
-    def accumulate_(
-        high: Tensor, low: Tensor, a: Tensor, b: Tensor, count: Tensor, end: Tensor, first_row: int
-    ) -> None:  # fmt: skip
-        present = max(0, min(int(count) - first_row, a.shape[0]))
-        assert int(count) <= int(end) or present == 0
-        high.copy_((0 if first_row == 0 else high) + a[:present].T @ b[:present])
+    class WeightSum:
+        def __init__(self, weight: Tensor, n_rows: int, rows: int) -> None:
+            self.sum = torch.full_like(weight, torch.nan)
+
+        def add_(self, dlogits: Tensor, x: Tensor, count: Tensor, end: Tensor, first_row: int) -> None:
+            present = max(0, min(int(count) - first_row, x.shape[0]))
+            assert int(count) <= int(end) or present == 0
+            self.sum = (0 if first_row == 0 else self.sum) + dlogits[:present].T @ x[:present]
+
+        def result(self) -> Tensor:
+            return self.sum
 
     monkeypatch.setattr(valid_rows, "product_", product_)
-    monkeypatch.setattr(valid_rows, "accumulate_", accumulate_)
+    monkeypatch.setattr(kernel_file("head"), "WeightSum", WeightSum)
     monkeypatch.setattr(valid_rows, "row_buffer", lambda like, rows, cols: like.new_full((rows, cols), torch.nan))
     for file in (sweep, kernel_file("linear_cross_entropy")):
         monkeypatch.setattr(file, "head_type", lambda n_rows, *_: SkippingHead)
