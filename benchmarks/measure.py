@@ -88,3 +88,21 @@ def medians_within(seconds: float, functions: Mapping[str, Callable[[], object]]
     interleaved(functions, device=device, rounds=1)
     rounds = int(seconds / (time.perf_counter() - begin))
     return interleaved(functions, device=device, rounds=min(200, max(3, rounds)))
+
+
+def sustained(seconds: float, function: Callable[[], object], *, device: str) -> float:
+    """The milliseconds of a call among calls without a pause, for that long after as long a time to warm up."""
+    for _ in range(2):  # the first loads and tunes
+        synchronize(device)
+        begin = time.perf_counter()
+        function()
+        synchronize(device)
+    calls = max(1, int(seconds / (time.perf_counter() - begin)))
+
+    def many() -> None:
+        for _ in range(calls):
+            function()
+
+    _, elapsed = (_timed(many, device) for _ in range(2))
+    synchronize(device)
+    return elapsed() / calls
