@@ -100,7 +100,7 @@ class DenseHead:
         self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.order = order
+        self.order, self.counts = order, counts if order is None else counts[order]
         if counts.device.type == "cpu":
             self.order = counts.nonzero()[:, 0] if order is None else order[counts[order]]
         self.hidden = hidden if self.order is None else hidden[self.order]
@@ -130,7 +130,10 @@ class DenseHead:
         if self.needs.hidden:
             torch.mm(dlogits, self.weight, out=self.dhidden[chunk])
         if self.needs.weight:
-            _accumulate_(self.dweight, dlogits.T, self.hidden[chunk], first=chunk.start == 0)
+            x = self.hidden[chunk]
+            if x.device.type != "cpu":  # 0 times NaN would be NaN
+                x = x.masked_fill(~self.counts[chunk, None], 0)
+            _accumulate_(self.dweight, dlogits.T, x, first=chunk.start == 0)
         if self.needs.bias:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 

@@ -19,7 +19,7 @@ from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.divergence import Divergence, Options, jsd_at
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
 from ligerzoo.losses.logps import check_choice, check_number
-from ligerzoo.losses.objective import HeadOptions, LossOutput
+from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 
@@ -51,8 +51,8 @@ def distillation_loss(
         target: (...) token ids, or `ignore_index` for a token that does not count.
         teacher_hidden: (..., G), the teacher's hidden states; a constant, as is all of the teacher.
         teacher_weight: (V, G), its head.
-        teacher_logits: (..., V), in place of the two; as they are, but for the temperature.
-        teacher_bias: (V,), added to the teacher's logits.
+        teacher_logits: (..., V), in place of the two.
+        teacher_bias: (V,), added to the teacher's logits; not to those given.
         teacher_softcap: c, for the teacher's logits `c tanh(logits / c)`.
         teacher_logit_scale: multiplies the teacher's logits, before the softcap.
         divergence: D: "forward_kl" (covers the teacher's modes), "reverse_kl" (seeks them), "jsd", "tvd" or "cosine".
@@ -72,6 +72,7 @@ def distillation_loss(
             states and logits are given.
     """
     name = "distillation_loss"
+    check_head(name, head)
     check_choice(name, DIVERGENCES, divergence=divergence)
     check_number(name, num_items=num_items)
     if (teacher_hidden is None) == (teacher_logits is None) or (teacher_hidden is None) != (teacher_weight is None):

@@ -324,8 +324,8 @@ def grpo_loss(
 
     group: Group = "row" if options.level == "sequence" or of_rows else "token"
     loss, logps, entropy = evaluate(
-        hidden, weight, target, Objective(objective, constants, group, with_entropy or entropy_coef != 0), head,
-        temperature,
+        "grpo_loss", hidden, weight, target,
+        Objective(objective, constants, group, with_entropy or entropy_coef != 0), head, temperature,
     )  # fmt: skip
     return LossOutput(loss, _metrics(logps, entropy, constants, options, loss_of_tokens))
 

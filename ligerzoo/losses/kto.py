@@ -106,7 +106,7 @@ def kto_loss(
         return (row_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum() / items
 
     constants = (mask, ref_logps, desirable, row_weights)
-    loss, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "row"), head)
+    loss, logps, _ = evaluate("kto_loss", hidden, weight, target, Objective(objective, constants, "row"), head)
     of_rows = summed(logps, mask)
     rewards = beta * (of_rows - ref_logps)
 

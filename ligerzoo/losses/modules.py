@@ -59,6 +59,13 @@ def model_sequence_logps(
     return _of_model(partial(sequence_logps, average=average), model, input_ids, labels, **inputs)
 
 
+def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
+    """What a loss takes besides hidden states, the head's weight and targets."""
+    return (inspect.signature(loss).parameters.keys() | HeadOptions.__annotations__.keys()) - {
+        "hidden", "weight", "target", "head",
+    }  # fmt: skip
+
+
 class HeadLoss(nn.Module):
     """A loss with its options.
 
@@ -78,8 +85,7 @@ class HeadLoss(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        known = inspect.signature(type(self).function).parameters.keys() | HeadOptions.__annotations__.keys()
-        if unknown := options.keys() - known:
+        if unknown := options.keys() - _options_of(type(self).function):
             raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
         self.options = options
 
@@ -113,9 +119,12 @@ class HeadLoss(nn.Module):
 
         Raises:
             TypeError: the loss has no use for a reference model.
+            ValueError: there is a reference model, and `ref_logps` as well.
         """
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         if reference is not None:
+            if {**self.options, **inputs}.get("ref_logps") is not None:
+                raise ValueError(f"{type(self).__name__}: give a reference model or ref_logps, not both")
             inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, inputs, **model_inputs)
 
         def objective(*head: Tensor, **options: Any) -> LossOutput:
@@ -131,7 +140,7 @@ class HeadLoss(nn.Module):
         **model_inputs: Any,
     ) -> Tensor:  # fmt: skip
         """What the function takes as `ref_logps`, a constant, where it is given these inputs besides the options."""
-        if "ref_logps" not in inspect.signature(type(self).function).parameters:
+        if "ref_logps" not in _options_of(type(self).function):
             raise TypeError(f"{type(self).__name__} has no use for a reference model")
         return model_sequence_logps(reference, input_ids, labels, **model_inputs)
 

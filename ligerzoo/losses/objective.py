@@ -95,22 +95,32 @@ class Evaluated(NamedTuple):
     entropy: Tensor | None
 
 
+def check_head(name: str, head: HeadOptions) -> None:
+    """Raises TypeError for what is no option of the head, which is where all that `name` does not know arrives."""
+    for unknown in head.keys() - HeadOptions.__annotations__.keys():
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
+
+
 def evaluate(
-    hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, head: HeadOptions, temperature: float = 1.0
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, head: HeadOptions,
+    temperature: float = 1.0,
 ) -> Evaluated:  # fmt: skip
     """The value of an objective over (B, T, H) hidden states, a (V, H) head and (B, T) targets.
 
     Args:
+        name: the loss, which errors are about.
         temperature: divides the logits, after the softcap.
 
     Raises:
+        TypeError: `head` has an option that heads do not have.
         ValueError: shapes, dtypes or targets do not fit, as in `ligerzoo.kernels.token_logps`.
     """
+    check_head(name, head)
     objective = objective._replace(constants=[None if c is None else c.detach() for c in objective.constants])
     wants_gradients = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
     traced = torch.compiler.is_compiling() or hidden.is_meta
     if wants_gradients and torch.is_grad_enabled() and not traced:
-        evaluated = _in_one_sweep(hidden, weight, target, objective, temperature, **head)
+        evaluated = _in_one_sweep(name, hidden, weight, target, objective, temperature, **head)
         if evaluated is not None:
             return evaluated
     return by_autograd(hidden, weight, target, objective, head, temperature)
@@ -173,14 +183,13 @@ def _differentiated(
 
 
 def _in_one_sweep(
-    hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, temperature: float, *,
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, temperature: float, *,
     bias: Tensor | None = None, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0,
     logits_budget: int | None = None, backend: Backend = "auto",
 ) -> Evaluated | None:  # fmt: skip
     """The value with its gradients; None if the logits of a group do not fit the budget. (Nor for fp16, in which the
     gradients of single tokens may vanish unless the loss's scale multiplies them, and only backward knows that.)"""
     terms, formula, shape = Terms(logit_scale, softcap, temperature), objective.formula, target.shape
-    name = "a loss over log-probabilities"
     x, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     if x.dtype == torch.float16 or target.numel() == 0:
         return None

@@ -88,7 +88,7 @@ def pair_loss(
         return loss if nll_mask is None else loss - options.nll_weight * summed(logps, nll_mask).sum() / nll_items
 
     constants = (mask, nll_mask, ref_logps, weights)
-    loss, logps, _ = evaluate(hidden, weight, target, Objective(objective, constants, "pair"), head)
+    loss, logps, _ = evaluate(name, hidden, weight, target, Objective(objective, constants, "pair"), head)
     rewards = options.beta * scores(logps, mask, ref_logps, options.average_rewards)
     metrics = pair_metrics(rewards, summed(logps, mask, options.average_rewards))
     if nll_mask is not None:

@@ -196,6 +196,8 @@ class CausalLM(nn.Module):
         for name, target in (("labels", labels), ("shift_labels", shift_labels)):
             if target is not None and target.shape != x.shape[:2]:
                 raise ValueError(f"{name} {tuple(target.shape)} for tokens {tuple(x.shape[:2])}; expected one for each")
+        if objective is not None and labels is None and shift_labels is None:
+            raise ValueError("an objective needs labels, got None; expected (B, T) token ids, -100 where none counts")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
         hidden = self.model(self.embed(x, context, **modalities), context)
 

@@ -251,11 +251,11 @@ def test_bf16_on_a_gpu(budget: int, pattern: str) -> None:
 
 
 @each_case
-def test_a_row_in_which_no_token_counts(index: int, tokens_at_a_time: SetChunk) -> None:
+def test_a_row_in_which_no_token_counts(index: int, tokens_at_a_time: SetChunk, device: str) -> None:
     """It spoils nothing, though its hidden states and what is known of it are no numbers; and it gets no gradient."""
-    case = CASES[index]
+    case = cases(device=device)[index]
     tokens_at_a_time(2 * LENGTH)
-    hidden, weight, _, target = exact("cpu")
+    hidden, weight, _, target = exact(device)
     target[2] = IGNORED
     target[5] = IGNORED  # its partner
     expected = (
@@ -582,8 +582,22 @@ def test_gradients_of_distillation_add_up() -> None:
     (lambda h, w, t: losses.distillation_loss(h, w, t), "give teacher_hidden and teacher_weight, or teacher_logits"),
     (lambda h, w, t: losses.distillation_loss(h, w, t, teacher_logits=h), "teacher's logits"),
     (lambda h, w, t: losses.simpo_loss(h, w[:, :2], t), r"weight \(13, 2\)"),
+    (lambda h, w, t: losses.simpo_loss(h.requires_grad_(), w[:, :2], t), r"simpo_loss: .*weight \(13, 2\)"),
 ])  # fmt: skip
 def test_what_does_not_fit(call: Callable[..., Any], message: str) -> None:
     hidden, weight, _, target = exact("cpu")
     with pytest.raises(ValueError, match=message):
         call(hidden.detach(), weight, target)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_arguments_that_no_loss_has(grad: bool) -> None:
+    hidden, weight, _, target = exact("cpu")
+    known, row = hidden.detach(), hidden[:, 0, 0].detach()
+    with torch.set_grad_enabled(grad):
+        for function, given in (
+            (losses.dpo_loss, ()), (losses.cpo_loss, ()), (losses.simpo_loss, ()), (losses.orpo_loss, ()),
+            (losses.kto_loss, (row > 0,)), (losses.grpo_loss, (row,)), (losses.distillation_loss, (known, weight)),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'gama'"):
+                function(hidden, weight, target, *given, gama=0.1)

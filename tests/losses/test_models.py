@@ -148,6 +148,8 @@ def test_options() -> None:
     assert losses.GRPO(softcap=3.0).options == {"softcap": 3.0}
     with pytest.raises(TypeError, match="DPO has no option gamma"):
         losses.DPO(gamma=1.0)
+    with pytest.raises(TypeError, match="DPO has no option hidden"):
+        losses.DPO(hidden=1)
     model = tiny()
     input_ids, labels = batch_of()
     expected = losses.DPO(variant="ipo", beta=0.2).of(model, input_ids, labels).loss
@@ -158,6 +160,10 @@ def test_options() -> None:
         torch.testing.assert_close(loss.of(model, input_ids, labels, **given).loss, expected)
     taught = losses.Distillation(logits_budget=0).of_teacher(model, tiny(seed=5), input_ids, labels).loss
     torch.testing.assert_close(taught, losses.Distillation().of_teacher(model, tiny(seed=5), input_ids, labels).loss)
+    with pytest.raises(ValueError, match="DPO: give a reference model or ref_logps, not both"):
+        losses.DPO().of(model, input_ids, labels, reference=model, ref_logps=torch.zeros(len(labels)))
+    with pytest.raises(ValueError, match="an objective needs labels, got None"):
+        losses.DPO().of(model, input_ids, None)  # type: ignore[arg-type]
 
 
 def test_compiled() -> None:
