@@ -140,7 +140,7 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.cons
         # log(m / max(p, q)): nothing overflows, and that of equal probabilities is exactly 0.
         share = tl.where(ratio > 0.0, 1.0 - beta, beta)  # of the larger
         mixture = share + (1.0 - share) * decay
-        mixture = tl.log(mixture) if EXACT else fast_log(mixture)
+        mixture = tl.log(mixture) if EXACT else fast_log(mixture, (1.0 - share) * (decay - 1.0))
         slope = (beta - 1.0) * q * (q_behind + mixture)
         part = slope - beta * p * (p_behind + mixture)
     return part, slope, q
@@ -158,6 +158,7 @@ def _statistics(
     student_ptr, teacher_ptr, inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """(D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row, in two passes."""
+    EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     student_max, student_sum = max_and_sum_exp(student_ptr, inverse_temperature, n_cols, BLOCK)
     teacher_max, teacher_sum = max_and_sum_exp(teacher_ptr, inverse_temperature, n_cols, BLOCK)
     student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
@@ -167,7 +168,7 @@ def _statistics(
         cols = start + tl.arange(0, BLOCK)
         log_q = _log_probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
         log_p = _log_probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
-        part, slope, _ = _part_and_slope(log_p, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
+        part, slope, _ = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         parts += part
         slopes += slope
     # The log of a row without a softmax is NaN, and so are its results: comparisons may have lost that on the way.
@@ -182,11 +183,12 @@ def _store_gradient(
     student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, upstream,
     inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         log_q = _log_probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
         log_p = _log_probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
-        _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, student_ptr.dtype.element_ty == tl.float32)
+        _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         # For tvd, s is 1/2 q sign(q - p), and of s - q S may be little left.
         change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
         gradient = upstream * inverse_temperature * change
