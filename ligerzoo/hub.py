@@ -244,13 +244,27 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
 
     Raises:
         ConfigError: the model is none of the zoo's.
-        CheckpointError: the directory cannot be written, or a tensor cannot be stored.
+        CheckpointError: the directory cannot be written, or a tensor cannot be stored, or the model has others than
+            its architecture.
     """
+    _refuse_changed(model, Path(directory))
     origin = None if native else model.origin
     files = {CONFIG_FILE: _config_json(model, origin)}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
     write_checkpoint(directory, _disk_tensors(model, origin), files, max_shard_size=max_shard_size)
+
+
+def _refuse_changed(model: CausalLM, directory: Path) -> None:
+    """Raises CheckpointError if modules were put in the place of others, as adapters are: nothing could load that."""
+    ours = architecture_for(type(model)).build_on_meta(model.config, type(model)).state_dict().keys()
+    strange, lacking = (sorted(names) for names in (model.state_dict().keys() - ours, ours - model.state_dict().keys()))
+    if strange or lacking:
+        raise CheckpointError(
+            "tensors other than the architecture's", where=directory, got=_some(strange) if strange else None,
+            expected=_some(lacking) if lacking else None,
+            remedy="Merge adapters into the weights, or take parametrizations off, before you save.",
+        )  # fmt: skip
 
 
 def _disk_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor]:

@@ -572,6 +572,14 @@ def test_what_is_no_model_of_the_zoo_is_not_saved(tmp_path: Path, new: Llama) ->
     assert not (tmp_path / "saved").exists()
 
 
+def test_a_model_with_adapters_in_it_is_not_saved(tmp_path: Path, new: Llama) -> None:
+    layer = new.model.layers[0].self_attn
+    layer.q_proj = torch.nn.Sequential(layer.q_proj)
+    with pytest.raises(CheckpointError, match=r"q_proj\.0\.weight.*q_proj\.weight.*Merge adapters"):
+        new.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_model_without_memory_is_not_saved(tmp_path: Path, new: Llama) -> None:
     with pytest.raises(CheckpointError, match=f"{EMBEDDING}'.* no dense data"):
         new.to("meta").save_pretrained(tmp_path / "saved")

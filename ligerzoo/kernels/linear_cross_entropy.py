@@ -201,12 +201,13 @@ def prepared(
         hidden.shape[:-1] != target.shape
         or hidden.shape[-1:] != weight.shape[1:]
         or hidden.dtype != weight.dtype
+        or not hidden.is_floating_point()
         or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype))
     ):
         raise ValueError(
             f"{name}: hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}, "
             f"target {tuple(target.shape)}, bias {None if bias is None else (*bias.shape, bias.dtype)}; "
-            "expected (..., H), (V, H), (...) and (V,), all but the target of one dtype"
+            "expected (..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype"
         )
     check_terms(name, terms)
     return hidden.reshape(-1, hidden.shape[-1]), weight, as_targets(name, target, weight.shape[0], ignore_index), bias

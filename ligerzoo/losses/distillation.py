@@ -43,7 +43,8 @@ def distillation_loss(
     num_items: int | Tensor | None = None,
     **head: Unpack[HeadOptions],
 ) -> LossOutput:
-    """A student's distance from a teacher, over the formulas in `distillation.py`.
+    """A student's distance from a teacher, over the formulas in `distillation.py`; not multiplied by the temperature's
+    square, as some have it.
 
     Args:
         hidden: (..., H), the student's hidden states.

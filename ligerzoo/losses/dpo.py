@@ -152,11 +152,12 @@ def dpo_loss(
         label_smoothing: the chance that a pair was labelled the wrong way round; for the variants that know one.
         average_log_prob: divide an answer's log-ratio by the number of its tokens (TRL's `sigmoid_norm`).
         discopop_tau: of "discopop".
-        weights: (B/2,), a factor for each pair's loss.
+        weights: (B/2,), a factor for each pair's loss; a constant.
         nll_weight: a factor for the NLL of the chosen answers, which is added (TRL's `sft`; Pang et al. 2024).
         num_items: divides the summed losses in place of B/2: the same number for all micro-batches of a step makes
             gradient accumulation exact.
-        num_nll_items: likewise divides the NLL, in place of the number of the chosen answers' tokens.
+        num_nll_items: likewise divides the NLL, in place of the number of the chosen answers' tokens; where there is an
+            NLL, the two are given together.
         head: see `HeadOptions`.
 
     Returns:

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
 from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, summed
-from ligerzoo.losses.objective import Group, HeadOptions, LossOutput, Objective, evaluate
+from ligerzoo.losses.objective import Group, HeadOptions, LossOutput, Objective, check_head, evaluate
 
 Level = Literal["token", "sequence"]
 LEVELS = get_args(Level)
@@ -180,17 +180,22 @@ def sampler_correction(
     Args:
         old_logps: (B, T), of the model that is trained, before its step.
         sampler_logps: (B, T), as the sampler reported them; NaN where it did not, for a ratio of 1.
-        mask: (B, T) bool, the tokens that count.
+        mask: (B, T) bool, the targets that count: of labels not yet shifted, `F.pad(labels[:, 1:] != -100, (0, 1))`.
         level: "token" for each token's own ratio, "sequence" for the product of those of an answer.
         beyond: whether a ratio that is not within `lowest` to `highest` becomes the nearest that is, or 0.
         lowest: see there.
         highest: see there.
 
     Raises:
-        ValueError: `level` or `beyond` is none of those named.
+        ValueError: `level` or `beyond` is none of those named, or shapes do not fit.
     """
     check_choice("sampler_correction", LEVELS, level=level)
     check_choice("sampler_correction", ("truncate", "mask"), beyond=beyond)
+    if not old_logps.shape == sampler_logps.shape == mask.shape or mask.dtype != torch.bool:
+        raise ValueError(
+            f"sampler_correction: old_logps {tuple(old_logps.shape)}, sampler_logps {tuple(sampler_logps.shape)}, mask "
+            f"{tuple(mask.shape)} {mask.dtype}; expected (B, T) all of them, and a mask of torch.bool"
+        )
     log_ratio = torch.where(mask, (old_logps - sampler_logps).nan_to_num(nan=0.0), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True).expand(mask.shape)
@@ -238,7 +243,8 @@ def grpo_loss(
         weight: (V, H), the head.
         target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts, padding, and what
             tools wrote into an answer.
-        advantages: (B,), or (B, T) for those of single tokens.
+        advantages: (B,), or (B, T) for those of single tokens. Whatever is (B, T) tells of a token in the place of the
+            one that predicts it, where its target stands; a constant.
         old_logps: (B, T), `token_logps` of the model that sampled; None if it is this one, not yet changed.
         ref_logps: (B, T), `token_logps` of a reference model; needed if `beta` is not 0.
         correction: (B, T), see `sampler_correction`; multiplies the tokens' losses, the KL term left out.
@@ -257,7 +263,7 @@ def grpo_loss(
         max_length: of "dr_grpo": how long an answer could have become.
         num_items: of the rows or tokens (see `grpo.py`) that the sum is divided by, the number in the whole step: the
             same for all its micro-batches makes gradient accumulation exact.
-        num_tokens: likewise how many tokens the entropy is the mean of.
+        num_tokens: likewise how many tokens the entropy is the mean of; where it counts, the two are given together.
         temperature: what the tokens were sampled with; divides the logits, after the softcap.
         head: see `HeadOptions`.
 
@@ -273,13 +279,25 @@ def grpo_loss(
     loss_of_tokens, weights_of, counted_in, own_level, of_rows = VARIANTS[variant]
     level = own_level if level is None else level
     check_choice(name, LEVELS, level=level)
-    if advantages.dim() == 1:
-        advantages = advantages[:, None].expand(advantages.shape[0], shape[-1])
+    if advantages.shape == shape[:1]:
+        advantages = advantages[:, None].expand(shape)
+    elif advantages.shape != shape:
+        raise ValueError(f"{name}: advantages has shape {tuple(advantages.shape)}; expected {shape[:1]} or {shape}")
     check_rows(
-        name, hidden, target, advantages=(advantages, shape), old_logps=(old_logps, shape),
+        name, hidden, target, old_logps=(old_logps, shape),
         ref_logps=(ref_logps, shape), correction=(correction, shape),
     )  # fmt: skip
     check_number(name, num_items=num_items, num_tokens=num_tokens, max_length=max_length)
+    if entropy_coef != 0 and (num_items is None) != (num_tokens is None):
+        raise ValueError(
+            f"{name}: num_items={num_items!r} and num_tokens={num_tokens!r}; expected both or neither: the entropy is "
+            "the mean of tokens"
+        )
+    if not 0 <= epsilon < 1 or (epsilon_high is not None and epsilon_high < 0) or min(sapo_temperatures) <= 0:
+        raise ValueError(
+            f"{name}: epsilon={epsilon}, epsilon_high={epsilon_high}, sapo_temperatures={sapo_temperatures}; expected "
+            "0 to less than 1, at least 0, and more than 0"
+        )
     for what, missing in (
         ("ref_logps for the KL term", beta != 0 and ref_logps is None),
         ("max_length for dr_grpo", counted_in == "places" and max_length is None),
@@ -372,6 +390,7 @@ def ppo_clip_loss(
 
     The other arguments, the result and the errors are those of `grpo_loss`.
     """
+    check_head("ppo_clip_loss", head)
     return grpo_loss(
         hidden, weight, target, advantages, old_logps=old_logps, variant="bnpo", epsilon=epsilon,
         entropy_coef=entropy_coef, num_items=num_items, num_tokens=num_items,

@@ -33,7 +33,21 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = N
         logps: `sequence_logps` under the model.
         ref_logps: the same under the reference.
         group: the processes whose answers count too (the same number of them on each); None for this one alone.
+
+    Raises:
+        ValueError: the two differ in shape.
+
+    With the answers of each text replaced by those of the next one (and their labels so, too), and `KTO`:
+
+        others = dict(input_ids=other_ids, labels=other_labels, attention_mask=other_mask)
+        with torch.no_grad():
+            kl = kto_kl(model_sequence_logps(model, **others), model_sequence_logps(reference, **others))
+        loss, metrics = kto.of(model, **batch, desirable=desirable, kl=kl, reference=reference)
     """
+    if logps.dim() != 1 or logps.shape != ref_logps.shape:
+        raise ValueError(
+            f"kto_kl: logps {tuple(logps.shape)} and ref_logps {tuple(ref_logps.shape)}; expected (B,) both"
+        )
     mean = (logps - ref_logps).sum() / max(1, logps.shape[0])
     if group is not None:
         dist.all_reduce(mean, dist.ReduceOp.SUM, group)
@@ -63,14 +77,14 @@ def kto_loss(
         hidden: (B, T, H) hidden states.
         weight: (V, H), the head.
         target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts and padding.
-        desirable: (B,) bool.
+        desirable: (B,) bool, whether the answer is.
         ref_logps: (B,), `sequence_logps` of the reference model; a constant. None for 0.
         kl: 0-d, z, see `kto_kl`; None for 0.
         variant: "kto" or "apo_zero_unpaired", which has no use for `kl`.
         beta: how closely the model is held to the reference.
         desirable_weight: w_d.
         undesirable_weight: w_u.
-        weights: (B,), a factor for each row's loss.
+        weights: (B,), a factor for each row's loss; a constant.
         num_items: divides the summed losses in place of B: the same number for all micro-batches of a step makes
             gradient accumulation exact.
         head: see `HeadOptions`.
@@ -87,11 +101,13 @@ def kto_loss(
         "kto_loss", hidden, target, desirable=(desirable, (n_rows,)), ref_logps=(ref_logps, (n_rows,)),
         weights=(weights, (n_rows,)), kl=(kl, ()),
     )  # fmt: skip
+    if desirable.dtype != torch.bool:
+        raise ValueError(f"kto_loss: desirable is {desirable.dtype}; expected torch.bool")
     check_number("kto_loss", num_items=num_items, beta=beta)
     check_choice("kto_loss", VARIANTS, variant=variant)
     if variant != "kto" and kl is not None:
         raise ValueError(f"kto_loss: {variant} was given kl; expected None")
-    mask, desirable = counted(target, head), desirable.bool()
+    mask = counted(target, head)
     ones = torch.ones(n_rows, dtype=wide(hidden.dtype), device=hidden.device)
     row_weights = torch.where(desirable, desirable_weight * ones, undesirable_weight * ones)
     row_weights = row_weights if weights is None else row_weights * weights

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import token_logps
 from ligerzoo.kernels.dispatch import wide
-from ligerzoo.losses.objective import HeadOptions
+from ligerzoo.losses.objective import HeadOptions, check_head
 
 
 def sequence_logps(
@@ -29,7 +29,13 @@ def sequence_logps(
         target: (B, T) token ids, what each hidden state should predict, or `ignore_index`.
         average: divide by the number of tokens that count.
         head: see `HeadOptions`.
+
+    Raises:
+        TypeError: `head` has an option that heads do not have.
+        ValueError: shapes do not fit.
     """
+    check_head("sequence_logps", head)
+    check_rows("sequence_logps", hidden, target)
     return summed(token_logps(hidden, weight, target, **head), counted(target, head), average)
 
 

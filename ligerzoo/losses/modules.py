@@ -27,11 +27,29 @@ Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or what wraps one and passes arguments and results on."""
 
 
-def _of_model(logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
-    def objective(*head: Tensor, **options: Any) -> tuple[None, Tensor]:
-        return None, logps(*head, **options)
+def _output_of(model: Model, *args: Any, **inputs: Any) -> Any:
+    out = model(*args, **inputs)
+    if not hasattr(out, "details"):
+        raise TypeError(
+            f"got a {type(model).__name__}, which returns a {type(out).__name__}; expected a ligerzoo.models.CausalLM, "
+            "or what wraps one. The functions, such as dpo_loss, take any model's hidden states and head"
+        )
+    return out
 
-    found: Tensor = model(input_ids, labels=labels, objective=objective, **inputs).details
+
+def _loss_of(out: Any) -> LossOutput:
+    routers = {} if out.aux_loss is None else {"aux_loss": out.aux_loss.detach()}
+    return LossOutput(out.loss, {**out.details, **routers})
+
+
+def _of_model(
+    logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor, inputs: Mapping[str, Any],
+    head_options: Mapping[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    def objective(*head: Tensor, **options: Any) -> tuple[None, Tensor]:
+        return None, logps(*head, **{**options, **(head_options or {})})
+
+    found: Tensor = _output_of(model, input_ids, labels=labels, objective=objective, **inputs).details
     return found
 
 
@@ -48,7 +66,7 @@ def model_token_logps(
         temperature: divides the logits.
         inputs: what else the model takes, such as `attention_mask`.
     """
-    return _of_model(partial(token_logps, temperature=temperature), model, input_ids, labels, **inputs)
+    return _of_model(partial(token_logps, temperature=temperature), model, input_ids, labels, inputs)
 
 
 def model_sequence_logps(
@@ -56,7 +74,7 @@ def model_sequence_logps(
 ) -> Tensor:
     """(B,) fp32, differentiable: the sums of `model_token_logps` over the rows, or the means over the tokens that
     count."""
-    return _of_model(partial(sequence_logps, average=average), model, input_ids, labels, **inputs)
+    return _of_model(partial(sequence_logps, average=average), model, input_ids, labels, inputs)
 
 
 def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
@@ -104,7 +122,7 @@ class HeadLoss(nn.Module):
         reference: Model | None = None,
         **inputs: Any,
     ) -> LossOutput:
-        """The loss of a model, with the loss of its routers if it has some, and the metrics.
+        """The loss of a model, and the metrics.
 
         Args:
             model: see `Model`.
@@ -117,32 +135,37 @@ class HeadLoss(nn.Module):
             reference: the reference model, which gives `ref_logps` without gradients.
             inputs: like `args`, by name.
 
+        Returns:
+            The loss, with that of the routers (the metric "aux_loss") of a mixture that adds one: whole, whatever
+            `num_items` is, so that over micro-batches it adds up to as many times as much.
+
         Raises:
-            TypeError: the loss has no use for a reference model.
-            ValueError: there is a reference model, and `ref_logps` as well.
+            TypeError: the loss has no use for a reference model, or a model is none of the zoo's.
+            ValueError: there is a reference model, and `ref_logps` as well; or an `ignore_index`, which labels have.
         """
+        name, given = type(self).__name__, {**self.options, **inputs}
+        if "ignore_index" in given:
+            raise ValueError(f"{name}: ignore_index={given['ignore_index']!r}; of a model's labels it is always -100")
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         if reference is not None:
-            if {**self.options, **inputs}.get("ref_logps") is not None:
-                raise ValueError(f"{type(self).__name__}: give a reference model or ref_logps, not both")
-            inputs["ref_logps"] = self.reference_logps(reference, input_ids, labels, inputs, **model_inputs)
+            if given.get("ref_logps") is not None:
+                raise ValueError(f"{name}: give a reference model or ref_logps, not both")
+            if "ref_logps" not in _options_of(type(self).function):
+                raise TypeError(f"{name} has no use for a reference model; a teacher is for Distillation.of_teacher")
+            how: dict[str, Any] = {option: given[option] for option in ("logits_budget", "backend") if option in given}
+            with torch.no_grad():
+                logps = self.reference_logps(given)
+                given["ref_logps"] = _of_model(logps, reference, input_ids, labels, model_inputs, how)
 
         def objective(*head: Tensor, **options: Any) -> LossOutput:
-            loss: LossOutput = self(*head, *args, **{**options, **self.options, **inputs})
+            loss: LossOutput = self(*head, *args, **{**options, **given})
             return loss
 
-        out = model(input_ids, labels=labels, objective=objective, **model_inputs)
-        return LossOutput(out.loss, out.details)
+        return _loss_of(_output_of(model, input_ids, labels=labels, objective=objective, **model_inputs))
 
-    @torch.no_grad()
-    def reference_logps(
-        self, reference: Model, input_ids: Tensor, labels: Tensor, inputs: Mapping[str, Any] | None = None,
-        **model_inputs: Any,
-    ) -> Tensor:  # fmt: skip
-        """What the function takes as `ref_logps`, a constant, where it is given these inputs besides the options."""
-        if "ref_logps" not in _options_of(type(self).function):
-            raise TypeError(f"{type(self).__name__} has no use for a reference model")
-        return model_sequence_logps(reference, input_ids, labels, **model_inputs)
+    def reference_logps(self, given: Mapping[str, Any]) -> Callable[..., Tensor]:
+        """What makes `ref_logps` of a head, where the function is given these options."""
+        return sequence_logps
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -183,13 +206,8 @@ class GRPO(HeadLoss):
 
     function = staticmethod(grpo_loss)
 
-    @torch.no_grad()
-    def reference_logps(
-        self, reference: Model, input_ids: Tensor, labels: Tensor, inputs: Mapping[str, Any] | None = None,
-        **model_inputs: Any,
-    ) -> Tensor:  # fmt: skip
-        temperature = {**self.options, **(inputs or {})}.get("temperature", 1.0)
-        return model_token_logps(reference, input_ids, labels, temperature=temperature, **model_inputs)
+    def reference_logps(self, given: Mapping[str, Any]) -> Callable[..., Tensor]:
+        return partial(token_logps, temperature=given.get("temperature", 1.0))
 
 
 class PPOClip(HeadLoss):
@@ -231,14 +249,13 @@ class Distillation(HeadLoss):
                 hidden: Tensor, weight: Tensor, _: Tensor, *, softcap: float | None, logit_scale: float, **__: Any
             ) -> tuple[None, LossOutput]:  # fmt: skip
                 with torch.set_grad_enabled(wants_gradients):
-                    return None, self(
-                        *student, hidden, weight, teacher_softcap=softcap, teacher_logit_scale=logit_scale,
-                        **{**options, **self.options, **inputs},
-                    )  # fmt: skip
+                    teachers = {"teacher_softcap": softcap, "teacher_logit_scale": logit_scale}
+                    return None, self(*student, hidden, weight, **{**teachers, **options, **self.options, **inputs})
 
             with torch.no_grad():
-                loss: LossOutput = teacher(input_ids, labels=labels, objective=with_teacher, **taught).details
+                loss: LossOutput = _output_of(
+                    teacher, input_ids, labels=labels, objective=with_teacher, **taught
+                ).details
             return loss
 
-        out = model(input_ids, labels=labels, objective=objective, **taught)
-        return LossOutput(out.loss, out.details)
+        return _loss_of(_output_of(model, input_ids, labels=labels, objective=objective, **taught))

@@ -44,7 +44,9 @@ class HeadOptions(TypedDict, total=False):
         ignore_index: the target of a token that does not count, -100 by default.
         softcap: c, for logits `c tanh(logits / c)`.
         logit_scale: multiplies the logits, before the softcap.
-        logits_budget: MiB of logits that exist at a time; None for `set_logits_budget`'s.
+        logits_budget: MiB of logits that exist at a time; None for `set_logits_budget`'s. Those of a whole pair (or
+            row, where the loss is of rows) of T tokens, in 16 bits 4 T V bytes (or 2), should fit: else each token's
+            logits are made once more, 8MHV operations in place of 6MHV.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 

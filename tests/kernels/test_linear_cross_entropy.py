@@ -488,7 +488,9 @@ def test_shapes_that_do_not_fit(hidden: tuple[int, ...], weight: tuple[int, ...]
 
 
 def test_dtypes_that_differ() -> None:
-    with pytest.raises(ValueError, match=r"hidden \(2, 17\) torch.float32, weight \(33, 17\) torch.float16.*one dtype"):
+    with pytest.raises(
+        ValueError, match=r"hidden \(2, 17\) torch.float32, weight \(33, 17\) torch.float16.*one floating-point dtype"
+    ):
         linear_cross_entropy(torch.ones(2, 17), torch.ones(33, 17).half(), torch.zeros(2, dtype=torch.int64))
 
 

@@ -569,11 +569,18 @@ def test_gradients_of_distillation_add_up() -> None:
     (lambda h, w, t: losses.dpo_loss(h, w, t, beta=0.0), "beta=0.0"),
     (lambda h, w, t: losses.cpo_loss(h, w, t, variant="robust"), "cpo_loss: variant='robust'"),
     (lambda h, w, t: losses.kto_loss(h, w, t, t[:, 0] > 0, variant="bco"), "kto_loss: variant='bco'"),
+    (lambda h, w, t: losses.cpo_loss(h, w, t, num_items=3), "num_items=3 and num_nll_items=None; expected both"),
+    (lambda h, w, t: losses.kto_loss(h, w, t, t[:, 0]), "kto_loss: desirable is torch.int64; expected torch.bool"),
+    (lambda h, w, t: losses.kto_kl(h[:, 0, 0], h[:, :1, 0]), r"logps \(6,\) and ref_logps \(6, 1\); expected \(B,\)"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], epsilon=1.5), "epsilon=1.5.*expected 0 to less than 1"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], num_items=3, entropy_coef=0.1), "num_tokens=None; expected"),
+    (lambda h, w, t: losses.sampler_correction(t, t, t), "mask .*torch.int64; expected"),
+    (lambda h, w, t: losses.sequence_logps(h[0], w, t[0]), "sequence_logps: hidden"),
     (lambda h, w, t: losses.kto_loss(h, w, t, t > 0), r"desirable has shape \(6, 5\); expected \(6,\)"),
     (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], beta=0.1), "got no ref_logps for the KL term"),
     (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], variant="dr_grpo"), "got no max_length for dr_grpo"),
     (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], variant="cispo"), "got no epsilon_high for cispo"),
-    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, :2, 0]), r"advantages has shape \(6, 2\); expected \(6, 5\)"),
+    (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, :2, 0]), r"shape \(6, 2\); expected \(6,\) or \(6, 5\)"),
     (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], level="row"), "level='row'; expected one of 'token', 'sequ"),
     (lambda h, w, t: losses.grpo_loss(h, w, t, h[:, 0, 0], delta=1.2), "delta=1.2; expected more than 1"),
     (lambda h, w, t: losses.sampler_correction(t, t, t > 0, level="row"), "sampler_correction: level='row'"),
@@ -598,6 +605,7 @@ def test_arguments_that_no_loss_has(grad: bool) -> None:
         for function, given in (
             (losses.dpo_loss, ()), (losses.cpo_loss, ()), (losses.simpo_loss, ()), (losses.orpo_loss, ()),
             (losses.kto_loss, (row > 0,)), (losses.grpo_loss, (row,)), (losses.distillation_loss, (known, weight)),
+            (losses.ppo_clip_loss, (row, row)), (losses.sequence_logps, ()),
         ):  # fmt: skip
             with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'gama'"):
                 function(hidden, weight, target, *given, gama=0.1)

@@ -3,6 +3,8 @@
 import os
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ligerzoo import losses
 from ligerzoo.losses import model_sequence_logps, model_token_logps
-from ligerzoo.models import CausalLM, Llama, LlamaConfig
+from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.losses import oracles
 
 IGNORED = -100
@@ -164,6 +166,40 @@ def test_options() -> None:
         losses.DPO().of(model, input_ids, labels, reference=model, ref_logps=torch.zeros(len(labels)))
     with pytest.raises(ValueError, match="an objective needs labels, got None"):
         losses.DPO().of(model, input_ids, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="DPO: ignore_index=-1; of a model's labels it is always -100"):
+        losses.DPO(ignore_index=-1).of(model, input_ids, labels)
+    with pytest.raises(TypeError, match="a teacher is for Distillation"):
+        losses.Distillation().of(model, input_ids, labels, reference=model)
+    with pytest.raises(TypeError, match="got a function, which returns a SimpleNamespace; expected a ligerzoo"):
+        losses.DPO().of(lambda *_, **__: SimpleNamespace(logits=None), input_ids, labels)
+    capped = losses.Distillation(teacher_softcap=3.0, divergence="forward_kl")
+    assert capped.of_teacher(model, tiny(seed=5), input_ids, labels).loss != taught
+
+
+def test_a_reference_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[int | None] = []
+
+    def spy(*head: Tensor, **options: Any) -> Tensor:
+        budgets.append(options["logits_budget"])
+        return losses.sequence_logps(*head, **options)
+
+    monkeypatch.setattr(losses.DPO, "reference_logps", lambda *_: spy)
+    losses.DPO(logits_budget=1).of(tiny(), *batch_of(), reference=tiny(seed=2))
+    assert budgets == [1]
+
+
+def test_the_loss_of_routers_is_told() -> None:
+    torch.manual_seed(0)
+    model = Mixtral(MixtralConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+    ))  # fmt: skip
+    input_ids, labels = batch_of()
+    loss, metrics = losses.DPO().of(model, input_ids, labels)
+    model.aux_loss_weight = 0.0
+    torch.testing.assert_close(
+        loss - model.config.router_aux_loss_coef * metrics["aux_loss"], losses.DPO().of(model, input_ids, labels).loss
+    )
 
 
 def test_compiled() -> None:
