@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import cdiv, multiprocessors, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import (
+    cdiv,
+    is_watched,
+    multiprocessors,
+    once_differentiable,
+    register,
+    uses_triton,
+    wide,
+)
 from ligerzoo.kernels.jit import kernel, tl
 
 _BLOCK, _PROGRAMS_PER_MULTIPROCESSOR = 2048, 16
@@ -62,15 +70,6 @@ def _is_private() -> bool:
     return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def _is_needed_once() -> bool:
-    """Whether this backward is the last, and works on numbers."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
-    )
-
-
 class _Carrier(torch.autograd.Function):
     """A zero, whose backward hands on a gradient that is already there."""
 
@@ -86,9 +85,12 @@ class _Carrier(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
-        if ctx.becomes_the_result and _is_needed_once():
-            return _scale(gradient, factor, gradient), None, None
-        return scaled(gradient, factor, ctx.dtype), None, None
+        is_last = not is_watched(gradient, factor) and not torch._C._autograd._get_current_graph_task_keep_graph()
+        if not (is_last and ctx.becomes_the_result):
+            return scaled(gradient, factor, ctx.dtype), None, None
+        _scale(gradient, factor, gradient)
+        torch.autograd.graph.increment_version(gradient)  # should this node run again after all, autograd will refuse
+        return gradient, None, None
 
 
 def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:

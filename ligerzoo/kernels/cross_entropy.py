@@ -153,7 +153,7 @@ def cross_entropy(
     check_terms(name, terms)
     check_class_weight(name, class_weight, n_classes)
     target = as_targets(name, target, n_classes, ignore_index)
-    token_weight = as_token_weight(name, token_weight, target, ignore_index)
+    token_weight = as_token_weight(name, token_weight, target, ignore_index, wide(logits.dtype))
     if uses_triton(logits, backend=backend):
         losses = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index)
     else:

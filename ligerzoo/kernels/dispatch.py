@@ -88,6 +88,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None), torch.dtype})
 
 
+def is_watched(*args: Any) -> bool:
+    """Whether an operation on these is for others to see or to replace: a compiler, a dispatch mode, a subclass of
+    tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or not _PLAIN.issuperset(map(type, args))
+    )
+
+
 def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Registers the decorated function as the op `ligerzoo::<schema>`, for tensors on all devices but meta.
 
@@ -116,13 +126,7 @@ def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            watched = (
-                torch.compiler.is_compiling()
-                or torch._C._len_torch_dispatch_stack()
-                or not _PLAIN.issuperset(map(type, args))
-                or args[0].is_meta
-            )
-            return op(*args) if watched else on_the_tensors_device(*args)
+            return op(*args) if is_watched(*args) or args[0].is_meta else on_the_tensors_device(*args)
 
         return call
 

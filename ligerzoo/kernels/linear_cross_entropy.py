@@ -109,7 +109,7 @@ def _reduced_loss(
     needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
     with torch.no_grad():
         ones = torch.ones((), dtype=wide(hidden.dtype), device=hidden.device)
-        of_loss, largest = (ones if token_weight is None else token_weight.to(ones.dtype)) / divisor, None
+        of_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
         if hidden.dtype == torch.float16 and of_loss.numel():
             # Small weights would take the logits' gradients out of its range.
             largest = of_loss.abs().max()
@@ -283,7 +283,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
     rows, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     check_class_weight(name, class_weight, weight.shape[0])
-    token_weight = as_token_weight(name, token_weight, target, ignore_index)
+    token_weight = as_token_weight(name, token_weight, target, ignore_index, wide(rows.dtype))
     triton = uses_triton(rows, weight, backend=backend)
     options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)

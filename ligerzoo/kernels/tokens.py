@@ -53,16 +53,18 @@ def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -
         )
 
 
-def as_token_weight(name: str, token_weight: Tensor | None, target: Tensor, ignore_index: int) -> Tensor | None:
-    """The tokens' weights, 0 for those that do not count, whatever theirs were; ValueError for another shape than the
-    targets'."""
+def as_token_weight(
+    name: str, token_weight: Tensor | None, target: Tensor, ignore_index: int, dtype: torch.dtype
+) -> Tensor | None:  # fmt: skip
+    """The tokens' weights in the losses' dtype, 0 for those that do not count, whatever theirs were; ValueError for
+    another shape than the targets'."""
     if token_weight is None:
         return None
     if token_weight.shape != target.shape:
         raise ValueError(
             f"{name}: token_weight has shape {tuple(token_weight.shape)}; expected the targets', {tuple(target.shape)}"
         )
-    return torch.where(target == ignore_index, 0.0, token_weight)
+    return torch.where(target == ignore_index, 0.0, token_weight.to(dtype))
 
 
 def check_terms(name: str, terms: Terms) -> None:
@@ -115,7 +117,7 @@ def denominator(
         case "sum" if num_items is None:
             return 1
         case "mean" if num_items is not None:
-            return num_items
+            return num_items.to(dtype) if isinstance(num_items, Tensor) else num_items
         case "mean":
             counts = target != ignore_index
             if class_weight is None and token_weight is None:

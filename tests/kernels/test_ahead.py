@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ligerzoo.kernels.ahead import with_gradients
 from tests.kernels.machine import ROUNDED_DTYPES
@@ -74,3 +75,27 @@ def test_what_hooks_were_shown_stays_as_it_was(device: str) -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * expected)
     assert torch.equal(gradient, expected)
+
+
+def test_a_backward_that_failed_cannot_be_repeated(device: str) -> None:
+    """What it multiplied already, it would multiply once more."""
+    _, _, loss = made_ahead(torch.float32, device)
+    node = next(node for node, _ in loss.grad_fn.next_functions if node and "Carrier" in node.name())  # type: ignore[union-attr]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = node.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        (3 * loss).backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"inplace operation|second time"):
+        (3 * loss).backward()
+
+
+def test_tensors_without_numbers(device: str) -> None:
+    with FakeTensorMode():
+        x, gradient, loss = made_ahead(torch.float32, device)
+    (2 * loss).backward()
+    assert x.grad is not None
+    assert x.grad.shape == gradient.shape

@@ -123,6 +123,15 @@ def test_a_second_derivative_through_token_weights_is_refused(reduction: str, de
         torch.autograd.grad(loss, token_weight, create_graph=True)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_numbers_of_a_wider_dtype_do_not_widen_the_loss(grad: bool, device: str) -> None:
+    hidden, weight, target = make(7, 17, 33, device=device)
+    wide = torch.full((7,), 3.0, dtype=torch.float64, device=device)
+    with torch.set_grad_enabled(grad):
+        for options in ({"num_items": wide[0]}, {"token_weight": wide}, {"token_weight": wide, "reduction": "none"}):
+            assert linear_cross_entropy(hidden, weight, target, **options).dtype == torch.float32  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_weights_of_tokens_that_do_not_count(reduction: str, device: str) -> None:
     """They may be anything; and weights that are all 0 make the mean 0."""
