@@ -161,9 +161,10 @@ def operation_figures(result: Json) -> list[str]:
         "Operations, bf16, forward and backward in ms ([all figures](benchmarks/results/operations.json), forward alone"
         f" and peaked logits among them; {measured_on(result)}). The last columns: our time over the fastest peer's, "
         f"eager torch included, and over the floor, the fewest bytes at the {rates['copy_tb_s']:.2f} TB/s of a copy "
-        f"or the fewest operations at the {rates['bf16_tflop_s']:.0f} TFLOP/s of a matrix product; and our memory "
-        "above inputs and gradients. The fastest is emphasized. Forward and backward of the smaller norms take less "
-        "time on the GPU than to launch from Python, so that those rows tell of the host and differ from run to run."
+        f"or the fewest operations at {rates['floor_tflop_s']:.0f} TFLOP/s (in this run the GPU kept up "
+        f"{rates['bf16_tflop_s']:.0f} in a large product of random matrices); and our memory above inputs and "
+        "gradients. The fastest is emphasized. Forward and backward of the smaller norms take less time on the GPU "
+        "than to launch from Python, so that those rows tell of the host and differ from run to run."
     )
     return [
         paragraph(about),

@@ -55,10 +55,11 @@ class Floor:
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates that floors are computed with, measured in the same run."""
+    """The rates that floors are computed with, and that of a product measured in the same run."""
 
     bytes_per_second: float
     flops_per_second: float
+    measured_flops_per_second: float
 
     def milliseconds(self, floor: Floor) -> dict[Direction, float]:
         rate = self.bytes_per_second if floor.unit == "bytes" else self.flops_per_second
