@@ -15,7 +15,9 @@ e the label smoothing and S the logistic function, a pair's loss is
     apo_down     S(b c) + 1 - S(b D)                                              D'Oosterlinck et al. 2024, eq. 8
     discopop     -log S(b D) (1 - S(b D / t)) + exp(-b D) S(b D / t)              Lu et al. 2024, eq. 5
 
-IPO takes c and r averaged over the tokens of an answer, as its authors do and TRL with them. All are TRL's.
+IPO takes c and r averaged over the tokens of an answer, as its authors do and TRL with them. DiscoPOP falls towards
+smaller margins at D = 0, where training begins: use it on a model that prefers the chosen answers already. All are
+TRL's.
 """
 
 from __future__ import annotations

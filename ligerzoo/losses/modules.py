@@ -108,6 +108,7 @@ class HeadLoss(nn.Module):
         self.options = options
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
+        """The function's result, of hidden states, a head's weight and targets already shifted."""
         loss: LossOutput = type(self).function(hidden, weight, target, *args, **{**self.options, **inputs})
         return loss
 
@@ -172,37 +173,37 @@ class HeadLoss(nn.Module):
 
 
 class DPO(HeadLoss):
-    """`dpo_loss`."""
+    """Direct preference optimization and its variants: `dpo_loss`, which has the options."""
 
     function = staticmethod(dpo_loss)
 
 
 class CPO(HeadLoss):
-    """`cpo_loss`."""
+    """Contrastive preference optimization: `cpo_loss`, which has the options."""
 
     function = staticmethod(cpo_loss)
 
 
 class SimPO(HeadLoss):
-    """`simpo_loss`."""
+    """Simple preference optimization: `simpo_loss`, which has the options."""
 
     function = staticmethod(simpo_loss)
 
 
 class ORPO(HeadLoss):
-    """`orpo_loss`."""
+    """Odds ratio preference optimization: `orpo_loss`, which has the options."""
 
     function = staticmethod(orpo_loss)
 
 
 class KTO(HeadLoss):
-    """`kto_loss`."""
+    """Kahneman-Tversky optimization: `kto_loss`, which has the options."""
 
     function = staticmethod(kto_loss)
 
 
 class GRPO(HeadLoss):
-    """`grpo_loss`."""
+    """Group relative policy optimization and its variants: `grpo_loss`, which has the options."""
 
     function = staticmethod(grpo_loss)
 
@@ -211,13 +212,13 @@ class GRPO(HeadLoss):
 
 
 class PPOClip(HeadLoss):
-    """`ppo_clip_loss`."""
+    """Proximal policy optimization, the policy's part: `ppo_clip_loss`, which has the options."""
 
     function = staticmethod(ppo_clip_loss)
 
 
 class Distillation(HeadLoss):
-    """`distillation_loss`."""
+    """A student's distance from a teacher: `distillation_loss`, which has the options. See `of_teacher`."""
 
     function = staticmethod(distillation_loss)
 
