@@ -69,12 +69,13 @@ def as_token_weight(
 
 def check_terms(name: str, terms: Terms) -> None:
     """Raises ValueError for numbers that would give no loss."""
-    _, softcap, temperature, label_smoothing, _ = terms
-    if temperature <= 0 or (softcap is not None and softcap <= 0) or not 0 <= label_smoothing <= 1:
-        raise ValueError(
-            f"{name}: temperature={temperature}, softcap={softcap}, label_smoothing={label_smoothing}; "
-            "expected more than 0, more than 0 or None, and 0 to 1"
-        )
+    for what, number, fits, expected in (
+        ("temperature", terms.temperature, terms.temperature > 0, "more than 0"),
+        ("softcap", terms.softcap, terms.softcap is None or terms.softcap > 0, "more than 0, or None"),
+        ("label_smoothing", terms.label_smoothing, 0 <= terms.label_smoothing <= 1, "0 to 1"),
+    ):
+        if not fits:
+            raise ValueError(f"{name}: {what}={number}; expected {expected}")
 
 
 def reduce(

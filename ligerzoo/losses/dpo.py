@@ -120,8 +120,9 @@ def check_options(name: str, variant: str, options: DPOOptions) -> None:
     expected, fits = _SMOOTHINGS.get(variant, ("0, for the variant has no smoothing", lambda e: e == 0))
     if not fits(options.label_smoothing):
         raise ValueError(f"{name}: {variant} with label_smoothing={options.label_smoothing}; expected {expected}")
-    if options.beta <= 0 or options.discopop_tau <= 0:
-        raise ValueError(f"{name}: beta={options.beta}, discopop_tau={options.discopop_tau}; expected more than 0")
+    for what, number in (("beta", options.beta), ("discopop_tau", options.discopop_tau)):
+        if not number > 0:
+            raise ValueError(f"{name}: {what}={number}; expected more than 0")
 
 
 def dpo_loss(

@@ -293,11 +293,13 @@ def grpo_loss(
             f"{name}: num_items={num_items!r} and num_tokens={num_tokens!r}; expected both or neither: the entropy is "
             "the mean of tokens"
         )
-    if not 0 <= epsilon < 1 or (epsilon_high is not None and epsilon_high < 0) or min(sapo_temperatures) <= 0:
-        raise ValueError(
-            f"{name}: epsilon={epsilon}, epsilon_high={epsilon_high}, sapo_temperatures={sapo_temperatures}; expected "
-            "0 to less than 1, at least 0, and more than 0"
-        )
+    for what, number, fits, expected in (
+        ("epsilon", epsilon, 0 <= epsilon < 1, "0 to less than 1"),
+        ("epsilon_high", epsilon_high, epsilon_high is None or epsilon_high >= 0, "at least 0, or None"),
+        ("sapo_temperatures", sapo_temperatures, min(sapo_temperatures) > 0, "more than 0, both"),
+    ):
+        if not fits:
+            raise ValueError(f"{name}: {what}={number}; expected {expected}")
     for what, missing in (
         ("ref_logps for the KL term", beta != 0 and ref_logps is None),
         ("max_length for dr_grpo", counted_in == "places" and max_length is None),
