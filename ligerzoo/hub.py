@@ -258,7 +258,8 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
 def _refuse_changed(model: CausalLM, directory: Path) -> None:
     """Raises CheckpointError if modules were put in the place of others, as adapters are: nothing could load that."""
     ours = architecture_for(type(model)).build_on_meta(model.config, type(model)).state_dict().keys()
-    strange, lacking = (sorted(names) for names in (model.state_dict().keys() - ours, ours - model.state_dict().keys()))
+    own = model.state_dict().keys()
+    strange, lacking = sorted(own - ours), sorted(ours - own)
     if strange or lacking:
         raise CheckpointError(
             "tensors other than the architecture's", where=directory, got=_some(strange) if strange else None,

@@ -25,7 +25,7 @@ from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.dispatch import Backend, autocast, cdiv, once_differentiable, uses_triton, wide
 from ligerzoo.kernels.head import Needs, head_type, rows_per_chunk
 from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
-from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, reduce
+from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, denominator, reduced
 
 _IGNORED = -100  # among a process's own targets, where any number that is not negative may be a class
 
@@ -217,4 +217,4 @@ def vocab_parallel_linear_cross_entropy(
         losses = losses.view(target.shape)
     else:
         losses = _summed_loss(rows, own_weight, targets, options)
-    return reduce(name, losses, target, reduction, ignore_index, num_items)
+    return reduced(losses, denominator(name, losses.dtype, target, reduction, ignore_index, num_items))

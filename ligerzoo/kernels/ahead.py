@@ -48,6 +48,7 @@ def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, ANEW: tl.constexpr, BLO
 
 
 def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
+    """Fills in y, contiguous as x is, or x itself."""
     if not (uses_triton(x) and factor.is_cuda == x.is_cuda):
         return reference(x, factor, y)
     programs = min(cdiv(y.numel(), _BLOCK), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))

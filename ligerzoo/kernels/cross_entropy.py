@@ -16,7 +16,15 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton, wide
 from ligerzoo.kernels.token_loss import NOTHING, TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
-from ligerzoo.kernels.tokens import Reduction, as_targets, as_token_weight, check_class_weight, check_terms, reduce
+from ligerzoo.kernels.tokens import (
+    Reduction,
+    as_targets,
+    as_token_weight,
+    check_class_weight,
+    check_terms,
+    denominator,
+    reduced,
+)
 
 
 def _forward_fake(
@@ -162,4 +170,5 @@ def cross_entropy(
         losses = results.loss.view(target.shape)
     if token_weight is not None:
         losses = losses * token_weight
-    return reduce(name, losses, target, reduction, ignore_index, num_items, class_weight, token_weight)
+    divisor = denominator(name, losses.dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
+    return reduced(losses, divisor)

@@ -47,7 +47,7 @@ from ligerzoo.kernels.dispatch import (
 from ligerzoo.kernels.elementwise import exp, fast_log
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.softmax import max_and_sum_exp
-from ligerzoo.kernels.tokens import Reduction, check_target, reduce
+from ligerzoo.kernels.tokens import Reduction, check_target, denominator, reduced
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
 """The last, of `cosine`, is one of logits."""
@@ -410,7 +410,7 @@ def _divergence(
         if uses_triton(student, teacher, backend=backend)
         else reference(student, teacher, target, options)
     )
-    return reduce(name, losses, target, reduction, options.ignore_index, num_items)
+    return reduced(losses, denominator(name, losses.dtype, target, reduction, options.ignore_index, num_items))
 
 
 def every_token_counts(student: Tensor, options: Options) -> tuple[Tensor, Options]:

@@ -102,11 +102,11 @@ class DenseHead:
     ) -> None:  # fmt: skip
         self.order, self.counts = order, counts if order is None else counts[order]
         if counts.device.type == "cpu":
-            self.order = counts.nonzero()[:, 0] if order is None else order[counts[order]]
+            self.order = counts.nonzero()[:, 0] if order is None else order[self.counts]
         self.hidden = hidden if self.order is None else hidden[self.order]
         self.chunks = _chunks(self.hidden.shape[0], rows)
         if counts.device.type == "cpu" and order is not None:
-            ends = counts[order].cumsum(0)[[chunk.stop - 1 for chunk in _chunks(hidden.shape[0], rows)]].tolist()
+            ends = self.counts.cumsum(0)[[chunk.stop - 1 for chunk in _chunks(hidden.shape[0], rows)]].tolist()
             self.chunks = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
         self.weight, self.needs, self.bias, self.shape = weight, needs, bias, hidden.shape
         self.buffer = hidden.new_empty((min(rows, self.hidden.shape[0]), weight.shape[0]))

@@ -37,7 +37,7 @@ from ligerzoo.kernels.tokens import (
     check_class_weight,
     check_terms,
     denominator,
-    reduce,
+    reduced,
 )
 
 
@@ -121,9 +121,10 @@ def _reduced_loss(
         )  # fmt: skip
         losses = results[0]
         total = (losses if token_weight is None else losses * token_weight).sum()
-        of_token_weight = losses / divisor
     loss = with_gradients(total / divisor, (hidden, dhidden), (weight, dweight), (bias, dbias), factor=largest)
-    return with_gradients(loss, (token_weight, of_token_weight)), results
+    if token_weight is not None:
+        loss = with_gradients(loss, (token_weight, (losses / divisor).detach()))
+    return loss, results
 
 
 class _TokenResults(torch.autograd.Function):
@@ -287,14 +288,15 @@ def linear_cross_entropy(  # type: ignore[misc]
     triton = uses_triton(rows, weight, backend=backend)
     options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
-    how = (reduction, ignore_index, num_items, class_weight, token_weight)
-    if reduction == "none" or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
+    divisor = denominator(
+        name, wide(rows.dtype), target, reduction, ignore_index, num_items, class_weight, token_weight
+    )
+    if divisor is None or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
         results = _TokenResults.apply(rows, weight, targets, bias, class_weight, options)
         losses = results[0].view(target.shape)
-        loss = reduce(name, losses if token_weight is None else losses * token_weight, target, *how)
+        loss = reduced(losses if token_weight is None else losses * token_weight, divisor)
     else:
         token_weights = None if token_weight is None else token_weight.reshape(-1)
-        divisor = denominator(name, wide(rows.dtype), target, *how)
         loss, results = _reduced_loss(rows, weight, targets, bias, class_weight, token_weights, divisor, options)
     if return_statistics:
         return loss, _statistics([t.detach() for t in results], target, ignore_index)

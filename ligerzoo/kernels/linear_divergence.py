@@ -172,6 +172,7 @@ def linear_divergence(
         target, options = every_token_counts(student.hidden, options)
     check_target(name, target, tokens)
     divisor = denominator(name, wide(student.hidden.dtype), target, reduction, options.ignore_index, num_items)
+    assert divisor is not None
     return _reduced_divergence(
         student._replace(hidden=student.hidden.reshape(-1, student.hidden.shape[-1])),
         teacher._replace(hidden=teacher.hidden.reshape(-1, teacher.hidden.shape[-1])),

@@ -78,28 +78,6 @@ def check_terms(name: str, terms: Terms) -> None:
             raise ValueError(f"{name}: {what}={number}; expected {expected}")
 
 
-def reduce(
-    name: str,
-    losses: Tensor,
-    target: Tensor,
-    reduction: Reduction,
-    ignore_index: int,
-    num_items: int | Tensor | None,
-    class_weight: Tensor | None = None,
-    token_weight: Tensor | None = None,
-) -> Tensor:
-    """Reduces the weighted losses of the tokens, or their sum, as `cross_entropy` says; no valid token gives 0.
-
-    Raises:
-        ValueError: the reduction is unknown or has no use for `num_items`, or that is no number above 0.
-    """
-    if reduction == "none" and num_items is None:
-        return losses
-    return losses.sum() / denominator(
-        name, losses.dtype, target, reduction, ignore_index, num_items, class_weight, token_weight
-    )
-
-
 def denominator(
     name: str,
     dtype: torch.dtype,
@@ -109,12 +87,19 @@ def denominator(
     num_items: int | Tensor | None,
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
-) -> int | Tensor:
-    """What the sum of the weighted losses, of that dtype, is divided by; never 0. The errors are those of `reduce`."""
+) -> int | Tensor | None:
+    """What the sum of the tokens' weighted losses, of that dtype, is divided by, as `cross_entropy` says: never 0, so
+    that no valid token gives 0. None if they are not to be summed.
+
+    Raises:
+        ValueError: the reduction is unknown or has no use for `num_items`, or that is no number above 0.
+    """
     is_no_number = isinstance(num_items, Tensor) and num_items.dim() > 0
     if is_no_number or (isinstance(num_items, int | float) and num_items <= 0):
         raise ValueError(f"{name}: num_items={num_items!r}; expected a number above 0, or a 0-d tensor of one")
     match reduction:
+        case "none" if num_items is None:
+            return None
         case "sum" if num_items is None:
             return 1
         case "mean" if num_items is not None:
@@ -135,3 +120,8 @@ def denominator(
         f"{name}: reduction={reduction!r} with num_items={num_items!r}; "
         f'expected "mean", "sum" or "none", and num_items only with "mean"'
     )
+
+
+def reduced(losses: Tensor, divisor: int | Tensor | None) -> Tensor:
+    """The sum of the tokens' losses over the `denominator`; the losses themselves if there is none."""
+    return losses if divisor is None else losses.sum() / divisor

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
-from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, summed
+from ligerzoo.losses.logps import check_choice, check_number, check_rows, check_together, counted, divisor, summed
 from ligerzoo.losses.objective import Group, HeadOptions, LossOutput, Objective, check_head, evaluate
 
 Level = Literal["token", "sequence"]
@@ -288,11 +288,8 @@ def grpo_loss(
         ref_logps=(ref_logps, shape), correction=(correction, shape),
     )  # fmt: skip
     check_number(name, num_items=num_items, num_tokens=num_tokens, max_length=max_length)
-    if entropy_coef != 0 and (num_items is None) != (num_tokens is None):
-        raise ValueError(
-            f"{name}: num_items={num_items!r} and num_tokens={num_tokens!r}; expected both or neither: the entropy is "
-            "the mean of tokens"
-        )
+    if entropy_coef != 0:
+        check_together(name, "the entropy is the mean of tokens", num_items=num_items, num_tokens=num_tokens)
     for what, number, fits, expected in (
         ("epsilon", epsilon, 0 <= epsilon < 1, "0 to less than 1"),
         ("epsilon_high", epsilon_high, epsilon_high is None or epsilon_high >= 0, "at least 0, or None"),

@@ -78,6 +78,13 @@ def check_number(name: str, **numbers: Any) -> None:
             raise ValueError(f"{name}: {what}={number!r}; expected a number above 0, or a 0-d tensor of one")
 
 
+def check_together(name: str, why: str, **numbers: int | Tensor | None) -> None:
+    """Raises ValueError if some of these are given and others are not."""
+    if len({number is None for number in numbers.values()}) > 1:
+        given = " and ".join(f"{what}={number!r}" for what, number in numbers.items())
+        raise ValueError(f"{name}: {given}; expected both or neither: {why}")
+
+
 def check_choice(name: str, known: Any, **choices: str) -> None:
     """Raises ValueError for a choice, such as a variant, that is none of those known."""
     for what, choice in choices.items():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.losses.logps import check_number, check_rows, counted, divisor, summed
+from ligerzoo.losses.logps import check_number, check_rows, check_together, counted, divisor, summed
 from ligerzoo.losses.objective import HeadOptions, LossOutput, Objective, evaluate
 
 PairFormula = Callable[[Tensor, Tensor], Tensor]
@@ -62,11 +62,9 @@ def pair_loss(
         nll_target=(options.nll_target, tuple(target.shape)),
     )  # fmt: skip
     check_number(name, num_items=options.num_items, num_nll_items=options.num_nll_items)
-    if options.nll_weight and (options.num_items is None) != (options.num_nll_items is None):
-        raise ValueError(
-            f"{name}: num_items={options.num_items!r} and num_nll_items={options.num_nll_items!r}; expected both or "
-            "neither: the NLL is divided by its own tokens"
-        )
+    if options.nll_weight:
+        why = "the NLL is divided by its own tokens"
+        check_together(name, why, num_items=options.num_items, num_nll_items=options.num_nll_items)
     if n_rows % 2:
         raise ValueError(f"{name}: {n_rows} rows; expected an even number, the chosen answers in the first half")
     items = divisor(options.num_items, n_pairs, hidden)

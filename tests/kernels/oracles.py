@@ -134,6 +134,16 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
     return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
 
 
+def bf16(*shape: int) -> Tensor:
+    """Normally distributed, on a GPU, a constant."""
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def count_of(n: int) -> Tensor:
+    """As the kernels that skip rows are told how many count."""
+    return torch.tensor([n], device="cuda", dtype=torch.int32)
+
+
 def targets(*shape: int, classes: int, device: str = "cpu", ignored: float = 0.3, ignore_index: int = -100) -> Tensor:
     """Random classes, a share of them replaced by `ignore_index`."""
     target = torch.randint(classes, shape, device=device)

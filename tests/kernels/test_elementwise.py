@@ -20,6 +20,12 @@ def _exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @kernel
+def _log_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.log(tl.load(x_ptr + i)))
+
+
+@kernel
 def _fast_exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, fast_exp(tl.load(x_ptr + i)))
@@ -64,6 +70,15 @@ def test_errors_are_an_ulp_or_two(reach: float, device: str) -> None:
         (rest, (-x).double().sigmoid()),
     ):
         assert ((y.double() - truth) / truth).abs().nan_to_num().max() < 2.5 * 2**-23
+
+
+@needs_triton
+def test_logarithms_of_sums(device: str) -> None:
+    """Triton's own, which the softmaxes of kernels rely on."""
+    x = torch.logspace(0.0, 5.0, 2**14, device=device)
+    (y,) = of_each(_log_kernel, x)
+    truth = x.double().log()
+    assert ((y.double() - truth).abs() / truth.clamp(min=1.0)).max() < 1.5 * 2**-23
 
 
 @needs_triton

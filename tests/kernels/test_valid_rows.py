@@ -2,21 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from ligerzoo.kernels import valid_rows
 from tests.kernels.judging import assert_as_good_as_a_plain_product
 from tests.kernels.machine import needs_hopper
+from tests.kernels.oracles import bf16, count_of
 
 pytestmark = needs_hopper
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda").bfloat16()
-
-
-def number(n: int) -> Tensor:
-    return torch.tensor([n], device="cuda", dtype=torch.int32)
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 130, 299, 300])
@@ -27,13 +19,13 @@ def test_products(shape: tuple[int, int], count: int) -> None:
         a, weight = bf16(n_rows, depth), bf16(columns, depth)
         present = min(max(count - first_row, 0), n_rows)
         logits = valid_rows.row_buffer(a, n_rows, columns).fill_(7)
-        valid_rows.product_(logits, a, weight.T, number(count), first_row)
+        valid_rows.product_(logits, a, weight.T, count_of(count), first_row)
         assert_as_good_as_a_plain_product(logits[:present], a[:present], weight.T)
         assert (logits[present:] == 7).all()
 
         order = torch.randperm(300, device="cuda")
         back = torch.full((300, depth), 7.0, device="cuda", dtype=torch.bfloat16)
-        valid_rows.product_(back, logits, weight, number(count), first_row, order)
+        valid_rows.product_(back, logits, weight, count_of(count), first_row, order)
         places = order[first_row : first_row + present]
         assert_as_good_as_a_plain_product(back[places], logits[:present], weight)
         others = torch.ones(300, dtype=torch.bool, device="cuda")

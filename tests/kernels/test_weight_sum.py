@@ -8,16 +8,9 @@ from ligerzoo.kernels.valid_rows import row_buffer
 from ligerzoo.kernels.weight_sum import WeightSum
 from tests.kernels.judging import assert_as_good_as_a_plain_product
 from tests.kernels.machine import needs_hopper
+from tests.kernels.oracles import bf16, count_of
 
 pytestmark = needs_hopper
-
-
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda").bfloat16()
-
-
-def number(n: int) -> Tensor:
-    return torch.tensor([n], device="cuda", dtype=torch.int32)
 
 
 def summed(dlogits: Tensor, x: Tensor, ends: list[int], rows: int) -> Tensor:
@@ -26,7 +19,7 @@ def summed(dlogits: Tensor, x: Tensor, ends: list[int], rows: int) -> Tensor:
     total = WeightSum(x.new_empty((dlogits.shape[1], x.shape[1])), len(x), rows)
     for i, end in enumerate(ends):
         chunk = slice(i * rows, (i + 1) * rows)
-        total.add_(dlogits[chunk], x[chunk], number(end), number(last), chunk.start)
+        total.add_(dlogits[chunk], x[chunk], count_of(end), count_of(last), chunk.start)
     return total.result()
 
 
