@@ -9,13 +9,24 @@ A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.token_loss import NOTHING, TERMS_SCHEMA, Terms, Upstream, empty_results, reference, walk_rows_
+from ligerzoo.kernels.token_loss import (
+    NOTHING,
+    TERMS_SCHEMA,
+    Terms,
+    TokenStatistics,
+    Upstream,
+    empty_results,
+    reference,
+    statistics_of,
+    walk_rows_,
+)
 from ligerzoo.kernels.tokens import (
     Reduction,
     as_targets,
@@ -28,30 +39,32 @@ from ligerzoo.kernels.tokens import (
 
 
 def _forward_fake(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = wide(logits.dtype)
-    return logits.new_empty(target.shape, dtype=dtype), logits.new_empty((2, target.numel()), dtype=dtype)
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
+    temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    results = empty_results(target.reshape(-1), wide(logits.dtype), statistics=statistics)
+    return *results, results.loss.new_empty((2, target.numel()))
 
 
 @register(
-    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weight, {TERMS_SCHEMA}, int ignore_index) "
-    "-> (Tensor, Tensor)",
+    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weight, {TERMS_SCHEMA}, int ignore_index, "
+    "bool statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_forward_fake,
 )
 def _forward(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
+    temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The results of the flattened targets, and the normalizers."""
+    targets = target.reshape(-1)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    results = empty_results(target.reshape(-1), wide(logits.dtype), statistics=False)
+    results = empty_results(targets, wide(logits.dtype), statistics=statistics)
     normalizer = results.loss.new_zeros((2, target.numel()))
     walk_rows_(
-        as_rows(logits), target.reshape(-1), results, NOTHING, terms, ignore_index,
-        class_weight=class_weight, normalizer=normalizer, triton=True,
+        as_rows(logits), targets, results, NOTHING, terms, ignore_index, class_weight, normalizer=normalizer,
+        triton=True,
     )  # fmt: skip
-    return results.loss.view(target.shape), normalizer
+    return *results, normalizer
 
 
 def _backward_fake(
@@ -71,44 +84,50 @@ def _backward(
     scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     dlogits = logits.new_empty(logits.shape)
-    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    targets = target.reshape(-1)
-    # Smoothing with class weights needs sums of these over the row, too.
-    normalizer_suffices = class_weight is None or label_smoothing == 0
     walk_rows_(
-        as_rows(logits),
-        targets,
-        None if normalizer_suffices else empty_results(targets, normalizer.dtype, statistics=False),
-        Upstream(upstream.reshape(-1)),
-        terms,
-        ignore_index,
-        class_weight=class_weight,
-        out=dlogits.view(-1, logits.shape[-1]),
-        normalizer=normalizer if normalizer_suffices else None,
-        triton=True,
-    )
+        as_rows(logits), target.reshape(-1), None, Upstream(upstream.reshape(-1)),
+        Terms(scale, softcap, temperature, label_smoothing, z_loss), ignore_index, class_weight,
+        out=dlogits.view(-1, logits.shape[-1]), normalizer=normalizer, triton=True,
+    )  # fmt: skip
     return dlogits
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The results of the flattened targets, of which only the losses are differentiable."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int
-    ) -> Tensor:
-        loss, normalizer = _forward(logits, target, class_weight, *terms, ignore_index)
+        ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int,
+        statistics: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *results, normalizer = _forward(logits, target, class_weight, *terms, ignore_index, statistics)
         ctx.save_for_backward(logits, target, normalizer, class_weight)
         ctx.terms, ctx.ignore_index = terms, ignore_index
-        return loss
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         logits, target, normalizer, class_weight = ctx.saved_tensors
         dlogits = _backward(logits, target, normalizer, upstream, class_weight, *ctx.terms, ctx.ignore_index)
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None, None, None
 
 
+@overload
 def cross_entropy(
+    logits: Tensor, target: Tensor, *, return_statistics: Literal[False] = False, **options: Any
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, return_statistics: Literal[True], **options: Any
+) -> tuple[Tensor, TokenStatistics]: ...
+
+
+def cross_entropy(  # type: ignore[misc]
     logits: Tensor,
     target: Tensor,
     *,
@@ -123,7 +142,8 @@ def cross_entropy(
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
     backend: Backend = "auto",
-) -> Tensor:
+    return_statistics: bool = False,
+) -> Tensor | tuple[Tensor, TokenStatistics]:
     """Cross entropy of `softmax(logits)` against `target`, computed in fp32 whatever the dtype of the logits.
 
     Args:
@@ -142,10 +162,11 @@ def cross_entropy(
         num_items: with "mean", divides the sum in place of the number of tokens that count (an int or a 0-d tensor):
             the same number for all micro-batches of a step makes gradient accumulation exact.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        return_statistics: whether to return the tokens' statistics too, as constants, from the same pass.
 
     Returns:
-        fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none". Without a token that counts,
-        or a weight that is not 0, "mean" is 0.
+        fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
+        that counts, or a weight that is not 0, "mean" is 0.
 
     Raises:
         ValueError: the shapes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is
@@ -162,13 +183,17 @@ def cross_entropy(
     check_class_weight(name, class_weight, n_classes)
     target = as_targets(name, target, n_classes, ignore_index)
     token_weight = as_token_weight(name, token_weight, target, ignore_index, wide(logits.dtype))
+    results: Sequence[Tensor]
     if uses_triton(logits, backend=backend):
-        losses = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index)
+        results = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index, return_statistics)
     else:
         rows, targets = logits.reshape(-1, n_classes), target.flatten()
-        results = reference(rows, targets, terms, ignore_index, class_weight=class_weight, statistics=False)
-        losses = results.loss.view(target.shape)
+        results = reference(rows, targets, terms, ignore_index, class_weight, statistics=return_statistics)
+    losses = results[0].view(target.shape)
     if token_weight is not None:
         losses = losses * token_weight
     divisor = denominator(name, losses.dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    return reduced(losses, divisor)
+    loss = reduced(losses, divisor)
+    if return_statistics:
+        return loss, statistics_of([t.detach() for t in results], target, ignore_index)
+    return loss

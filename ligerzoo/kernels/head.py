@@ -119,21 +119,20 @@ class DenseHead:
 
     def logits(self, chunk: slice) -> Tensor:
         """(rows, V) of a chunk: a buffer that the next call fills anew."""
-        x = self.hidden[chunk]
-        buffer = self.buffer[: x.shape[0]]
+        self.x = self.hidden[chunk]
+        if self.x.device.type != "cpu":  # where NaN of rows that do not count would reach products: 0 * NaN is NaN
+            self.x = self.x.masked_fill(~self.counts[chunk, None], 0)
+        buffer = self.buffer[: self.x.shape[0]]
         if self.bias is None:
-            return torch.mm(x, self.weight.T, out=buffer)
-        return torch.addmm(self.bias, x, self.weight.T, out=buffer)
+            return torch.mm(self.x, self.weight.T, out=buffer)
+        return torch.addmm(self.bias, self.x, self.weight.T, out=buffer)
 
     def take_gradient(self, chunk: slice, dlogits: Tensor) -> None:
         """To be called for each chunk in turn, with what has become of its logits."""
         if self.needs.hidden:
             torch.mm(dlogits, self.weight, out=self.dhidden[chunk])
         if self.needs.weight:
-            x = self.hidden[chunk]
-            if x.device.type != "cpu":  # 0 times NaN would be NaN
-                x = x.masked_fill(~self.counts[chunk, None], 0)
-            _accumulate_(self.dweight, dlogits.T, x, first=chunk.start == 0)
+            _accumulate_(self.dweight, dlogits.T, self.x, first=chunk.start == 0)
         if self.needs.bias:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
@@ -205,8 +204,8 @@ class SkippingHead:
         self.x = self.x[: chunk.stop - chunk.start]  # only the last chunk is shorter
         torch.index_select(self.hidden, 0, self.source[chunk], out=self.x)
         logits = self.buffer[: self.x.shape[0]]
-        valid_rows.product_(logits, self.x, self.weight.T, self.count(chunk), chunk.start)
-        return logits if self.bias is None else logits.add_(self.bias)
+        valid_rows.product_(logits, self.x, self.weight.T, self.count(chunk), chunk.start, bias=self.bias)
+        return logits
 
     def take_gradient(self, chunk: slice, dlogits: Tensor) -> None:
         count = self.count(chunk)

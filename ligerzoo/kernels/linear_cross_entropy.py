@@ -13,8 +13,6 @@ Saved: the gradients that are needed; or, for the results of single tokens, hidd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -26,8 +24,10 @@ from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chu
 from ligerzoo.kernels.token_loss import (
     TERMS_SCHEMA,
     Terms,
+    TokenStatistics,
     Upstream,
     empty_results,
+    statistics_of,
     walk_rows_,
 )
 from ligerzoo.kernels.tokens import (
@@ -81,21 +81,22 @@ def _sweep(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     upstream = Upstream(of_loss, of_logp, of_entropy, of_logsumexp)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    needs = Needs(needs_hidden, needs_weight, needs_bias)
+    needs = Needs(needs_hidden, needs_weight)  # the bias's gradient is summed here, from what is not rounded yet
     results = empty_results(target, wide(hidden.dtype), statistics=statistics)
     counts = target != ignore_index
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), budget)
-    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
+    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs, bias)
+    dbias = weight.new_zeros(weight.shape[:1] if needs_bias else (0,), dtype=wide(weight.dtype))
     for chunk in head.chunks:
         logits = head.logits(chunk)
         walk_rows_(
-            logits, target, results, upstream, terms, ignore_index, bias=bias, class_weight=class_weight,
-            out=logits if any(needs) else None, order=head.order, count=head.count(chunk), first_row=chunk.start,
-            triton=triton,
+            logits, target, results, upstream, terms, ignore_index, class_weight=class_weight,
+            out=logits if any(needs) or needs_bias else None, sums=dbias if needs_bias else None, order=head.order,
+            count=head.count(chunk), first_row=chunk.start, triton=triton,
         )  # fmt: skip
         if any(needs):
             head.take_gradient(chunk, logits)
-    dhidden, dweight, dbias = head.gradients()
+    dhidden, dweight, _ = head.gradients()
     return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
 
 
@@ -165,32 +166,6 @@ class _TokenResults(torch.autograd.Function):
             None,
             None,
         )
-
-
-@dataclass(frozen=True)
-class TokenStatistics:
-    """What the model's distribution over the vocabulary says of each token; 0 for a token that does not count.
-
-    Attributes:
-        logps: (...) fp32 (fp64 for fp64 input), the target's log-probability.
-        entropy: (...) fp32, the entropy of the distribution, in nats.
-        logsumexp: (...) fp32, the logarithm of the sum of the exponentials of the logits.
-        argmax: (...) int64, the likeliest token.
-        accuracy: 0-d fp32, of the tokens that count the share whose target is the likeliest one; 0 if none counts.
-    """
-
-    logps: Tensor
-    entropy: Tensor
-    logsumexp: Tensor
-    argmax: Tensor
-    accuracy: Tensor
-
-
-def _statistics(results: Sequence[Tensor], target: Tensor, ignore_index: int) -> TokenStatistics:
-    _, logps, entropy, logsumexp, argmax = (t.view(target.shape) for t in results)
-    counts = target != ignore_index
-    accuracy = ((argmax == target) & counts).sum() / counts.sum().clamp(min=1)
-    return TokenStatistics(logps, entropy, logsumexp, argmax, accuracy)
 
 
 def prepared(
@@ -299,7 +274,7 @@ def linear_cross_entropy(  # type: ignore[misc]
         token_weights = None if token_weight is None else token_weight.reshape(-1)
         loss, results = _reduced_loss(rows, weight, targets, bias, class_weight, token_weights, divisor, options)
     if return_statistics:
-        return loss, _statistics([t.detach() for t in results], target, ignore_index)
+        return loss, statistics_of([t.detach() for t in results], target, ignore_index)
     return loss
 
 
@@ -324,7 +299,7 @@ def token_statistics(
     rows, weight, target, bias = prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
     options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), True)
     results = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)
-    return _statistics(results, target, ignore_index)
+    return statistics_of(results, target, ignore_index)
 
 
 def token_logps(

@@ -46,7 +46,7 @@ def place_of(tile, n_vertical, n_horizontal, GROUP: tl.constexpr):
 
 @kernel
 def _product_kernel(
-    a_descriptor, b_descriptor, out_ptr, order_ptr, count_ptr, first_row, n_rows, n_cols, depth, out_stride,
+    a_descriptor, b_descriptor, out_ptr, order_ptr, bias_ptr, count_ptr, first_row, n_rows, n_cols, depth, out_stride,
     B_IS_TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     count = tl.minimum(tl.load(count_ptr) - first_row, n_rows)
@@ -60,6 +60,8 @@ def _product_kernel(
                 b = b_descriptor.load([col * COLS, k]).T if B_IS_TRANSPOSED else b_descriptor.load([k, col * COLS])
                 total = tl.dot(a, b, total)
             rows, cols = row * ROWS + tl.arange(0, ROWS), col * COLS + tl.arange(0, COLS)
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :]
             mask = (rows < count)[:, None] & (cols < n_cols)[None, :]
             places = rows.to(tl.int64)
             if order_ptr is not None:
@@ -68,8 +70,11 @@ def _product_kernel(
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None) -> None:
-    """out = a @ b in the rows that count: those with a number first_row + i below `count`.
+def product_(
+    out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None, *,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out = a @ b + bias in the rows that count: those with a number first_row + i below `count`.
 
     Args:
         out: (M, N) bf16. Written to in the rows that count alone.
@@ -78,6 +83,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, o
         count: (1,) int32.
         first_row: the number of row 0.
         order: row i goes to row order[first_row + i] of `out`; without, to row i.
+        bias: (N,) or None, added before the sum is rounded to bf16.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -85,6 +91,6 @@ def product_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, o
     b_rows, b_tile = (b.T, [_WIDE, _DEEP]) if transposed else (b, [_DEEP, _WIDE])
     _product_kernel[multiprocessors(a)](
         TensorDescriptor.from_tensor(a, [_TALL, _DEEP]), TensorDescriptor.from_tensor(b_rows, b_tile),
-        out, order, count, first_row, a.shape[0], out.shape[1], a.shape[1], out.stride(0), transposed,
-        _TALL, _WIDE, _DEEP, num_warps=8, num_stages=3,
+        out, order, None if bias is None else bias.contiguous(), count, first_row, a.shape[0], out.shape[1], a.shape[1],
+        out.stride(0), transposed, _TALL, _WIDE, _DEEP, num_warps=8, num_stages=3,
     )  # fmt: skip

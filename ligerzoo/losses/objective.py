@@ -206,7 +206,7 @@ def _in_one_sweep(
         return x.view(-1, plan.length)
 
     targets, triton = target.reshape(-1), uses_triton(x, weight, backend=backend)
-    needs = Needs(*(t is not None and t.requires_grad for t in (x, weight, bias)))
+    needs = Needs(x.requires_grad, weight.requires_grad)
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
         results = empty_results(targets, wide(x.dtype), statistics=objective.entropy)
         entropy = results.entropy if objective.entropy else None
@@ -216,13 +216,16 @@ def _in_one_sweep(
         normalizer = results.logp.new_empty((2, targets.shape[0]))
         known = None if triton and entropy is None else results  # what the normalizer alone cannot tell
         value = results.logp.new_zeros(())
+        dbias = None
+        if bias is not None and bias.requires_grad:
+            dbias = torch.zeros_like(bias, dtype=wide(bias.dtype))
         head = head_type(x.shape[0], weight)(
-            x, weight, targets != ignore_index, plan.tokens_at_a_time, needs, order=plan.order
+            x, weight, targets != ignore_index, plan.tokens_at_a_time, needs, bias, plan.order
         )
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)
             walk = functools.partial(
-                walk_rows_, logits, targets, terms=terms, ignore_index=ignore_index, bias=bias, order=head.order,
+                walk_rows_, logits, targets, terms=terms, ignore_index=ignore_index, order=head.order,
                 count=head.count(chunk), first_row=chunk.start, normalizer=normalizer, triton=triton,
             )  # fmt: skip
             walk(results)
@@ -237,8 +240,8 @@ def _in_one_sweep(
             for of_result, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
                 assert of_result is not None
                 of_rows(of_result)[rows] = gradient
-            walk(known, upstream, out=logits)
+            walk(known, upstream, out=logits, sums=dbias)
             head.take_gradient(chunk, logits)
-        dhidden, dweight, dbias = head.gradients()
-    value = with_gradients(value, (x, dhidden), (weight, dweight), (bias, dbias))
+        dhidden, dweight, _ = head.gradients()
+    value = with_gradients(value, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))
     return Evaluated(value, results.logp.view(shape), None if entropy is None else entropy.view(shape))

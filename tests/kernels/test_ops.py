@@ -100,9 +100,9 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (new(0, 33), new(0, 33), "gelu", True),
         ],
         "cross_entropy_forward": [
-            (logits, target, None, *plain, -100),
-            (transposed(logits).half(), other_target, weight[:, 0], *options, 5),
-            (logits[:0], target[:0], None, *plain, -100),
+            (logits, target, None, *plain, -100, False),
+            (transposed(logits).half(), other_target, weight[:, 0], *options, 5, True),
+            (logits[:0], target[:0], None, *plain, -100, False),
         ],
         "cross_entropy_backward": [
             (logits, target, new(2, 5), upstream, None, *plain, -100),
