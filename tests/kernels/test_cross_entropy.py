@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import cross_entropy
+from ligerzoo.kernels import cross_entropy, token_statistics
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import assert_as_exact_as, judge
+from tests.kernels.judging import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.oracles import cross_entropy_oracle, numbers, targets
 
@@ -115,13 +115,78 @@ def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
         assert t[[0, 5, 6]].isfinite().all()
 
 
-def test_a_row_that_is_not_finite_and_ignored_has_no_loss(device: str) -> None:
-    logits = numbers(2, 33, device=device)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_row_that_is_not_finite_and_ignored_changes_nothing(
+    reduction: str, bad: float, backend: Any, device: str
+) -> None:
+    logits, target = numbers(3, 33, device=device), torch.tensor([-100, 3, 7], device=device)
+    for options in ({}, {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}):
+
+        def results(options: dict[str, Any] = options) -> list[Tensor]:
+            loss, found = cross_entropy(
+                logits, target, reduction=reduction, backend=backend, return_statistics=True, **options
+            )
+            (dlogits,) = torch.autograd.grad(loss, logits, torch.ones_like(loss))
+            return [loss.detach(), dlogits, found.logps, found.entropy, found.logsumexp, found.argmax, found.accuracy]
+
+        with torch.no_grad():
+            logits[0] = 0.0
+        expected = results()
+        with torch.no_grad():
+            logits[0] = bad
+        actual = results()
+        assert_equal(actual, expected)
+        assert not actual[1][0].any()
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_smoothing_of_logits_far_from_zero(weighted: bool, smoothing: float, device: str) -> None:
+    logits = (1e4 + torch.randn(5, 130, device=device)).requires_grad_()
+    class_weight = torch.rand(130, device=device) + 0.5 if weighted else None
+    target = targets(5, classes=130, device=device)
+    judge_with(logits, target, label_smoothing=smoothing, class_weight=class_weight, reduction="none")
+
+
+@pytest.mark.parametrize("n_classes", [33, 8193])
+def test_smoothing_with_a_target_ruled_out_by_minus_infinity(n_classes: int, device: str) -> None:
+    logits, target = numbers(3, n_classes, device=device), targets(3, classes=16, device=device, ignored=0.0)
     with torch.no_grad():
-        logits[0] = torch.nan
-    losses = cross_entropy(logits, torch.tensor([-100, 3], device=device), reduction="none")
-    assert losses[0] == 0
-    assert losses[1].isfinite()
+        logits[0, target[0]] = -torch.inf
+    losses = cross_entropy(logits, target, label_smoothing=0.1, reduction="none")
+    assert losses[0] == torch.inf
+    assert losses[1:].isfinite().all()
+
+
+def test_statistics_are_those_of_the_loss_head(device: str) -> None:
+    logits, target = numbers(2, 5, 33, device=device), targets(2, 5, classes=33, device=device)
+    transform = {"softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3}
+    loss, found = cross_entropy(logits, target, label_smoothing=0.1, return_statistics=True, **transform)
+    assert torch.equal(loss, cross_entropy(logits, target, label_smoothing=0.1, **transform))
+    expected = token_statistics(logits, torch.eye(33, device=device), target, **transform)
+    for name in ("logps", "entropy", "logsumexp", "argmax", "accuracy"):
+        assert not getattr(found, name).requires_grad
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name).detach())
+
+
+@needs_triton
+def test_statistics_cost_no_other_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    launch = kernel_file("jit").Kernel._launch
+    monkeypatch.setattr(
+        kernel_file("jit").Kernel, "_launch", lambda *args, **options: launches.append(args) or launch(*args, **options)
+    )
+    loss, _ = cross_entropy(
+        numbers(5, 33, device=device),
+        targets(5, classes=33, device=device),
+        return_statistics=True,
+        label_smoothing=0.1,
+        class_weight=torch.rand(33, device=device),
+    )
+    loss.backward()
+    assert len(launches) == 2
 
 
 WRONG_TARGETS = [33, -1, -101, 2**40]

@@ -13,8 +13,16 @@ from ligerzoo import kernels
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
-from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
-from tests.kernels.oracles import linear_cross_entropy_oracle, numbers, statistics, statistics_oracle, targets
+from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.operations import DIVERGENCES
+from tests.kernels.oracles import (
+    cross_entropy_oracle,
+    linear_cross_entropy_oracle,
+    numbers,
+    statistics,
+    statistics_oracle,
+    targets,
+)
 from tests.kernels.watching import Recorder
 
 SetChunk = Callable[[int], None]
@@ -451,6 +459,64 @@ def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: Se
     for t in (losses, dhidden):
         assert t[[2, 5]].isnan().any(-1).all()
         assert t[[0, 1, 3, 4, 6]].isfinite().all()
+
+
+@pytest.mark.parametrize("features", [17, 64])  # 64 are skipped on Hopper GPUs
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("of", ["linear_cross_entropy", "token_logps", *DIVERGENCES])
+def test_hidden_states_of_ignored_tokens_are_not_looked_at(
+    of: str, backend: Any, bad: float, features: int, device: str
+) -> None:
+    dtype = HALF_DTYPE
+    hidden, weight, target = make(9, features, 33, dtype=dtype, device=device, ignored=0.0)
+    target[[0, 4, 5]] = -100
+    bias = numbers(33, dtype=dtype, device=device)
+    teacher = [t.detach().flip(0) for t in (hidden, weight)]
+
+    def results() -> list[Tensor]:
+        if of in DIVERGENCES:
+            function = DIVERGENCES[of][1]
+            loss = function(hidden, weight, *teacher, target, student_bias=bias, backend=backend)
+        else:
+            loss = getattr(kernels, of)(hidden, weight, target, bias, backend=backend)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight, bias))]
+
+    with torch.no_grad():
+        hidden[[0, 4, 5]] = 0.0
+        teacher[0][[0, 4, 5]] = 0.0
+    expected = results()
+    assert not expected[1][[0, 4, 5]].any()
+    with torch.no_grad():
+        hidden[[0, 4, 5]] = bad
+        teacher[0][[0, 4, 5]] = bad
+    assert_equal(results(), expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("features, dtype", [(17, HALF_DTYPE), (64, HALF_DTYPE), (64, torch.float16)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_gradient_of_the_bias_is_summed_before_it_is_rounded(
+    reduction: str, features: int, dtype: torch.dtype, backend: Any, rows_per_chunk: SetChunk, device: str
+) -> None:
+    """Of rows that are all alike, rounded gradients would all err to the same side, and so would their sum."""
+    rows_per_chunk(10)
+    rows, classes = 40, 33
+    hidden = numbers(1, features, dtype=dtype, device=device).detach().expand(rows, features)
+    weight = numbers(classes, features, dtype=dtype, device=device, scale=0.1 * features**-0.5)
+    target = targets(rows, classes=classes, device=device)
+    bias = numbers(classes, dtype=dtype, device=device)
+    # In fp32, with the logits that rounding leaves: only the gradient's own errors are looked at.
+    logits = F.linear(hidden, weight, bias).double().detach().requires_grad_()
+    upstream = torch.linspace(0.5, 1.5, rows, device=device) if reduction == "none" else torch.ones((), device=device)
+    loss = linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, backend=backend)
+    (actual,) = torch.autograd.grad(loss, bias, upstream)
+    truth = cross_entropy_oracle(logits, target, reduction=reduction)
+    (dlogits,) = torch.autograd.grad(truth, logits, upstream.double())
+    exact = dlogits.sum(0)
+    rounded = exact.to(dtype)
+    error, rounding = ((t.double() - exact).abs().max() for t in (actual, rounded))
+    assert error <= 1.01 * rounding
 
 
 @pytest.mark.skipif(ON_GPU, reason="looking at the targets would make the host wait")

@@ -23,6 +23,15 @@ def test_products(shape: tuple[int, int], count: int) -> None:
         assert_as_good_as_a_plain_product(logits[:present], a[:present], weight.T)
         assert (logits[present:] == 7).all()
 
+        bias = bf16(columns)
+        biased = valid_rows.row_buffer(a, n_rows, columns).fill_(7)
+        valid_rows.product_(biased, a, weight.T, count_of(count), first_row, bias=bias)
+        truth = a[:present].double() @ weight.double().T + bias.double()
+        plain = torch.addmm(bias, a[:present], weight.T)
+        error, plain_error = ((t.double() - truth).norm() for t in (biased[:present], plain))
+        assert error <= 1.01 * plain_error
+        assert (biased[present:] == 7).all()
+
         order = torch.randperm(300, device="cuda")
         back = torch.full((300, depth), 7.0, device="cuda", dtype=torch.bfloat16)
         valid_rows.product_(back, logits, weight, count_of(count), first_row, order)

@@ -1,0 +1,19 @@
+"""Every kernel compiles for a Hopper GPU, on any machine: a compiler's crash needs no GPU to be seen."""
+
+import pytest
+import torch
+
+from ligerzoo.kernels.dispatch import INTERPRETING
+from tests.kernels.compiling import compile_both_passes
+from tests.kernels.operations import Operation, every_operation
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+
+@pytest.mark.slow
+@every_operation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_operation_compiles(operation: Operation, dtype: torch.dtype) -> None:
+    inputs = operation.inputs(5, dtype, "cpu")
+    compile_both_passes(operation.function, inputs)
