@@ -133,7 +133,7 @@ def _kto_cases(c: dict[str, Tensor]) -> Iterator[Case]:
 def _grpo_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     old, ref = {"old_logps": c["old"]}, {"ref_logps": c["ref"], "beta": 0.2}
     variants = {
-        variant: {"variant": variant, **({"epsilon_high": 1.3} if variant == "cispo" else {})}
+        variant: {"variant": variant, **({"epsilon_high": 0.3} if variant == "cispo" else {})}
         for variant in grpo.VARIANTS
     }
     options: list[dict[str, Any]] = [{"max_length": 9, **variant, **old} for variant in variants.values()]

@@ -133,7 +133,7 @@ def grpo(
             log_ratio = log_ratios[t] if level == "token" else sum(log_ratios.values()) / len(places)
             ratio = torch.exp(log_ratio)
             if variant == "cispo":
-                loss = -torch.clamp(ratio, max=high).detach() * a * logps[b, t]
+                loss = -torch.clamp(ratio, max=1 + high).detach() * a * logps[b, t]
             elif variant == "sapo":
                 temperature = 1.0 if a > 0 else 1.05
                 loss = -a * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
