@@ -96,7 +96,7 @@ def distillation_loss(
     soft_loss = _divergence(name, student, teacher, target, options, num_items, head)
     share: float | Tensor = 1.0  # of the tokens that the loss is divided by, those that are here
     if num_items is not None:
-        share = num_items / (target != ignore_index).sum().clamp(min=1)
+        share = num_items / (target != ignore_index).sum().clamp(min=1).to(soft_loss.dtype)
     loss, metrics = soft_weight * soft_loss, {"soft_loss": soft_loss.detach() * share}
     if hard_weight:
         if weight is None:

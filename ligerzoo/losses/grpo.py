@@ -367,13 +367,13 @@ def _metrics(
     logps: Tensor, entropy: Tensor | None, rollout: Rollout, options: GRPOOptions, loss: TokenLoss
 ) -> dict[str, Tensor]:  # fmt: skip
     def mean(of_tokens: Tensor) -> Tensor:
-        return summed(of_tokens.float(), rollout.mask).sum() / rollout.mask.sum().clamp(min=1)
+        return summed(of_tokens.to(logps.dtype), rollout.mask).sum() / rollout.mask.sum().clamp(min=1)
 
     def mean_ratio(of_tokens: Tensor) -> Tensor:
         """The mean of what there is one of for each ratio."""
         if options.level == "token":
             return mean(of_tokens)
-        of_rows = summed(of_tokens.float(), rollout.mask, average=True)
+        of_rows = summed(of_tokens.to(logps.dtype), rollout.mask, average=True)
         return of_rows.sum() / max(1, of_rows.shape[0])
 
     metrics = {} if entropy is None else {"entropy": mean(entropy)}

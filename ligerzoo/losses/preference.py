@@ -120,7 +120,7 @@ def pair_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:
         "rewards/chosen": chosen.sum() / pairs,
         "rewards/rejected": rejected.sum() / pairs,
         "rewards/margins": (chosen - rejected).sum() / pairs,
-        "rewards/accuracies": (chosen > rejected).sum() / pairs,
+        "rewards/accuracies": (chosen > rejected).to(rewards.dtype).sum() / pairs,
         "logps/chosen": of_chosen.sum() / pairs,
         "logps/rejected": of_rejected.sum() / pairs,
     }

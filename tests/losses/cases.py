@@ -120,7 +120,7 @@ def _kto_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     for variant, given, z in (("kto", kl, kl), ("kto", None, 0.0), ("apo_zero_unpaired", None, 0.0)):
 
         def oracle(logps: Tensor, _: Tensor, __: Tensor, z: Any = z) -> Tensor:
-            return oracles.kto(logps, c["desirable"], c["ref_logps"], z, 0.3, 1.2, 0.7)
+            return oracles.kto(logps, c["desirable"], c["ref_logps"], z, 0.3, 1.2, 0.7).mean()
 
         loss = partial(
             losses.kto_loss, desirable=c["desirable"], ref_logps=c["ref_logps"], kl=given, variant=variant, beta=0.3,

@@ -783,22 +783,6 @@ def test_the_correction_for_another_sampler(level: Any, beyond: Any, expected: l
 DIVERGENCES: list[Any] = ["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
 
 
-def distance(of: str, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
-    log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
-
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        return (a.exp() * (a - b)).sum(-1)
-
-    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
-    return {
-        "forward_kl": kl(log_p, log_q),
-        "reverse_kl": kl(log_q, log_p),
-        "jsd": beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
-        "tvd": (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
-        "cosine": 1 - F.cosine_similarity(student, teacher, dim=-1),
-    }[of]
-
-
 @pytest.mark.parametrize("given", ["hidden", "logits", "both logits"])
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("of", DIVERGENCES)
@@ -813,7 +797,7 @@ def test_distillation(of: Any, bounded: bool, given: str, monkeypatch: pytest.Mo
         transformed(teacher_hidden @ teacher_weight.T, **of_teacher),
     )
     counts = target != IGNORED
-    soft = distance(of, student, teacher, 0.3, 1.5)[counts].mean()
+    soft = oracles.distance(of, student, teacher, 0.3, 1.5)[counts].mean()
     hard = F.cross_entropy(student[counts], target[counts])
     inputs = [hidden, weight, bias]
     expected = value_and_gradients(0.6 * soft + 0.4 * hard, inputs)
