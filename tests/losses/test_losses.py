@@ -307,6 +307,43 @@ def test_bf16_on_a_gpu(budget: int, pattern: str) -> None:
             assert_as_exact_as(*case)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_given_logits_on_a_gpu() -> None:
+    """In bf16 by the Triton kernels: they never make the host wait, and hold one copy of the logits, their gradient."""
+    rows, length, classes = 8, 96, 2000
+    logits = (3 * torch.randn(rows, length, classes, device="cuda")).bfloat16().requires_grad_()
+    target = torch.randint(classes, (rows, length), device="cuda")
+    target[torch.rand(target.shape, device="cuda") < 0.3] = IGNORED
+    advantages = torch.randn(rows, device="cuda")
+    logps = oracles.logps_of_logits(logits.detach().double(), target)[0]
+    old = (logps + 0.1 * torch.randn_like(logps)).float()
+    calls: list[Callable[..., LossOutput]] = [
+        lambda x, **o: losses.dpo_loss(x, None, target, ref_logps=old.sum(-1), nll_weight=0.3, **o),
+        lambda x, **o: losses.kto_loss(x, None, target, advantages > 0, ref_logps=old.sum(-1), **o),
+        lambda x, **o: losses.grpo_loss(x, None, target, advantages, old_logps=old, **o),
+        lambda x, **o: losses.grpo_loss(x, None, target, advantages, old_logps=old, variant="gspo", **o),
+        lambda x, **o: losses.grpo_loss(x, None, target, advantages, old_logps=old, entropy_coef=0.1, **o),
+    ]
+    wide = logits.detach().double().requires_grad_()
+    for call in calls:
+        truth = value_and_gradients(call(wide).loss, [wide])
+        torch_made = value_and_gradients(call(logits, backend="torch").loss, [logits])
+        call(logits).loss.backward()  # compiles
+        logits.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = value_and_gradients(call(logits).loss, [logits])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * logits.numel() * logits.element_size()
+        for case, ulps in zip(zip(found, torch_made, truth, strict=True), (64.0, 2.0), strict=True):  # fp32, bf16
+            assert_as_exact_as(*case, ulps=ulps)
+
+
 # Edges
 
 
