@@ -23,7 +23,7 @@ from ligerzoo.losses.modules import (
     model_sequence_logps,
     model_token_logps,
 )
-from ligerzoo.losses.objective import HeadOptions, LossOutput
+from ligerzoo.losses.objective import HeadOptions, LogpOptions, LossOutput
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Distillation",
     "HeadLoss",
     "HeadOptions",
+    "LogpOptions",
     "LossOutput",
     "PPOClip",
     "SimPO",

@@ -7,26 +7,32 @@ variation) of logits divided by the temperature, or the cosine distance of logit
 The cross entropy knows no temperature. (Hinton et al. 2015, section 2, without their factor temperature^2.)
 
 The divergence is swept over both heads at once, 8MHV operations; the labels' share, if there is one, costs 6MHV more.
+If the student's logits are given, in place of its hidden states, all of the teacher's are made too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Unpack
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels import linear_cross_entropy
-from ligerzoo.kernels.divergence import Divergence, Options, jsd_at
+from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
+from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.divergence import Divergence, Options, check, jsd_at
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
-from ligerzoo.losses.logps import check_choice, check_number
-from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head
+from ligerzoo.losses.logps import check_choice, check_number, divisor
+from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head, check_logits
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 
 
 def distillation_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     teacher_hidden: Tensor | None = None,
     teacher_weight: Tensor | None = None,
@@ -47,8 +53,8 @@ def distillation_loss(
     square, as some have it.
 
     Args:
-        hidden: (..., H), the student's hidden states.
-        weight: (V, H), its head.
+        hidden: (..., H), the student's hidden states, or (..., V), its logits.
+        weight: (V, H), its head; None if `hidden` are logits.
         target: (...) token ids, or `ignore_index` for a token that does not count.
         teacher_hidden: (..., G), the teacher's hidden states; a constant, as is all of the teacher.
         teacher_weight: (V, G), its head.
@@ -66,7 +72,7 @@ def distillation_loss(
         head: of the student, see `HeadOptions`.
 
     Returns:
-        The loss, and "soft_loss" and "hard_loss", its two parts before they are weighted.
+        The loss, and "soft_loss" and "hard_loss", the means over the tokens of its two parts before they are weighted.
 
     Raises:
         ValueError: shapes or dtypes do not fit, an option is out of range, or neither or both of the teacher's hidden
@@ -87,12 +93,71 @@ def distillation_loss(
     student = Side(hidden, weight, head.get("bias"), head.get("logit_scale", 1.0), head.get("softcap"))
     ignore_index = head.get("ignore_index", -100)
     options = Options(jsd_at(beta) if divergence == "jsd" else divergence, beta, temperature, ignore_index)
-    soft_loss = linear_divergence(
-        name, student, teacher, target, options, "mean", num_items, head.get("logits_budget"),
-        head.get("backend", "auto"),
-    )  # fmt: skip
-    loss, metrics = soft_weight * soft_loss, {"soft_loss": soft_loss.detach()}
+    soft_loss = _divergence(name, student, teacher, target, options, num_items, head)
+    share: float | Tensor = 1.0  # of the tokens that the loss is divided by, those that are here
+    if num_items is not None:
+        share = num_items / (target != ignore_index).sum().clamp(min=1).to(soft_loss.dtype)
+    loss, metrics = soft_weight * soft_loss, {"soft_loss": soft_loss.detach() * share}
     if hard_weight:
-        hard_loss = linear_cross_entropy(hidden, weight, target, num_items=num_items, **head)
-        loss, metrics["hard_loss"] = loss + hard_weight * hard_loss, hard_loss.detach()
+        if weight is None:
+            hard_loss = cross_entropy(
+                hidden, target, ignore_index=ignore_index, softcap=student.softcap, logit_scale=student.scale,
+                num_items=num_items, backend=head.get("backend", "auto"),
+            )  # fmt: skip
+        else:
+            hard_loss = linear_cross_entropy(hidden, weight, target, num_items=num_items, **head)
+        loss, metrics["hard_loss"] = loss + hard_weight * hard_loss, hard_loss.detach() * share
     return LossOutput(loss, metrics)
+
+
+def _divergence(
+    name: str, student: Side, teacher: Side, target: Tensor, options: Options, num_items: int | Tensor | None,
+    head: HeadOptions,
+) -> Tensor:  # fmt: skip
+    """The mean divergence of the tokens that count."""
+    backend = head.get("backend", "auto")
+    if student.weight is not None:
+        budget = head.get("logits_budget")
+        return linear_divergence(name, student, teacher, target, options, "mean", num_items, budget, backend)
+    check_logits(name, student.hidden, head)
+    check(name, options)
+    if student.hidden.shape[:-1] != target.shape or teacher.hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"{name}: student's logits {tuple(student.hidden.shape)}, teacher's {tuple(teacher.hidden.shape)}, target "
+            f"{tuple(target.shape)}; expected (..., V), (..., V) or (..., G), and (...)"
+        )
+    counts = target != options.ignore_index
+    with torch.no_grad():
+        teacher_logits = _bounded(teacher, counts)
+    if teacher_logits.shape != student.hidden.shape:
+        raise ValueError(
+            f"{name}: {student.hidden.shape[-1]} classes of the student, {teacher_logits.shape[-1]} of the teacher; "
+            "expected as many"
+        )
+    return _of_logits(_bounded(student, counts), teacher_logits, target, options, num_items, backend)
+
+
+def _bounded(side: Side, counts: Tensor) -> Tensor:
+    """All logits of one side, scaled and bounded; 0 for tokens that do not count, whatever was given for them."""
+    logits = torch.where(counts[..., None], side.hidden, 0.0)
+    if side.weight is not None:
+        logits = F.linear(logits, side.weight, side.bias)
+    if side.softcap is None:
+        return logits * side.scale
+    return side.softcap * torch.tanh(logits * (side.scale / side.softcap))
+
+
+def _of_logits(
+    student: Tensor, teacher: Tensor, target: Tensor, options: Options, num_items: int | Tensor | None, backend: Backend
+) -> Tensor:  # fmt: skip
+    divergence, beta, temperature, ignore_index = options
+    if divergence == "cosine":
+        ignored = target == ignore_index
+        return cosine.reference(student, teacher, ignored).sum() / divisor(num_items, (~ignored).sum(), student)
+    functions: dict[Divergence, Callable[..., Tensor]] = {
+        "forward_kl": kl_div, "reverse_kl": partial(kl_div, reverse=True), "jsd": partial(jsd, beta=beta), "tvd": tvd,
+    }  # fmt: skip
+    return functions[divergence](
+        student, teacher, target, temperature=temperature, ignore_index=ignore_index, num_items=num_items,
+        backend=backend,
+    )  # fmt: skip

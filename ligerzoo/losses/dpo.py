@@ -17,7 +17,7 @@ e the label smoothing and S the logistic function, a pair's loss is
 
 IPO takes c and r averaged over the tokens of an answer, as its authors do and TRL with them. DiscoPOP falls towards
 smaller margins at D = 0, where training begins: use it on a model that prefers the chosen answers already. All are
-TRL's.
+TRL's; but exp(x) is continued by its tangent beyond x = 30, see `logps.bounded_exp`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.losses.logps import check_choice
-from ligerzoo.losses.objective import HeadOptions, LossOutput
+from ligerzoo.losses.logps import bounded_exp, check_choice
+from ligerzoo.losses.objective import LogpOptions, LossOutput
 from ligerzoo.losses.preference import PairOptions, pair_loss
 
 
@@ -93,7 +93,7 @@ def discopop(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
     margin = o.beta * (chosen - rejected)
     log_share = F.logsigmoid(margin / o.discopop_tau)
     # Of the last product exp(-margin) alone would overflow where the share is 0.
-    return -F.logsigmoid(margin) * (1 - log_share.exp()) + torch.exp(log_share - margin)
+    return -F.logsigmoid(margin) * (1 - log_share.exp()) + bounded_exp(log_share - margin)
 
 
 Variant = Callable[[Tensor, Tensor, DPOOptions], Tensor]
@@ -127,7 +127,7 @@ def check_options(name: str, variant: str, options: DPOOptions) -> None:
 
 def dpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     *,
     ref_logps: Tensor | None = None,
@@ -140,13 +140,14 @@ def dpo_loss(
     nll_weight: float = 0.0,
     num_items: int | Tensor | None = None,
     num_nll_items: int | Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """Direct preference optimization (Rafailov et al. 2023) or one of its variants, over the formulas in `dpo.py`.
 
     Args:
-        hidden: (B, T, H) hidden states; the first B/2 rows are of chosen answers, the others of those rejected.
-        weight: (V, H), the head.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 rows are of chosen answers, the others of
+            those rejected.
+        weight: (V, H), the head; None if `hidden` are logits.
         target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts and padding.
         ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. None for 0.
         variant: "sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
@@ -161,11 +162,13 @@ def dpo_loss(
             gradient accumulation exact.
         num_nll_items: likewise divides the NLL, in place of the number of the chosen answers' tokens; where there is an
             NLL, the two are given together.
-        head: see `HeadOptions`.
+        head: see `LogpOptions`: among others `temperature`.
 
     Returns:
         The loss, and means over the pairs of rewards (beta times the log-ratios, summed over tokens), their margins and
-        accuracies, and log-probabilities.
+        accuracies, and log-probabilities. "logits/chosen" and "logits/rejected" are the means of all logits of the
+        answers' tokens (before the temperature; left out with a softcap), and "nll_loss" is the mean over the tokens of
+        the NLL.
 
     Raises:
         ValueError: shapes do not fit, B is odd, or an option is out of range.

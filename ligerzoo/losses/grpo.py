@@ -5,7 +5,7 @@ With A the advantage of a token (an answer's, for all its tokens alike), l its l
 
     clipped    -min(min(r, d) A, clip(r, 1 - e, 1 + e') A)      Schulman et al. 2017, eq. 7; d: INTELLECT-2,
                                                                 arXiv 2505.07291
-    cispo      -min(r, e') A l,  the ratio a constant           MiniMax-M1, arXiv 2506.13585
+    cispo      -min(r, 1 + e') A l,  the ratio a constant       MiniMax-M1, arXiv 2506.13585
     sapo       -4/t S(t (r - 1)) A,  t by the sign of A         arXiv 2511.20347
     vespo      -f(w) A l,  f(w) = w^k exp(h (1 - w)) a constant, w the ratio of the whole answer, k and h by A's sign
                                                                 arXiv 2602.10693
@@ -25,8 +25,22 @@ the variants are, with |y| the number of an answer's tokens:
     sapo       sapo             by 1 / |y|; over the rows
     vespo      vespo            over the tokens of the step
 
-An answer's r is exp(mean log(p / p_old)), its w is exp(sum log(p / p_old)). All are TRL's; but a ratio beyond exp(80)
-is that, a constant, where TRL's overflows.
+An answer's r is exp(mean log(p / p_old)), its w is exp(sum log(p / p_old)). All are those of TRL 1.16, with two
+exceptions. exp(x) is continued by its tangent beyond x = 30, in the ratio and in the KL term, where theirs overflows
+(see `logps.bounded_exp`). And e' means the same in all variants, as in the papers: TRL's cispo takes 1 + e' for its
+epsilon_high.
+
+The KL term of luspo is summed over the tokens that count, like the clipped loss, which counts once for each of them:
+
+    1 / B  sum_i ( |y_i| clipped_i + b sum_t k3_it ).
+
+The paper has no KL term. It multiplies GSPO's loss of an answer, a mean over tokens, by |y|, which makes the mean of k3
+a sum. liger-kernel 0.8 and TRL before 1.16 multiply the mean of k3 over all T positions of the batch, padding included,
+
+    1 / B  sum_i |y_i| ( clipped_i + b / T sum_(all t) k3_it ),
+
+so an answer's KL term is weighted by |y|^2 / T in place of |y|, and changes with the padding that the batch needs. The
+two are equal without padding.
 """
 
 from __future__ import annotations
@@ -39,16 +53,25 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
-from ligerzoo.losses.logps import check_choice, check_number, check_rows, check_together, counted, divisor, summed
-from ligerzoo.losses.objective import Group, HeadOptions, LossOutput, Objective, check_head, evaluate
+from ligerzoo.losses.logps import (
+    bounded_exp,
+    check_choice,
+    check_number,
+    check_rows,
+    check_together,
+    counted,
+    divisor,
+    summed,
+)
+from ligerzoo.losses.objective import Group, LogpOptions, LossOutput, Objective, check_head, evaluate
 
 Level = Literal["token", "sequence"]
 LEVELS = get_args(Level)
 
 
 class GRPOOptions(NamedTuple):
-    """The numbers in the formulas: e, e' (above 1 + e' it clips; cispo at e' itself), d, sapo's t and vespo's (k, h)
-    for positive and negative advantages, b, and what else there is to choose, see `grpo_loss`."""
+    """The numbers in the formulas: e, e', d, sapo's t and vespo's (k, h) for positive and negative advantages, b, and
+    what else there is to choose, see `grpo_loss`."""
 
     epsilon: float
     epsilon_high: float
@@ -83,17 +106,11 @@ class Step(NamedTuple):
     correction: Tensor | None
 
 
-_HIGHEST_LOG_RATIO = 80.0
-"""Its exponential, and products of that, are numbers in fp32. Of an infinite ratio that is clipped, or has an advantage
-of 0, the gradient would be none, for 0 times infinity is not."""
-
-
 def step_of(logps: Tensor, rollout: Rollout, level: Level) -> Step:
     old_logps = logps.detach() if rollout.old_logps is None else rollout.old_logps
     log_ratio = logps - old_logps
     of_level = log_ratio if level == "token" else summed(log_ratio, rollout.mask, average=True)[:, None]
-    ratio = of_level.clamp(max=_HIGHEST_LOG_RATIO).exp()
-    return Step(logps, log_ratio, ratio, rollout.advantages, rollout.mask, rollout.correction)
+    return Step(logps, log_ratio, bounded_exp(of_level), rollout.advantages, rollout.mask, rollout.correction)
 
 
 def _either(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
@@ -109,7 +126,7 @@ def clipped(s: Step, o: GRPOOptions) -> Tensor:
 
 
 def cispo(s: Step, o: GRPOOptions) -> Tensor:
-    return -s.ratio.detach().clamp(max=o.epsilon_high) * s.advantages * s.logps
+    return -s.ratio.detach().clamp(max=1 + o.epsilon_high) * s.advantages * s.logps
 
 
 def sapo(s: Step, o: GRPOOptions) -> Tensor:
@@ -206,13 +223,13 @@ def sampler_correction(
 
 
 def kl_of(logps: Tensor, ratio: Tensor, ref_logps: Tensor, o: GRPOOptions) -> Tensor:
-    estimate = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
+    estimate = bounded_exp(ref_logps - logps) - (ref_logps - logps) - 1
     return estimate * ratio if o.is_kl_corrected else estimate
 
 
 def grpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     advantages: Tensor,
     *,
@@ -233,14 +250,13 @@ def grpo_loss(
     max_length: int | None = None,
     num_items: int | Tensor | None = None,
     num_tokens: int | Tensor | None = None,
-    temperature: float = 1.0,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """Group relative policy optimization (Shao et al. 2024) or a variant, over the formulas in `grpo.py`.
 
     Args:
-        hidden: (B, T, H) hidden states.
-        weight: (V, H), the head.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits.
+        weight: (V, H), the head; None if `hidden` are logits.
         target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts, padding, and what
             tools wrote into an answer.
         advantages: (B,), or (B, T) for those of single tokens. Whatever is (B, T) tells of a token in the place of the
@@ -251,7 +267,7 @@ def grpo_loss(
         variant: "grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "sapo" or "vespo".
         level: whether ratios are of tokens or of whole answers, if not as the variant has it.
         epsilon: ratios are clipped below 1 - epsilon.
-        epsilon_high: and above 1 + epsilon_high, by default epsilon; "cispo" above epsilon_high itself, such as 5.
+        epsilon_high: and above 1 + epsilon_high; by default epsilon. "cispo" needs it, such as 4 (TRL's 5).
         delta: with a negative advantage, too, ratios are clipped above delta (two-sided clipping); more than
             1 + epsilon_high.
         beta: the weight of the KL term.
@@ -264,12 +280,12 @@ def grpo_loss(
         num_items: of the rows or tokens (see `grpo.py`) that the sum is divided by, the number in the whole step: the
             same for all its micro-batches makes gradient accumulation exact.
         num_tokens: likewise how many tokens the entropy is the mean of; where it counts, the two are given together.
-        temperature: what the tokens were sampled with; divides the logits, after the softcap.
-        head: see `HeadOptions`.
+        head: see `LogpOptions`; `temperature` is what the tokens were sampled with.
 
     Returns:
-        The loss; of the tokens the mean `kl` and `entropy`, if there are any; and how many of them were clipped:
-        "clip_ratio/low", "clip_ratio/high" and either, "clip_ratio/region".
+        The loss; of the tokens the mean `kl` and `entropy`, if there are any; and the share of the ratios that were
+        clipped, "clip_ratio/low", "clip_ratio/high" and either, "clip_ratio/region": a share of the tokens, or of the
+        rows where ratios are of whole answers.
 
     Raises:
         ValueError: shapes do not fit, an option is out of range, or one is missing that the variant needs.
@@ -300,7 +316,7 @@ def grpo_loss(
     for what, missing in (
         ("ref_logps for the KL term", beta != 0 and ref_logps is None),
         ("max_length for dr_grpo", counted_in == "places" and max_length is None),
-        ("epsilon_high for cispo, such as 5", variant == "cispo" and epsilon_high is None),
+        ("epsilon_high for cispo, such as 4", variant == "cispo" and epsilon_high is None),
     ):
         if missing:
             raise ValueError(f"{name}: got no {what}")
@@ -342,7 +358,7 @@ def grpo_loss(
     group: Group = "row" if options.level == "sequence" or of_rows else "token"
     loss, logps, entropy = evaluate(
         "grpo_loss", hidden, weight, target,
-        Objective(objective, constants, group, with_entropy or entropy_coef != 0), head, temperature,
+        Objective(objective, constants, group, with_entropy or entropy_coef != 0), head,
     )  # fmt: skip
     return LossOutput(loss, _metrics(logps, entropy, constants, options, loss_of_tokens))
 
@@ -351,25 +367,31 @@ def _metrics(
     logps: Tensor, entropy: Tensor | None, rollout: Rollout, options: GRPOOptions, loss: TokenLoss
 ) -> dict[str, Tensor]:  # fmt: skip
     def mean(of_tokens: Tensor) -> Tensor:
-        return summed(of_tokens.float(), rollout.mask).sum() / rollout.mask.sum().clamp(min=1)
+        return summed(of_tokens.to(logps.dtype), rollout.mask).sum() / rollout.mask.sum().clamp(min=1)
+
+    def mean_ratio(of_tokens: Tensor) -> Tensor:
+        """The mean of what there is one of for each ratio."""
+        if options.level == "token":
+            return mean(of_tokens)
+        of_rows = summed(of_tokens.to(logps.dtype), rollout.mask, average=True)
+        return of_rows.sum() / max(1, of_rows.shape[0])
 
     metrics = {} if entropy is None else {"entropy": mean(entropy)}
     step = step_of(logps, rollout, options.level)
     if rollout.ref_logps is not None:
         metrics["kl"] = mean(kl_of(logps, step.ratio, rollout.ref_logps, options))
     if loss in (clipped, cispo):
-        highest = options.epsilon_high + (1 if loss is clipped else 0)
-        high = (step.ratio > highest) & (step.advantages > 0)
-        metrics["clip_ratio/high"] = mean(high)
+        high = (step.ratio > 1 + options.epsilon_high) & (step.advantages > 0)
+        metrics["clip_ratio/high"] = mean_ratio(high)
         if loss is clipped:
             low = (step.ratio < 1 - options.epsilon) & (step.advantages < 0)
-            metrics["clip_ratio/low"], metrics["clip_ratio/region"] = mean(low), mean(low | high)
+            metrics["clip_ratio/low"], metrics["clip_ratio/region"] = mean_ratio(low), mean_ratio(low | high)
     return metrics
 
 
 def ppo_clip_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     advantages: Tensor,
     old_logps: Tensor,
@@ -377,8 +399,7 @@ def ppo_clip_loss(
     epsilon: float = 0.2,
     entropy_coef: float = 0.0,
     num_items: int | Tensor | None = None,
-    temperature: float = 1.0,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """The policy's part of proximal policy optimization (Schulman et al. 2017, eq. 7): the clipped losses of tokens,
     averaged over them.
@@ -392,6 +413,5 @@ def ppo_clip_loss(
     check_head("ppo_clip_loss", head)
     return grpo_loss(
         hidden, weight, target, advantages, old_logps=old_logps, variant="bnpo", epsilon=epsilon,
-        entropy_coef=entropy_coef, num_items=num_items, num_tokens=num_items,
-        temperature=temperature, **head,
+        entropy_coef=entropy_coef, num_items=num_items, num_tokens=num_items, **head,
     )  # fmt: skip

@@ -7,7 +7,7 @@ b = beta and S the logistic function, a row's loss is (Ethayarajh et al. 2024, e
     apo_zero_unpaired    the same with z = 0                        (D'Oosterlinck et al. 2024, eq. 7)
 
 z is a constant, estimated as the mean log-ratio, 0 at least, of answers to other prompts: the batch's own, each moved
-on to the next prompt.
+on to the next prompt. With averaged log-probabilities q and z are of means over an answer's tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
-from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, summed
-from ligerzoo.losses.objective import HeadOptions, LossOutput, Objective, evaluate
+from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, mean_logits, summed
+from ligerzoo.losses.objective import LogpOptions, LossOutput, Objective, evaluate
 
 VARIANTS = ("kto", "apo_zero_unpaired")
 
@@ -30,7 +30,7 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = N
     """z, 0-d and a constant, from the (B,) log-probabilities of answers to other prompts.
 
     Args:
-        logps: `sequence_logps` under the model.
+        logps: `sequence_logps` under the model; averaged ones if the loss has `average_log_prob`.
         ref_logps: the same under the reference.
         group: the processes whose answers count too (the same number of them on each); None for this one alone.
 
@@ -57,7 +57,7 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = N
 
 def kto_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     desirable: Tensor,
     *,
@@ -65,33 +65,37 @@ def kto_loss(
     kl: Tensor | None = None,
     variant: str = "kto",
     beta: float = 0.1,
+    average_log_prob: bool = False,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     weights: Tensor | None = None,
     num_items: int | Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024), over the formulas in `kto.py`.
 
     Args:
-        hidden: (B, T, H) hidden states.
-        weight: (V, H), the head.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits.
+        weight: (V, H), the head; None if `hidden` are logits.
         target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts and padding.
         desirable: (B,) bool, whether the answer is.
-        ref_logps: (B,), `sequence_logps` of the reference model; a constant. None for 0.
+        ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. None for 0.
         kl: 0-d, z, see `kto_kl`; None for 0.
         variant: "kto" or "apo_zero_unpaired", which has no use for `kl`.
         beta: how closely the model is held to the reference.
+        average_log_prob: divide an answer's log-ratio by the number of its tokens; `kl` is of averages then, too.
         desirable_weight: w_d.
         undesirable_weight: w_u.
         weights: (B,), a factor for each row's loss; a constant.
         num_items: divides the summed losses in place of B: the same number for all micro-batches of a step makes
             gradient accumulation exact.
-        head: see `HeadOptions`.
+        head: see `LogpOptions`.
 
     Returns:
-        The loss; of rewards (beta times the log-ratio) and log-probabilities the means over the desirable rows and over
-        the others, 0 where there are none; the margin between the two rewards, and `kl`.
+        The loss; of rewards (beta times the log-ratio, summed over tokens) and log-probabilities the means over the
+        desirable rows and over the others, 0 where there are none; the margin between the two rewards, and `kl`.
+        "logits/chosen" and "logits/rejected" are as in `dpo_loss`; "count/chosen" and "count/rejected" are the numbers
+        of rows, by which to weight the means of several batches.
 
     Raises:
         ValueError: shapes do not fit, or an option is out of range.
@@ -118,7 +122,10 @@ def kto_loss(
     def objective(
         logps: Tensor, _: None, mask: Tensor, ref_logps: Tensor, desirable: Tensor, row_weights: Tensor
     ) -> Tensor:  # fmt: skip
-        gain = beta * (summed(logps, mask) - ref_logps - expected)
+        log_ratio = summed(logps, mask) - ref_logps
+        if average_log_prob:
+            log_ratio = log_ratio / mask.sum(-1).clamp(min=1)
+        gain = beta * (log_ratio - expected)
         return (row_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum() / items
 
     constants = (mask, ref_logps, desirable, row_weights)
@@ -126,15 +133,17 @@ def kto_loss(
     of_rows = summed(logps, mask)
     rewards = beta * (of_rows - ref_logps)
 
-    def mean(x: Tensor, rows: Tensor) -> Tensor:
-        return torch.where(rows, x, 0.0).sum() / rows.sum().clamp(min=1)
+    logits, tokens = mean_logits(hidden, weight, mask, head), mask.sum(-1)
+    metrics = {"kl": expected}
+    for which, rows in (("chosen", desirable), ("rejected", ~desirable)):
 
-    metrics = {
-        "rewards/chosen": mean(rewards, desirable),
-        "rewards/rejected": mean(rewards, ~desirable),
-        "logps/chosen": mean(of_rows, desirable),
-        "logps/rejected": mean(of_rows, ~desirable),
-        "kl": expected,
-    }
+        def total(x: Tensor, rows: Tensor = rows) -> Tensor:
+            return torch.where(rows, x, 0).sum()
+
+        metrics[f"count/{which}"] = rows.sum()
+        metrics[f"rewards/{which}"] = total(rewards) / rows.sum().clamp(min=1)
+        metrics[f"logps/{which}"] = total(of_rows) / rows.sum().clamp(min=1)
+        if logits is not None:
+            metrics[f"logits/{which}"] = total(logits) / total(tokens).clamp(min=1)
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return LossOutput(loss, metrics)

@@ -20,19 +20,39 @@ from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import kto_loss
 from ligerzoo.losses.logps import sequence_logps
-from ligerzoo.losses.objective import HeadOptions, LossOutput
+from ligerzoo.losses.names import about_option
+from ligerzoo.losses.objective import LogpOptions, LossOutput
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or what wraps one and passes arguments and results on."""
 
 
+def _check_model(model: Any) -> None:
+    """Raises TypeError for a module that cannot compute a loss within its forward, before any forward runs. What else
+    is callable shows only when it is called."""
+    if torch.compiler.is_compiling() or not isinstance(model, nn.Module):
+        return
+    if not any(_computes_losses(type(module)) for module in model.modules()):
+        raise TypeError(
+            f"got a {type(model).__name__} ({type(model).__module__}); expected a ligerzoo.models.CausalLM, as "
+            "AutoModel.from_pretrained loads it, or what wraps one. The functions, such as dpo_loss, take any model's "
+            "hidden states and head, or its logits"
+        )
+
+
+def _computes_losses(module: type[nn.Module]) -> bool:
+    """Whether its forward takes labels and an objective, as `ligerzoo.models.CausalLM`'s does."""
+    return inspect.signature(module.forward).parameters.keys() >= {"labels", "objective"}
+
+
 def _output_of(model: Model, *args: Any, **inputs: Any) -> Any:
+    _check_model(model)
     out = model(*args, **inputs)
     if not hasattr(out, "details"):
         raise TypeError(
             f"got a {type(model).__name__}, which returns a {type(out).__name__}; expected a ligerzoo.models.CausalLM, "
-            "or what wraps one. The functions, such as dpo_loss, take any model's hidden states and head"
+            "or what wraps one. The functions, such as dpo_loss, take any model's hidden states and head, or its logits"
         )
     return out
 
@@ -70,16 +90,17 @@ def model_token_logps(
 
 
 def model_sequence_logps(
-    model: Model, input_ids: Tensor, labels: Tensor, *, average: bool = False, **inputs: Any
+    model: Model, input_ids: Tensor, labels: Tensor, *, average: bool = False, temperature: float = 1.0, **inputs: Any
 ) -> Tensor:
     """(B,) fp32, differentiable: the sums of `model_token_logps` over the rows, or the means over the tokens that
     count."""
-    return _of_model(partial(sequence_logps, average=average), model, input_ids, labels, inputs)
+    logps = partial(sequence_logps, average=average, temperature=temperature)
+    return _of_model(logps, model, input_ids, labels, inputs)
 
 
 def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
     """What a loss takes besides hidden states, the head's weight and targets."""
-    return (inspect.signature(loss).parameters.keys() | HeadOptions.__annotations__.keys()) - {
+    return (inspect.signature(loss).parameters.keys() | LogpOptions.__annotations__.keys()) - {
         "hidden", "weight", "target", "head",
     }  # fmt: skip
 
@@ -87,12 +108,12 @@ def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
 class HeadLoss(nn.Module):
     """A loss with its options.
 
-    Called with hidden states, the head's weight, targets and the rest of the function's arguments; `of` takes a model
-    instead.
+    Called with hidden states, the head's weight (or with logits and None), targets and the rest of the function's
+    arguments; `of` takes a model instead.
 
     Args:
         options: arguments of the function, given with every call that gives no others; also of its head, see
-            `HeadOptions`, where a model's are not to be taken.
+            `LogpOptions`, where a model's are not to be taken.
 
     Raises:
         TypeError: the function has no such argument.
@@ -104,11 +125,13 @@ class HeadLoss(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         if unknown := options.keys() - _options_of(type(self).function):
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
+            first = min(unknown)
+            what_it_is = about_option(first, options[first])
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}{what_it_is}")
         self.options = options
 
-    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
-        """The function's result, of hidden states, a head's weight and targets already shifted."""
+    def forward(self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
+        """The function's result, of hidden states, a head's weight (None for logits) and targets already shifted."""
         loss: LossOutput = type(self).function(hidden, weight, target, *args, **{**self.options, **inputs})
         return loss
 
@@ -145,6 +168,7 @@ class HeadLoss(nn.Module):
             ValueError: there is a reference model, and `ref_logps` as well; or an `ignore_index`, which labels have.
         """
         name, given = type(self).__name__, {**self.options, **inputs}
+        _check_model(model)  # before the reference runs
         if "ignore_index" in given:
             raise ValueError(f"{name}: ignore_index={given['ignore_index']!r}; of a model's labels it is always -100")
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
@@ -166,7 +190,7 @@ class HeadLoss(nn.Module):
 
     def reference_logps(self, given: Mapping[str, Any]) -> Callable[..., Tensor]:
         """What makes `ref_logps` of a head, where the function is given these options."""
-        return sequence_logps
+        return partial(sequence_logps, temperature=given.get("temperature", 1.0))
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -242,6 +266,7 @@ class Distillation(HeadLoss):
         The other arguments, and the result, are those of `of`. The teacher runs within the student's forward, and the
         divergence is computed within both: so that the hooks of both have gathered the heads' weights.
         """
+        _check_model(teacher)  # before the student runs
         taught = {"attention_mask": attention_mask, **(model_inputs or {})}
         wants_gradients = torch.is_grad_enabled()
 

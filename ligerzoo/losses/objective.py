@@ -12,6 +12,9 @@ That is 6MHV operations, as many as a cross entropy needs. The log-probabilities
 autograd alone, need 8MHV, for backward has to make the logits again. They remain the specification, and the way of
 groups whose logits do not fit the budget, of compiled code, and of evaluation.
 
+Logits may be given in place of hidden states, with None in place of the head's weight. They are read, never written to,
+and their gradient is made in the forward pass too.
+
 Shapes: B rows, T tokens of a row, H features, V classes.
 """
 
@@ -24,12 +27,14 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import token_logps, token_statistics
+from ligerzoo.kernels import cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.ahead import with_gradients
 from ligerzoo.kernels.dispatch import Backend, uses_triton, wide
 from ligerzoo.kernels.head import Needs, head_type, most_rows, rows_per_chunk
 from ligerzoo.kernels.linear_cross_entropy import prepared
-from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
+from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, reference, walk_rows_
+from ligerzoo.kernels.tokens import as_targets, check_terms
+from ligerzoo.losses.names import about_option
 
 Group = Literal["token", "row", "pair"]
 """What an objective is a sum over: single tokens, rows, or pairs of a row of the batch's first half and the one at the
@@ -46,7 +51,7 @@ class HeadOptions(TypedDict, total=False):
         logit_scale: multiplies the logits, before the softcap.
         logits_budget: MiB of logits that exist at a time; None for `set_logits_budget`'s. Those of a whole pair (or
             row, where the loss is of rows) of T tokens, in 16 bits 4 T V bytes (or 2), should fit: else each token's
-            logits are made once more, 8MHV operations in place of 6MHV.
+            logits are made once more, 8MHV operations in place of 6MHV. Has no effect on logits that are given.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
@@ -58,12 +63,25 @@ class HeadOptions(TypedDict, total=False):
     backend: Backend
 
 
+class LogpOptions(HeadOptions, total=False):
+    """The options of a head, and how log-probabilities are computed from its logits.
+
+    Attributes:
+        temperature: divides the logits, after the softcap; 1.0 by default. A reference model's log-probabilities should
+            have the same.
+    """
+
+    temperature: float
+
+
 class LossOutput(NamedTuple):
     """A loss, and what people log of it.
 
     Attributes:
         loss: 0-d, fp32 (fp64 for fp64 input).
-        metrics: detached tensors by name, 0-d, on the loss's device: reading one makes the host wait.
+        metrics: detached tensors by name, 0-d, on the loss's device: reading one makes the host wait. Each is a mean
+            over the sequences, pairs or tokens of this call, even if `num_items` divides the loss by other numbers. The
+            mean over micro-batches or processes weights each call by the number of its sequences, pairs or tokens.
     """
 
     loss: Tensor
@@ -99,47 +117,113 @@ class Evaluated(NamedTuple):
 
 def check_head(name: str, head: HeadOptions) -> None:
     """Raises TypeError for what is no option of the head, which is where all that `name` does not know arrives."""
-    for unknown in head.keys() - HeadOptions.__annotations__.keys():
-        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}")
+    for unknown in head.keys() - LogpOptions.__annotations__.keys():
+        what_it_is = about_option(unknown, dict(head)[unknown])
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}{what_it_is}")
 
 
 def evaluate(
-    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, head: HeadOptions,
-    temperature: float = 1.0,
-) -> Evaluated:  # fmt: skip
-    """The value of an objective over (B, T, H) hidden states, a (V, H) head and (B, T) targets.
+    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, objective: Objective, head: LogpOptions
+) -> Evaluated:
+    """The value of an objective over (B, T, H) hidden states, a (V, H) head and (B, T) targets; or over (B, T, V)
+    logits, without a head.
 
     Args:
         name: the loss, which errors are about.
-        temperature: divides the logits, after the softcap.
 
     Raises:
         TypeError: `head` has an option that heads do not have.
         ValueError: shapes, dtypes or targets do not fit, as in `ligerzoo.kernels.token_logps`.
     """
     check_head(name, head)
+    if weight is None:
+        check_logits(name, hidden, head)
     objective = objective._replace(constants=[None if c is None else c.detach() for c in objective.constants])
     wants_gradients = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
     traced = torch.compiler.is_compiling() or hidden.is_meta
-    if wants_gradients and torch.is_grad_enabled() and not traced:
-        evaluated = _in_one_sweep(name, hidden, weight, target, objective, temperature, **head)
+    if weight is None and not traced:
+        return _of_logits(name, hidden, target, objective, **head)
+    if weight is not None and wants_gradients and torch.is_grad_enabled() and not traced:
+        evaluated = _in_one_sweep(name, hidden, weight, target, objective, **head)
         if evaluated is not None:
             return evaluated
-    return by_autograd(hidden, weight, target, objective, head, temperature)
+    return by_autograd(hidden, weight, target, objective, head)
 
 
 def by_autograd(
-    hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, head: HeadOptions, temperature: float = 1.0
-) -> Evaluated:  # fmt: skip
+    hidden: Tensor, weight: Tensor | None, target: Tensor, objective: Objective, head: LogpOptions
+) -> Evaluated:
     """The same by autograd alone: the specification."""
-    entropy = None
-    if objective.entropy:
-        statistics = token_statistics(hidden, weight, target, temperature=temperature, **head)
-        logps, entropy = statistics.logps, statistics.entropy
-    else:
-        logps = token_logps(hidden, weight, target, temperature=temperature, **head)
+    logps, entropy = token_results(hidden, weight, target, head, entropy=objective.entropy)
     value = objective.formula(logps, entropy, *objective.constants).to(logps.dtype)  # whatever the constants' is
     return Evaluated(value, logps.detach(), None if entropy is None else entropy.detach())
+
+
+def token_results(
+    hidden: Tensor, weight: Tensor | None, target: Tensor, head: LogpOptions, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(B, T) log-probabilities of the targets, and entropies if they are wanted; differentiable."""
+    if weight is None:
+        return _results_of_logits(hidden, target, entropy=entropy, **head)
+    if not entropy:
+        return token_logps(hidden, weight, target, **head), None
+    statistics = token_statistics(hidden, weight, target, **head)
+    return statistics.logps, statistics.entropy
+
+
+def _results_of_logits(
+    logits: Tensor, target: Tensor, *, entropy: bool, bias: Tensor | None = None, ignore_index: int = -100,
+    softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0, logits_budget: int | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if not entropy:
+        return -cross_entropy(
+            logits, target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
+            temperature=temperature, reduction="none", backend=backend,
+        ), None  # fmt: skip
+    terms = Terms(logit_scale, softcap, temperature)
+    results = reference(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), terms, ignore_index)
+    return results.logp.view(target.shape), results.entropy.view(target.shape)
+
+
+def check_logits(name: str, logits: Tensor, head: HeadOptions) -> None:
+    """Raises ValueError for logits that are no floating-point numbers, or that come with a bias."""
+    if not logits.is_floating_point() or head.get("bias") is not None:
+        raise ValueError(
+            f"{name}: weight=None with logits {tuple(logits.shape)} {logits.dtype} and "
+            f"bias {None if head.get('bias') is None else 'given'}; expected (B, T, V) floating-point logits, no bias"
+        )
+
+
+def _of_logits(
+    name: str, logits: Tensor, target: Tensor, objective: Objective, *, bias: Tensor | None = None,
+    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
+    logits_budget: int | None = None, backend: Backend = "auto",
+) -> Evaluated:  # fmt: skip
+    """The value over given logits. One walk gives log-probabilities, a second one the gradient of the logits."""
+    terms, shape = Terms(logit_scale, softcap, temperature), target.shape
+    check_terms(name, terms)
+    x = logits.reshape(-1, logits.shape[-1])
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    targets = as_targets(name, target, x.shape[-1], ignore_index).reshape(-1)
+    wants_gradient = logits.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
+        results = empty_results(targets, wide(x.dtype), statistics=objective.entropy)
+        normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=backend)
+        walk = functools.partial(
+            walk_rows_, x, targets, terms=terms, ignore_index=ignore_index, normalizer=normalizer, triton=triton
+        )
+        walk(results)
+        logps, entropy = results.logp.view(shape), results.entropy.view(shape) if objective.entropy else None
+        if not wants_gradient:
+            return Evaluated(objective.formula(logps, entropy, *objective.constants).to(logps.dtype), logps, entropy)
+        value, (of_logp, *of_entropy) = _differentiated(objective.formula, logps, entropy, objective.constants)
+        upstream = Upstream(logp=of_logp.reshape(-1), entropy=of_entropy[0].reshape(-1) if of_entropy else None)
+        # In fp16 the gradients of single tokens may vanish before backward multiplies them by the loss's scale.
+        dlogits = torch.empty_like(x, dtype=wide(x.dtype) if x.dtype == torch.float16 else x.dtype)
+        walk(None if triton and entropy is None else results, upstream, out=dlogits)
+    value = with_gradients(value.to(logps.dtype), (logits, dlogits.view(logits.shape)))
+    return Evaluated(value, logps, entropy)
 
 
 class _Plan(NamedTuple):
@@ -185,8 +269,8 @@ def _differentiated(
 
 
 def _in_one_sweep(
-    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, temperature: float, *,
-    bias: Tensor | None = None, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0,
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, *, bias: Tensor | None = None,
+    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
     logits_budget: int | None = None, backend: Backend = "auto",
 ) -> Evaluated | None:  # fmt: skip
     """The value with its gradients; None if the logits of a group do not fit the budget. (Nor for fp16, in which the

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.losses.logps import check_number, check_rows, check_together, counted, divisor, summed
-from ligerzoo.losses.objective import HeadOptions, LossOutput, Objective, evaluate
+from ligerzoo.losses.logps import check_number, check_rows, check_together, counted, divisor, mean_logits, summed
+from ligerzoo.losses.objective import LogpOptions, LossOutput, Objective, evaluate
 
 PairFormula = Callable[[Tensor, Tensor], Tensor]
 """f: the (n,) scores of the chosen and of the rejected answers -> (n,) losses."""
@@ -52,10 +52,15 @@ class PairOptions(NamedTuple):
 
 
 def pair_loss(
-    name: str, formula: PairFormula, hidden: Tensor, weight: Tensor, target: Tensor, options: PairOptions,
-    head: HeadOptions,
+    name: str, formula: PairFormula, hidden: Tensor, weight: Tensor | None, target: Tensor, options: PairOptions,
+    head: LogpOptions, more_metrics: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None,
 ) -> LossOutput:  # fmt: skip
-    """The loss of pairs; ValueError for shapes or numbers that do not fit."""
+    """The loss of pairs; ValueError for shapes or numbers that do not fit.
+
+    Args:
+        more_metrics: the (n,) scores of the chosen and of the rejected answers -> (n,) numbers by name, whose means are
+            metrics.
+    """
     n_rows, n_pairs = target.shape[0], target.shape[0] // 2
     check_rows(
         name, hidden, target, ref_logps=(options.ref_logps, (n_rows,)), weights=(options.weights, (n_pairs,)),
@@ -94,8 +99,15 @@ def pair_loss(
     loss, logps, _ = evaluate(name, hidden, weight, target, Objective(objective, constants, "pair"), head)
     rewards = options.beta * scores(logps, mask, ref_logps, options.average_rewards)
     metrics = pair_metrics(rewards, summed(logps, mask, options.average_rewards))
+    logits = mean_logits(hidden, weight, mask, head)
+    if logits is not None:
+        for which, rows in (("chosen", slice(n_pairs)), ("rejected", slice(n_pairs, None))):
+            metrics[f"logits/{which}"] = logits[rows].sum() / mask[rows].sum().clamp(min=1)
+    if more_metrics is not None:
+        of_pairs = more_metrics(*scores(logps, mask, ref_logps, options.average).chunk(2))
+        metrics |= {name: numbers.sum() / max(1, n_pairs) for name, numbers in of_pairs.items()}
     if nll_mask is not None:
-        metrics["nll_loss"] = -summed(logps, nll_mask).sum() / nll_items
+        metrics["nll_loss"] = -summed(logps, nll_mask).sum() / nll_mask.sum().clamp(min=1)
     return LossOutput(loss, metrics)
 
 
@@ -108,7 +120,7 @@ def pair_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:
         "rewards/chosen": chosen.sum() / pairs,
         "rewards/rejected": rejected.sum() / pairs,
         "rewards/margins": (chosen - rejected).sum() / pairs,
-        "rewards/accuracies": (chosen > rejected).sum() / pairs,
+        "rewards/accuracies": (chosen > rejected).to(rewards.dtype).sum() / pairs,
         "logps/chosen": of_chosen.sum() / pairs,
         "logps/rejected": of_rejected.sum() / pairs,
     }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ligerzoo.losses.dpo import AVERAGED, VARIANTS, DPOOptions, check_options
 from ligerzoo.losses.logps import check_choice
-from ligerzoo.losses.objective import HeadOptions, LossOutput
+from ligerzoo.losses.objective import LogpOptions, LossOutput
 from ligerzoo.losses.preference import PairOptions, pair_loss
 
 CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
@@ -33,7 +33,7 @@ def log_odds(logps: Tensor) -> Tensor:
 
 def cpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     *,
     variant: str = "sigmoid",
@@ -43,7 +43,7 @@ def cpo_loss(
     nll_weight: float = 1.0,
     num_items: int | Tensor | None = None,
     num_nll_items: int | Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """Contrastive preference optimization (Xu et al. 2024): a DPO whose reference is uniform, and the NLL.
 
@@ -68,7 +68,7 @@ def cpo_loss(
 
 def simpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     *,
     beta: float = 2.0,
@@ -78,7 +78,7 @@ def simpo_loss(
     nll_weight: float = 0.0,
     num_items: int | Tensor | None = None,
     num_nll_items: int | Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """Simple preference optimization (Meng et al. 2024): averaged log-probabilities, a margin to be exceeded.
 
@@ -103,7 +103,7 @@ def simpo_loss(
 
 def orpo_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     *,
     beta: float = 0.1,
@@ -112,7 +112,7 @@ def orpo_loss(
     nll_target: Tensor | None = None,
     num_items: int | Tensor | None = None,
     num_nll_items: int | Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **head: Unpack[LogpOptions],
 ) -> LossOutput:
     """Odds ratio preference optimization (Hong et al. 2024): the NLL of chosen answers, and the odds ratio.
 
@@ -121,15 +121,20 @@ def orpo_loss(
         nll_target: (B, T), the targets of the NLL if it shall count more than answers: TRL's counts the prompts of the
             chosen rows too. They have to agree with `target` where both count.
 
-    The other arguments, the result and the errors are those of `dpo_loss`.
+    The other arguments, the result and the errors are those of `dpo_loss`. Two more metrics are means over the pairs:
+    "log_odds_chosen" of log odds(c) - log odds(r), and "log_odds_ratio" of log S of that.
     """
     options = PairOptions(
         beta, average=True, average_rewards=True, weights=weights, nll_weight=nll_weight, nll_target=nll_target,
         num_items=num_items, num_nll_items=num_nll_items,
     )  # fmt: skip
 
-    def formula(chosen: Tensor, rejected: Tensor) -> Tensor:
+    def log_odds_of(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         of_chosen, of_rejected = log_odds(torch.stack((chosen, rejected)))
-        return -beta * F.logsigmoid(of_chosen - of_rejected)
+        difference = of_chosen - of_rejected
+        return {"log_odds_chosen": difference, "log_odds_ratio": F.logsigmoid(difference)}
 
-    return pair_loss("orpo_loss", formula, hidden, weight, target, options, head)
+    def formula(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -beta * log_odds_of(chosen, rejected)["log_odds_ratio"]
+
+    return pair_loss("orpo_loss", formula, hidden, weight, target, options, head, log_odds_of)

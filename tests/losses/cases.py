@@ -120,7 +120,7 @@ def _kto_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     for variant, given, z in (("kto", kl, kl), ("kto", None, 0.0), ("apo_zero_unpaired", None, 0.0)):
 
         def oracle(logps: Tensor, _: Tensor, __: Tensor, z: Any = z) -> Tensor:
-            return oracles.kto(logps, c["desirable"], c["ref_logps"], z, 0.3, 1.2, 0.7)
+            return oracles.kto(logps, c["desirable"], c["ref_logps"], z, 0.3, 1.2, 0.7).mean()
 
         loss = partial(
             losses.kto_loss, desirable=c["desirable"], ref_logps=c["ref_logps"], kl=given, variant=variant, beta=0.3,
@@ -133,7 +133,7 @@ def _kto_cases(c: dict[str, Tensor]) -> Iterator[Case]:
 def _grpo_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     old, ref = {"old_logps": c["old"]}, {"ref_logps": c["ref"], "beta": 0.2}
     variants = {
-        variant: {"variant": variant, **({"epsilon_high": 1.3} if variant == "cispo" else {})}
+        variant: {"variant": variant, **({"epsilon_high": 0.3} if variant == "cispo" else {})}
         for variant in grpo.VARIANTS
     }
     options: list[dict[str, Any]] = [{"max_length": 9, **variant, **old} for variant in variants.values()]

@@ -17,7 +17,11 @@ def logps_of(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **transform: Any
 ) -> tuple[Tensor, Tensor]:
     """(B, T) log-probabilities, 0 where no token counts, and entropies."""
-    distribution = transformed(F.linear(hidden, weight, bias), **transform).log_softmax(-1)
+    return logps_of_logits(transformed(F.linear(hidden, weight, bias), **transform), target)
+
+
+def logps_of_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    distribution = logits.log_softmax(-1)
     counts = target != IGNORED
     logps = distribution.gather(-1, target.where(counts, 0)[..., None])[..., 0]
     return torch.where(counts, logps, 0.0), -(distribution.exp() * distribution).sum(-1)
@@ -29,6 +33,11 @@ def log_sigmoid(x: Tensor) -> Tensor:
 
 def kl_of_pairs(p: tuple[Tensor, Tensor], q: tuple[float, float]) -> Tensor:
     return sum((a * (a.log() - math.log(b)) for a, b in zip(p, q, strict=True)), torch.zeros(()))
+
+
+def discopop(c: Tensor, r: Tensor, b: float, tau: float) -> Tensor:
+    share = torch.sigmoid(b * (c - r) / tau)
+    return -log_sigmoid(b * (c - r)) * (1 - share) + torch.exp(-b * (c - r)) * share
 
 
 DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
@@ -46,10 +55,7 @@ DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     "sppo_hard": lambda c, r, b, e: (c - 0.5 / b) ** 2 + (r + 0.5 / b) ** 2,
     "apo_zero": lambda c, r, b, e: 1 - torch.sigmoid(b * c) + torch.sigmoid(b * r),
     "apo_down": lambda c, r, b, e: torch.sigmoid(b * c) + 1 - torch.sigmoid(b * (c - r)),
-    "discopop": lambda c, r, b, e: (
-        -log_sigmoid(b * (c - r)) * (1 - torch.sigmoid(b * (c - r) / 0.05))
-        + torch.exp(-b * (c - r)) * torch.sigmoid(b * (c - r) / 0.05)
-    ),
+    "discopop": lambda c, r, b, e: discopop(c, r, b, 0.05),
 }  # fmt: skip
 
 
@@ -63,6 +69,8 @@ def pairs(
     weights: Tensor | None = None,
     nll_weight: float = 0.0,
     nll: tuple[Tensor, Tensor] | None = None,
+    num_items: float | None = None,
+    num_nll_items: float | None = None,
 ) -> Tensor:
     """The mean over pairs, one pair after the other; `nll` are log-probabilities and targets of another NLL."""
     n = len(target) // 2
@@ -74,10 +82,11 @@ def pairs(
             scores.append(score / max(1, int((target[row] != IGNORED).sum())) if average else score)
         loss = formula(*scores)
         losses.append(loss if weights is None else weights[i] * loss)
-    total = torch.stack(losses).mean()
+    total = torch.stack(losses).sum() / (num_items or n)
     nll_logps, nll_target = (logps, target) if nll is None else nll
     if nll_weight:
-        total = total - nll_weight * nll_logps[:n].sum() / max(1, int((nll_target[:n] != IGNORED).sum()))
+        nll_items = num_nll_items or max(1, int((nll_target[:n] != IGNORED).sum()))
+        total = total - nll_weight * nll_logps[:n].sum() / nll_items
     return total
 
 
@@ -89,15 +98,19 @@ def orpo_formula(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def kto(
-    logps: Tensor, desirable: Tensor, ref_logps: Tensor, kl: Tensor | float, beta: float, up: float, down: float
-) -> Tensor:
+    logps: Tensor, desirable: Tensor, ref_logps: Tensor, kl: Tensor | float, beta: float, up: float, down: float,
+    lengths: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(B,) losses; with `lengths` of averaged log-probabilities."""
     losses = []
-    for row, is_good, ref in zip(logps, desirable, ref_logps, strict=True):
+    for b, (row, is_good, ref) in enumerate(zip(logps, desirable, ref_logps, strict=True)):
         gain = row.sum() - ref
+        if lengths is not None:
+            gain = gain / max(1, int(lengths[b]))
         losses.append(
             up * (1 - torch.sigmoid(beta * (gain - kl))) if is_good else down * (1 - torch.sigmoid(beta * (kl - gain)))
         )
-    return torch.stack(losses).mean()
+    return torch.stack(losses)
 
 
 def grpo(
@@ -118,6 +131,10 @@ def grpo(
     is_kl_corrected: bool = False,
     entropy_coef: float = 0.0,
     max_length: int = 1,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+    vespo_shapes: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0)),
+    num_items: float | None = None,
+    num_tokens: float | None = None,
 ) -> Tensor:
     """Row by row, and within it token by token."""
     level = level or ("sequence" if variant in ("gspo", "luspo") else "token")
@@ -133,16 +150,16 @@ def grpo(
             log_ratio = log_ratios[t] if level == "token" else sum(log_ratios.values()) / len(places)
             ratio = torch.exp(log_ratio)
             if variant == "cispo":
-                loss = -torch.clamp(ratio, max=high).detach() * a * logps[b, t]
+                loss = -torch.clamp(ratio, max=1 + high).detach() * a * logps[b, t]
             elif variant == "sapo":
-                temperature = 1.0 if a > 0 else 1.05
+                temperature = sapo_temperatures[0 if a > 0 else 1]
                 loss = -a * torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
             elif variant == "vespo":
                 log_w = sum(x.detach().clamp(-20, 20) for x in log_ratios.values())
                 if correction is not None:
                     log_w = log_w + sum(correction[b, u].log().clamp(math.log(1e-8), 20) for u in places)
                 log_w = log_w.clamp(math.log(1e-8), 20)
-                k, h = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+                k, h = vespo_shapes[0 if a >= 0 else 1]
                 loss = -torch.exp(h + k * log_w - h * log_w.exp()) * a * logps[b, t]
             else:
                 one = ratio if delta is None else torch.clamp(ratio, max=delta)
@@ -158,9 +175,95 @@ def grpo(
         rows.append(torch.stack(tokens) if tokens else logps.new_zeros(0))
     sums = torch.stack([row.sum() for row in rows])
     if variant in ("grpo", "gspo", "sapo"):
-        total = torch.stack([row.sum() / max(1, len(row)) for row in rows]).mean()
+        total = torch.stack([row.sum() / max(1, len(row)) for row in rows]).sum() / (num_items or len(rows))
     elif variant in ("bnpo", "dapo", "cispo", "vespo"):
-        total = sums.sum() / n_tokens
+        total = sums.sum() / (num_items or n_tokens)
     else:
-        total = sums.mean() / (max_length if variant == "dr_grpo" else 1)
-    return total - entropy_coef * torch.where(target != IGNORED, entropy, 0.0).sum() / n_tokens
+        total = sums.sum() / (num_items or len(rows)) / (max_length if variant == "dr_grpo" else 1)
+    return total - entropy_coef * torch.where(target != IGNORED, entropy, 0.0).sum() / (num_tokens or n_tokens)
+
+
+# Metrics
+
+
+def _mean(x: Tensor, counts: Tensor) -> Tensor:
+    return x[counts].double().mean() if counts.any() else torch.zeros((), dtype=torch.float64)
+
+
+def pair_metrics(
+    logps: Tensor, logits: Tensor, target: Tensor, beta: float, *, average: bool, ref_logps: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`logits` before they are divided by a temperature."""
+    n, counts = len(target) // 2, target != IGNORED
+    lengths = counts.sum(-1).clamp(min=1) if average else 1
+    rewards = beta * (logps.sum(-1) - (0.0 if ref_logps is None else ref_logps)) / lengths
+    scores = logps.sum(-1) / lengths
+    return {
+        "rewards/chosen": rewards[:n].mean(),
+        "rewards/rejected": rewards[n:].mean(),
+        "rewards/margins": (rewards[:n] - rewards[n:]).mean(),
+        "rewards/accuracies": (rewards[:n] > rewards[n:]).double().mean(),
+        "logps/chosen": scores[:n].mean(),
+        "logps/rejected": scores[n:].mean(),
+        "logits/chosen": _mean(logits[:n].mean(-1), counts[:n]),
+        "logits/rejected": _mean(logits[n:].mean(-1), counts[n:]),
+    }
+
+
+def kto_metrics(
+    logps: Tensor, logits: Tensor, target: Tensor, desirable: Tensor, ref_logps: Tensor, beta: float
+) -> dict[str, Tensor]:
+    counts, metrics = target != IGNORED, {}
+    rewards = beta * (logps.sum(-1) - ref_logps)
+    for which, rows in (("chosen", desirable), ("rejected", ~desirable)):
+        metrics[f"count/{which}"] = rows.sum()
+        metrics[f"rewards/{which}"] = _mean(rewards, rows)
+        metrics[f"logps/{which}"] = _mean(logps.sum(-1), rows)
+        metrics[f"logits/{which}"] = _mean(logits.mean(-1), counts & rows[:, None])
+    return {**metrics, "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
+
+
+def grpo_metrics(
+    logps: Tensor, entropy: Tensor, target: Tensor, advantages: Tensor, *, variant: str, level: str | None,
+    old_logps: Tensor | None, ref_logps: Tensor | None, epsilon: float, epsilon_high: float, is_kl_corrected: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    counts = target != IGNORED
+    lengths = counts.sum(-1, keepdim=True).clamp(min=1)
+    is_of_rows = (level or ("sequence" if variant in ("gspo", "luspo") else "token")) == "sequence"
+    log_ratio = torch.where(counts, logps - (logps if old_logps is None else old_logps), 0.0)
+    ratio = torch.exp(log_ratio.sum(-1, keepdim=True) / lengths if is_of_rows else log_ratio).expand(logps.shape)
+    a = advantages if advantages.dim() == 2 else advantages[:, None]
+
+    def share(clipped: Tensor) -> Tensor:
+        of_rows = (clipped & counts).sum(-1, keepdim=True) / lengths.double()
+        return of_rows.mean() if is_of_rows else _mean(clipped.double(), counts)
+
+    metrics = {"entropy": _mean(entropy, counts)}
+    if ref_logps is not None:
+        k3 = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
+        metrics["kl"] = _mean(k3 * ratio if is_kl_corrected else k3, counts)
+    if variant not in ("sapo", "vespo"):
+        low, high = (ratio < 1 - epsilon) & (a < 0), (ratio > 1 + epsilon_high) & (a > 0)
+        metrics["clip_ratio/high"] = share(high)
+        if variant != "cispo":
+            metrics |= {"clip_ratio/low": share(low), "clip_ratio/region": share(low | high)}
+    return metrics
+
+
+# Distillation
+
+
+def distance(of: str, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+    log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    return {
+        "forward_kl": kl(log_p, log_q),
+        "reverse_kl": kl(log_q, log_p),
+        "jsd": beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
+        "tvd": (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
+        "cosine": 1 - F.cosine_similarity(student, teacher, dim=-1),
+    }[of]

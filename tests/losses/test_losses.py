@@ -1,5 +1,6 @@
 """Every loss, option and gradient equals its formula over all logits, at every chunk size."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from ligerzoo import losses
 from ligerzoo.kernels import valid_rows
 from ligerzoo.kernels.head import DenseHead, SkippingHead
-from ligerzoo.losses import LossOutput, grpo
+from ligerzoo.losses import LossOutput, distillation, dpo, grpo, kto, modules, names
 from ligerzoo.losses import objective as sweep
+from ligerzoo.losses.logps import bounded_exp
 from tests.kernels.judging import assert_as_exact_as
 from tests.kernels.machine import kernel_file
 from tests.kernels.oracles import transformed
@@ -51,6 +53,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float =
 
 
 HEAD: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7}
+TEMPERED: dict[str, Any] = {**HEAD, "temperature": 1.3}
 
 
 @each_case
@@ -58,13 +61,13 @@ def test_the_formula_over_all_logits(index: int, tokens_at_a_time: SetChunk, dev
     case = cases(device=device)[index]
     hidden, weight, bias, target = exact(device)
     inputs = [hidden, weight, bias]
-    expected = value_and_gradients(case.oracle(hidden, weight, target, bias, **HEAD), inputs)
+    expected = value_and_gradients(case.oracle(hidden, weight, target, bias, **TEMPERED), inputs)
     for tokens in (1, LENGTH, 2 * LENGTH, 4 * LENGTH + 3, 1000):
         tokens_at_a_time(tokens)
-        loss = case.loss(hidden, weight, target, bias=bias, **HEAD).loss
+        loss = case.loss(hidden, weight, target, bias=bias, **TEMPERED).loss
         assert_same(value_and_gradients(loss, inputs), expected)
     with torch.no_grad():
-        assert_same([case.loss(hidden, weight, target, bias=bias, **HEAD).loss], expected[:1])
+        assert_same([case.loss(hidden, weight, target, bias=bias, **TEMPERED).loss], expected[:1])
 
 
 @pytest.mark.slow
@@ -72,7 +75,7 @@ def test_the_formula_over_all_logits(index: int, tokens_at_a_time: SetChunk, dev
 def test_every_chunk_size(index: int, tokens_at_a_time: SetChunk, device: str) -> None:
     case = cases(device=device)[index]
     hidden, weight, bias, target = exact(device)
-    for given, head in ((None, {}), (bias, HEAD)):
+    for given, head in ((None, {}), (bias, TEMPERED)):
         inputs = [hidden, weight] if given is None else [hidden, weight, bias]
         expected = value_and_gradients(case.oracle(hidden, weight, target, given, **head), inputs)
         for tokens in range(1, ROWS * LENGTH + 2):
@@ -80,6 +83,63 @@ def test_every_chunk_size(index: int, tokens_at_a_time: SetChunk, device: str) -
             assert_same(
                 value_and_gradients(case.loss(hidden, weight, target, bias=given, **head).loss, inputs), expected
             )
+
+
+@each_case
+@pytest.mark.parametrize("head", [{}, TEMPERED], ids=["plain", "tempered"])
+def test_given_logits(index: int, head: dict[str, Any], device: str) -> None:
+    """Of which those of tokens that do not count may be anything; they are not written to."""
+    case = cases(device=device)[index]
+    hidden, weight, bias, target = exact(device)
+    logits = F.linear(hidden, weight, bias).detach()
+    expected = value_and_gradients(
+        case.oracle(logits.requires_grad_(), torch.eye(CLASSES, device=device, dtype=logits.dtype), target, **head),
+        [logits],
+    )
+    metrics = case.loss(hidden, weight, target, bias=bias, **head).metrics
+    spoiled = torch.where((target == IGNORED)[..., None], torch.nan, logits.detach()).requires_grad_()
+    for given in (logits, spoiled):
+        before = given.detach().clone()
+        found = case.loss(given, None, target, **head)
+        assert_same(value_and_gradients(found.loss, [given]), expected)
+        assert torch.equal(before.nan_to_num(), given.detach().nan_to_num())
+        assert found.metrics.keys() == metrics.keys()
+        assert_same(list(found.metrics.values()), list(metrics.values()))
+        with torch.no_grad():
+            assert_same([case.loss(given, None, target, **head).loss], expected[:1])
+
+
+def test_given_logits_compiled() -> None:
+    """In one graph, by autograd alone."""
+    logits = torch.randn(ROWS, LENGTH, CLASSES, dtype=torch.float64, requires_grad=True)
+    target, advantages = exact("cpu")[3], constants()["advantages"]
+
+    def loss_of(logits: Tensor, **options: Any) -> Tensor:
+        return losses.grpo_loss(logits, None, target, advantages, **options).loss
+
+    compiled = torch.compile(loss_of, backend="eager", fullgraph=True)
+    for options in ({"variant": "gspo"}, {"entropy_coef": 0.1}):
+        expected = value_and_gradients(loss_of(logits, **options), [logits])
+        assert_same(value_and_gradients(compiled(logits, **options), [logits]), expected)
+    for average in (False, True):
+        logps = oracles.logps_of(logits, torch.eye(CLASSES, dtype=logits.dtype), target)[0].sum(-1)
+        counts = (target != IGNORED).sum(-1) if average else 1
+        assert_same([losses.sequence_logps(logits, None, target, average=average)], [logps / counts])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_given_logits_of_lower_precision(dtype: torch.dtype, device: str) -> None:
+    logits, _, _, target = exact(device, dtype)
+    logits = torch.randn(ROWS, LENGTH, CLASSES, device=device).to(dtype).requires_grad_()
+    advantages = constants(torch.float32, device)["advantages"]
+    own = losses.grpo_loss(logits, None, target, advantages, num_items=10**6).loss
+    truth = logits.detach().double().requires_grad_()
+    losses.grpo_loss(truth, None, target, advantages.double(), num_items=10**6).loss.backward()
+    (own * 2.0**20).backward()  # as a loss scaler does: in fp16 they would vanish if they were rounded before
+    assert own.dtype == torch.float32
+    assert logits.grad.dtype == dtype
+    error = (logits.grad.double() - truth.grad * 2.0**20).abs().max().item()
+    assert error <= torch.finfo(dtype).eps * (truth.grad * 2.0**20).abs().max().item() + 1e-7
 
 
 def test_a_sweep_makes_each_logit_once(tokens_at_a_time: SetChunk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +307,43 @@ def test_bf16_on_a_gpu(budget: int, pattern: str) -> None:
             assert_as_exact_as(*case)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_given_logits_on_a_gpu() -> None:
+    """In bf16 by the Triton kernels: they never make the host wait, and hold one copy of the logits, their gradient."""
+    rows, length, classes = 8, 96, 2000
+    logits = (3 * torch.randn(rows, length, classes, device="cuda")).bfloat16().requires_grad_()
+    target = torch.randint(classes, (rows, length), device="cuda")
+    target[torch.rand(target.shape, device="cuda") < 0.3] = IGNORED
+    advantages = torch.randn(rows, device="cuda")
+    logps = oracles.logps_of_logits(logits.detach().double(), target)[0]
+    old = (logps + 0.1 * torch.randn_like(logps)).float()
+    calls: list[Callable[..., LossOutput]] = [
+        lambda x, **o: losses.dpo_loss(x, None, target, ref_logps=old.sum(-1), nll_weight=0.3, **o),
+        lambda x, **o: losses.kto_loss(x, None, target, advantages > 0, ref_logps=old.sum(-1), **o),
+        lambda x, **o: losses.grpo_loss(x, None, target, advantages, old_logps=old, **o),
+        lambda x, **o: losses.grpo_loss(x, None, target, advantages, old_logps=old, variant="gspo", **o),
+        lambda x, **o: losses.grpo_loss(x, None, target, advantages, old_logps=old, entropy_coef=0.1, **o),
+    ]
+    wide = logits.detach().double().requires_grad_()
+    for call in calls:
+        truth = value_and_gradients(call(wide).loss, [wide])
+        torch_made = value_and_gradients(call(logits, backend="torch").loss, [logits])
+        call(logits).loss.backward()  # compiles
+        logits.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = value_and_gradients(call(logits).loss, [logits])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * logits.numel() * logits.element_size()
+        for case, ulps in zip(zip(found, torch_made, truth, strict=True), (64.0, 2.0), strict=True):  # fp32, bf16
+            assert_as_exact_as(*case, ulps=ulps)
+
+
 # Edges
 
 
@@ -412,7 +509,7 @@ def test_a_reference_without_weight_is_for_the_metrics_alone() -> None:
     reference = torch.full(target.shape, 200.0)  # far from the model's
     loss, metrics = losses.grpo_loss(hidden, weight, target, torch.ones(ROWS), ref_logps=reference)
     assert loss.isfinite()
-    assert metrics["kl"].isinf()
+    assert metrics["kl"] > 1e13
 
 
 def test_metrics_of_pairs() -> None:
@@ -422,6 +519,7 @@ def test_metrics_of_pairs() -> None:
     assert_same([logps], [oracles.logps_of(hidden, weight, target)[0].sum(-1).detach()])
     metrics = losses.dpo_loss(hidden, weight, target, ref_logps=reference, beta=0.3, nll_weight=1.0).metrics
     chosen, rejected = (0.3 * (logps - reference)).chunk(2)
+    logits, counts = hidden @ weight.T, target != IGNORED
     expected = {
         "rewards/chosen": chosen.mean(),
         "rewards/rejected": rejected.mean(),
@@ -429,6 +527,8 @@ def test_metrics_of_pairs() -> None:
         "rewards/accuracies": (chosen > rejected).double().mean(),
         "logps/chosen": logps[:3].mean(),
         "logps/rejected": logps[3:].mean(),
+        "logits/chosen": logits[:3][counts[:3]].mean(),
+        "logits/rejected": logits[3:][counts[3:]].mean(),
         "nll_loss": -logps[:3].sum() / (target[:3] != IGNORED).sum(),
     }
     assert metrics.keys() == expected.keys()
@@ -460,6 +560,242 @@ def test_metrics_of_rollouts() -> None:
     }
 
 
+@pytest.mark.parametrize("head", [{"logit_scale": 0.7, "temperature": 2.0}, {"softcap": 3.0}], ids=str)
+def test_the_mean_of_all_logits(head: dict[str, Any], device: str) -> None:
+    """Scaled, but before the temperature, and of answers' tokens only; a softcap has none."""
+    hidden, weight, bias, target = exact(device)
+    logits, counts = 0.7 * F.linear(hidden, weight, bias), target != IGNORED
+    desirable = constants(device=device)["desirable"]
+    with torch.no_grad():
+        hidden[0, 0] = torch.nan  # of a prompt
+    of_pairs = losses.simpo_loss(hidden, weight, target, bias=bias, **head).metrics
+    of_rows = losses.kto_loss(hidden, weight, target, desirable, bias=bias, **head).metrics
+    first_half = torch.arange(ROWS, device=device) < ROWS // 2
+    for metrics, rows in ((of_pairs, first_half), (of_rows, desirable)):
+        for which, these in (("chosen", rows), ("rejected", ~rows)):
+            if "softcap" in head:
+                assert f"logits/{which}" not in metrics
+            else:
+                torch.testing.assert_close(metrics[f"logits/{which}"], logits[these][counts[these]].mean().detach())
+
+
+def test_metrics_of_odds() -> None:
+    hidden, weight, _, target = exact("cpu")
+    metrics = losses.orpo_loss(hidden, weight, target).metrics
+    p = losses.sequence_logps(hidden, weight, target, average=True).exp().detach()
+    log_odds = (p[:3] / (1 - p[:3])).log() - (p[3:] / (1 - p[3:])).log()
+    torch.testing.assert_close(metrics["log_odds_chosen"], log_odds.mean())
+    torch.testing.assert_close(metrics["log_odds_ratio"], F.logsigmoid(log_odds).mean())
+
+
+def test_ratios_of_answers_are_counted_by_answer() -> None:
+    """Though the answers differ in length."""
+    hidden, weight, _, target = exact("cpu")
+    c = constants()
+    counts, a = target != IGNORED, c["advantages"]
+    log_ratio = torch.where(counts, oracles.logps_of(hidden, weight, target)[0] - c["old"], 0.0).sum(-1)
+    ratio = (log_ratio / counts.sum(-1)).exp().detach()
+    low, high = ((ratio < 0.8) & (a < 0)).double().mean(), ((ratio > 1.2) & (a > 0)).double().mean()
+    assert 0 < low + high < 1
+    metrics = losses.grpo_loss(hidden, weight, target, a, old_logps=c["old"], variant="gspo").metrics
+    assert metrics["clip_ratio/low"].item() == pytest.approx(low.item())
+    assert metrics["clip_ratio/high"].item() == pytest.approx(high.item())
+    assert metrics["clip_ratio/region"].item() == pytest.approx((low + high).item())
+
+
+def test_ktos_averages() -> None:
+    hidden, weight, _, target = exact("cpu")
+    c = constants()
+    logps, ref, lengths = oracles.logps_of(hidden, weight, target)[0], c["ref_logps"], (target != IGNORED).sum(-1)
+    gain = (logps.sum(-1) - ref) / lengths - 0.2
+    expected = torch.where(c["desirable"], torch.sigmoid(-0.3 * gain), torch.sigmoid(0.3 * gain)).mean()
+    loss, metrics = losses.kto_loss(
+        hidden, weight, target, c["desirable"], ref_logps=ref, kl=ref.new_tensor(0.2), beta=0.3, average_log_prob=True
+    )
+    assert_same(*(value_and_gradients(t, [hidden, weight]) for t in (loss, expected)))
+    rewards = 0.3 * (logps.sum(-1) - ref).detach()
+    torch.testing.assert_close(metrics["rewards/chosen"], rewards[c["desirable"]].mean())
+    assert (metrics["count/chosen"], metrics["count/rejected"]) == (3, 3)
+
+
+def weights_of(name: str, case: Case, target: Tensor, desirable: Tensor) -> Tensor:
+    """How many sequences, pairs or tokens a metric is a mean over."""
+    tokens, n = (target != IGNORED).sum(), len(target)
+    first_half = torch.arange(n) < n // 2
+    rows = desirable if case.name.startswith(("kto", "apo")) else first_half
+    if name == "nll_loss":
+        return (target[first_half] != IGNORED).sum()
+    if name.startswith("logits/"):
+        return (target[rows if name == "logits/chosen" else ~rows] != IGNORED).sum()
+    if case.divided_by == "rows" and name.startswith(("rewards/", "logps/")):
+        return (rows if name.endswith("chosen") else ~rows).sum()
+    options = getattr(case.loss, "keywords", {})
+    level = options.get("level") or grpo.VARIANTS.get(options.get("variant", "grpo"), grpo.VARIANTS["grpo"]).level
+    if name in ("kl", "entropy") or (name.startswith("clip_ratio/") and level == "token"):
+        return tokens
+    return torch.tensor(n)
+
+
+@each_case
+def test_metrics_of_micro_batches(index: int) -> None:
+    """Weighted by what they count, they give the whole batch's, whatever the loss is divided by."""
+    case = CASES[index]
+    hidden, weight, _, target = exact("cpu")
+    desirable = constants()["desirable"]
+    units = [[i, ROWS // 2 + i] for i in range(ROWS // 2)]
+    batches = [[*units[0]], sorted(units[1] + units[2])]
+    items: dict[str, Any] = {"num_items": 7}
+    if "entropy_coef" in case.name:
+        items["num_tokens"] = 7
+    if case.divided_by == "pairs":
+        items["num_nll_items"] = 7
+    parts = [part_of(case, rows, items, (hidden, weight, target)).metrics for rows in batches]
+    for name, value in case.loss(hidden, weight, target).metrics.items():
+        is_of_rows = "count/chosen" in parts[0]
+        if name.startswith("count/"):
+            assert sum(part[name] for part in parts) == value
+        elif not (is_of_rows and name in ("rewards/margins", "kl")):  # a difference of means, and what was given
+            counts = [weights_of(name, case, target[rows], desirable[rows]) for rows in batches]
+            mean = sum(part[name] * n for part, n in zip(parts, counts, strict=True)) / sum(counts)
+            torch.testing.assert_close(mean.double(), value.double(), rtol=1e-6, atol=1e-9)
+
+
+# LUSPO
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_luspos_kl_term(is_padded: bool) -> None:
+    """It sums over the tokens that count. Averaged over the batch's length, as by liger-kernel and by TRL before 1.16,
+    it would be weighted by |y| / T, and see the padding."""
+    hidden, weight, _, target = exact("cpu")
+    if not is_padded:
+        target = target.where(target != IGNORED, 0)
+    c, beta = constants(), 0.3
+    options: dict[str, Any] = {"old_logps": c["old"], "ref_logps": c["ref"], "beta": beta, "variant": "luspo"}
+    logps, counts = oracles.logps_of(hidden, weight, target)[0], target != IGNORED
+    lengths = counts.sum(-1)
+    ratio = (torch.where(counts, logps - c["old"], 0.0).sum(-1) / lengths).exp()
+    clipped = -torch.minimum(ratio * c["advantages"], ratio.clamp(0.8, 1.2) * c["advantages"])
+    k3 = torch.exp(c["ref"] - logps) - (c["ref"] - logps) - 1
+    ours = (lengths * clipped + beta * torch.where(counts, k3, 0.0).sum(-1)).mean()
+    theirs = (lengths * (clipped + beta * k3.mean(-1))).mean()
+    loss = losses.grpo_loss(hidden, weight, target, c["advantages"], **options).loss
+    assert_same(*(value_and_gradients(t, [hidden, weight]) for t in (loss, ours)))
+    if not is_padded:
+        assert_same([loss], [theirs])
+        return
+    assert (loss - theirs).abs() > 0.01
+    extra = (beta * (lengths * k3.mean(-1) - torch.where(counts, k3, 0.0).sum(-1))).mean()
+    assert_same([theirs - loss], [extra])
+    # More padding changes nothing.
+    pad = {name: F.pad(c[name], (0, 3)) for name in ("old", "ref")}
+    options |= {"old_logps": pad["old"], "ref_logps": pad["ref"]}
+    longer = losses.grpo_loss(
+        F.pad(hidden, (0, 0, 0, 3)), weight, F.pad(target, (0, 3), value=IGNORED), c["advantages"], **options
+    )
+    assert_same([longer.loss], [loss])
+
+
+# Exponentials
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_bounded_exponential(dtype: torch.dtype) -> None:
+    below = torch.cat([torch.linspace(-2000.0, 30.0, 5001, dtype=dtype), torch.tensor([-torch.inf, 30.0], dtype=dtype)])
+    x = below.clone().requires_grad_()
+    y = bounded_exp(x)
+    assert torch.equal(y, below.exp())
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], below.exp())
+    beyond = torch.tensor([30.001, 31.0, 100.0, 1000.0, 1e6], dtype=dtype, requires_grad=True)
+    y = bounded_exp(beyond)
+    (slope,) = torch.autograd.grad(y.sum(), beyond)
+    top = math.exp(30)
+    torch.testing.assert_close(y.detach(), top * (beyond.detach() - 29))
+    torch.testing.assert_close(slope, torch.full_like(slope, top))
+
+
+@pytest.mark.parametrize("is_kl_corrected", [False, True])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("variant", grpo.VARIANTS)
+def test_references_far_away(variant: str, log_ratio: float, is_kl_corrected: bool) -> None:
+    """The KL term is finite, and its gradient still leads towards the reference; in fp32."""
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    counts = target != IGNORED
+    logps = oracles.logps_of(hidden, weight, target)[0].detach()
+    options: dict[str, Any] = {"variant": variant, "epsilon_high": 0.3, "max_length": LENGTH}
+    loss, metrics = losses.grpo_loss(
+        hidden, weight, target, torch.zeros(ROWS), ref_logps=logps + log_ratio, beta=0.1,
+        is_kl_corrected=is_kl_corrected, **options,
+    )  # fmt: skip
+    value, *gradients = value_and_gradients(loss, [hidden, weight])
+    assert all(t.isfinite().all() for t in (value, *metrics.values(), *gradients))
+    assert gradients[0].norm().isfinite()
+    with torch.no_grad():
+        stepped = oracles.logps_of(hidden - gradients[0] / gradients[0].abs().max() * 1e-3, weight, target)[0]
+        towards = (stepped - logps)[counts].sum() * log_ratio
+    assert towards > 0 or is_kl_corrected  # times a ratio that moves, too
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dapo", "gspo", "luspo", "cispo"])
+def test_epsilon_high_means_one_thing(variant: str) -> None:
+    """Ratios above 1 + epsilon_high count as clipped, and weigh no more than that."""
+    hidden, weight, _, target = exact("cpu")
+    logps, counts = oracles.logps_of(hidden, weight, target)[0], target != IGNORED
+    for ratio, is_clipped in ((1.35, False), (1.45, True)):
+        _, metrics = losses.grpo_loss(
+            hidden, weight, target, torch.ones(ROWS), old_logps=logps.detach() - math.log(ratio), variant=variant,
+            epsilon_high=0.4,
+        )  # fmt: skip
+        assert metrics["clip_ratio/high"] == float(is_clipped)
+        loss = losses.grpo_loss(
+            hidden, weight, target, torch.ones(ROWS), old_logps=logps.detach() - math.log(ratio), variant="cispo",
+            epsilon_high=0.4,
+        ).loss  # fmt: skip
+        assert_same([loss], [-min(ratio, 1.4) * logps[counts].mean()])
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [100.0, 1000.0])
+def test_a_ratio_far_above_is_still_lowered(log_ratio: float, advantage: float) -> None:
+    """Without a second clip a negative advantage has no upper bound: its gradient must not vanish."""
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    old = oracles.logps_of(hidden, weight, target)[0].detach() - log_ratio
+    advantages = torch.full((ROWS,), advantage)
+    for variant in ("grpo", "gspo"):
+        loss = losses.grpo_loss(hidden, weight, target, advantages, old_logps=old, variant=variant).loss
+        value, *gradients = value_and_gradients(loss, [hidden, weight])
+        assert all(t.isfinite().all() for t in (value, *gradients))
+        assert bool(gradients[0].any()) == (advantage < 0)
+
+
+@pytest.mark.parametrize("tau", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1000.0, -1000.0, 1e4, -1e4])
+def test_discopop_at_every_temperature(log_ratio: float, tau: float) -> None:
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    reference = torch.tensor([-log_ratio] * 3 + [log_ratio] * 3)
+    loss = losses.dpo_loss(
+        hidden, weight, target, ref_logps=reference, variant="discopop", discopop_tau=tau, beta=1.0
+    ).loss
+    assert all(t.isfinite().all() for t in value_and_gradients(loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("desirable", [False, True])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1000.0, -1000.0])
+def test_kto_far_from_its_reference(log_ratio: float, desirable: bool) -> None:
+    hidden, weight, _, target = exact("cpu", torch.float32)
+    reference, which = torch.full((ROWS,), -log_ratio), torch.full((ROWS,), desirable)
+    loss = losses.kto_loss(hidden, weight, target, which, ref_logps=reference, beta=1.0).loss
+    assert all(t.isfinite().all() for t in value_and_gradients(loss, [hidden, weight]))
+
+
+def test_the_correction_of_samplers_far_away() -> None:
+    old, mask = torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    for level in ("token", "sequence"):
+        for far in (1000.0, -1000.0, torch.inf):
+            found = losses.sampler_correction(old, old - far, mask, level=level)
+            assert torch.equal(found, torch.full((1, 2), 3.0 if far > 0 else 0.0))
+
+
 def test_ktos_kl() -> None:
     assert losses.kto_kl(torch.tensor([1.0, 4.0]), torch.tensor([0.0, 1.0])) == 2.0
     assert losses.kto_kl(torch.tensor([1.0]), torch.tensor([3.0])) == 0.0
@@ -484,23 +820,7 @@ def test_the_correction_for_another_sampler(level: Any, beyond: Any, expected: l
 DIVERGENCES: list[Any] = ["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
 
 
-def distance(of: str, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
-    log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
-
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        return (a.exp() * (a - b)).sum(-1)
-
-    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
-    return {
-        "forward_kl": kl(log_p, log_q),
-        "reverse_kl": kl(log_q, log_p),
-        "jsd": beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
-        "tvd": (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
-        "cosine": 1 - F.cosine_similarity(student, teacher, dim=-1),
-    }[of]
-
-
-@pytest.mark.parametrize("given", ["hidden", "logits"])
+@pytest.mark.parametrize("given", ["hidden", "logits", "both logits"])
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("of", DIVERGENCES)
 def test_distillation(of: Any, bounded: bool, given: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -514,11 +834,21 @@ def test_distillation(of: Any, bounded: bool, given: str, monkeypatch: pytest.Mo
         transformed(teacher_hidden @ teacher_weight.T, **of_teacher),
     )
     counts = target != IGNORED
-    soft = distance(of, student, teacher, 0.3, 1.5)[counts].mean()
+    soft = oracles.distance(of, student, teacher, 0.3, 1.5)[counts].mean()
     hard = F.cross_entropy(student[counts], target[counts])
     inputs = [hidden, weight, bias]
     expected = value_and_gradients(0.6 * soft + 0.4 * hard, inputs)
     from_teacher: dict[str, Any] = {"teacher_logits": teacher}
+    if given == "both logits":
+        logits = F.linear(hidden, weight, bias)
+        hidden_of_ignored = torch.where(counts[..., None], logits, torch.nan)
+        loss, metrics = losses.distillation_loss(
+            hidden_of_ignored, None, target, **from_teacher, divergence=of, beta=0.3, temperature=1.5, soft_weight=0.6,
+            hard_weight=0.4, **head,
+        )  # fmt: skip
+        assert_same(value_and_gradients(loss, inputs), expected)
+        assert_same(list(metrics.values()), [soft.detach(), hard.detach()])
+        return
     if given == "hidden":
         from_teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight.requires_grad_()}
         from_teacher |= {f"teacher_{name}": value for name, value in of_teacher.items()}
@@ -589,6 +919,12 @@ def test_gradients_of_distillation_add_up() -> None:
     (lambda h, w, t: losses.distillation_loss(h, w, t, teacher_logits=h, divergence="kl"), "divergence='kl'; expected"),
     (lambda h, w, t: losses.distillation_loss(h, w, t), "give teacher_hidden and teacher_weight, or teacher_logits"),
     (lambda h, w, t: losses.distillation_loss(h, w, t, teacher_logits=h), "teacher's logits"),
+    (lambda h, w, t: losses.grpo_loss(h, None, t, h[:, 0, 0], bias=w[:, 0]), r"grpo_loss: weight=None with .*no bias"),
+    (lambda h, w, t: losses.dpo_loss(h, None, t, temperature=0.0), "dpo_loss: temperature=0.0"),
+    (lambda h, w, t: losses.dpo_loss(h, None, t + 4), "dpo_loss: the target at"),
+    (lambda h, w, t: losses.sequence_logps(t[..., None], None, t), "sequence_logps: weight=None with logits"),
+    (lambda h, w, t: losses.distillation_loss(h, None, t, teacher_logits=h[..., :3]), "4 classes of the student, 3 of"),
+    (lambda h, w, t: losses.distillation_loss(h, None, t, teacher_logits=h[:2]), r"teacher's \(2, 5, 4\), target"),
     (lambda h, w, t: losses.simpo_loss(h, w[:, :2], t), r"weight \(13, 2\)"),
     (lambda h, w, t: losses.simpo_loss(h.requires_grad_(), w[:, :2], t), r"simpo_loss: .*weight \(13, 2\)"),
 ])  # fmt: skip
@@ -596,6 +932,37 @@ def test_what_does_not_fit(call: Callable[..., Any], message: str) -> None:
     hidden, weight, _, target = exact("cpu")
     with pytest.raises(ValueError, match=message):
         call(hidden.detach(), weight, target)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda h, t: losses.dpo_loss(h, None, t, variant="sigmoid_norm"), r"dpo_loss\(variant='sigmoid', average"),
+    (lambda h, t: losses.dpo_loss(h, None, t, variant="sft"), "is nll_weight=..., which adds the NLL"),
+    (lambda h, t: losses.dpo_loss(h, None, t, variant="aot"), "the 'aot' of TRL and liger-kernel is not available"),
+    (lambda h, t: losses.dpo_loss(h, None, t, loss_type="ipo"), "'loss_type'; .* is variant$"),
+    (lambda h, t: losses.dpo_loss(h, None, t, loss_type="sigmoid_norm"), r"variant; the 'sigmoid_norm' .*average"),
+    (lambda h, t: losses.cpo_loss(h, None, t, variant="simpo"), "the 'simpo' of TRL and liger-kernel is simpo_loss"),
+    (lambda h, t: losses.simpo_loss(h, None, t, simpo_gamma=0.5), "is gamma$"),
+    (lambda h, t: losses.grpo_loss(h, None, t, h[:, 0, 0], importance_sampling_level="token"), "is level$"),
+    (lambda h, t: losses.grpo_loss(h, None, t, h[:, 0, 0], loss_type="dapo"), "is variant$"),
+    (lambda h, t: losses.GRPO(loss_type="dapo"), "GRPO has no option loss_type; .* is variant$"),
+    (lambda h, t: losses.DPO(loss_type="sigmoid_norm"), "DPO has no option loss_type; .*average_log_prob=True"),
+    (lambda h, t: losses.DPO(variant="kto_pair")(h, None, t), r"is kto_loss\(variant='kto'\)"),
+    (lambda h, t: losses.distillation_loss(h, None, t, teacher_logits=h, divergence="cosine_similarity"), "='cosine'"),
+])  # fmt: skip
+def test_other_libraries_names_are_answered_with_ours(call: Callable[..., Any], message: str) -> None:
+    hidden, _, _, target = exact("cpu")
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(hidden.detach(), target.clamp(max=FEATURES - 1))
+
+
+def test_the_names_that_errors_give_are_ours() -> None:
+    options = {option for module in (losses.DPO, losses.CPO, losses.SimPO, losses.ORPO, losses.KTO, losses.GRPO,
+               losses.Distillation) for option in modules._options_of(module.function)}  # fmt: skip
+    for foreign, ours in names.OPTIONS.items():
+        assert foreign not in options
+        assert ours.split("[")[0].split(",")[0] in options
+    variants = {*dpo.VARIANTS, *grpo.VARIANTS, *kto.VARIANTS, *distillation.DIVERGENCES}
+    assert not variants & names.CHOICES.keys()
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -176,6 +176,72 @@ def test_options() -> None:
     assert capped.of_teacher(model, tiny(seed=5), input_ids, labels).loss != taught
 
 
+class Foreign(nn.Module):
+    """Somebody else's model: it must not even run."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> SimpleNamespace:
+        raise AssertionError("ran")
+
+
+class Wrapper(nn.Module):
+    def __init__(self, base_model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = base_model
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return self.base_model(*args, **inputs)
+
+
+def test_foreign_models_are_refused_before_anything_runs() -> None:
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    theirs = LlamaForCausalLM(TheirConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    ))  # fmt: skip
+    ours, (input_ids, labels) = tiny(layers=1), batch_of()
+    for foreign in (theirs, Foreign(), Wrapper(theirs), Wrapper(Foreign()), nn.Linear(2, 2)):
+        message = rf"got a {type(foreign).__name__} \({type(foreign).__module__}\); expected a ligerzoo.models.CausalLM"
+        handles = [m.register_forward_pre_hook(lambda *_: pytest.fail("ran")) for m in (ours, theirs)]
+        for call in (
+            lambda model: losses.DPO().of(model, input_ids, labels),
+            lambda model: losses.DPO().of(ours, input_ids, labels, reference=model),
+            lambda model: losses.DPO().of(model, input_ids, labels, reference=ours),
+            lambda model: losses.GRPO().of(model, input_ids, labels, torch.ones(4)),
+            lambda model: losses.Distillation().of_teacher(ours, model, input_ids, labels),
+            lambda model: losses.Distillation().of_teacher(model, ours, input_ids, labels),
+            lambda model: model_token_logps(model, input_ids, labels),
+            lambda model: model_sequence_logps(model, input_ids, labels),
+        ):
+            with pytest.raises(TypeError, match=message):
+                call(foreign)
+        for handle in handles:
+            handle.remove()
+    wrapped = losses.DPO().of(Wrapper(Wrapper(ours)), input_ids, labels).loss
+    torch.testing.assert_close(wrapped, losses.DPO().of(ours, input_ids, labels).loss, rtol=0, atol=0)
+
+
+def test_a_temperature_reaches_model_and_reference() -> None:
+    model, reference = tiny(), tiny(seed=5)
+    input_ids, labels = batch_of()
+
+    def logps_of(model: CausalLM) -> Tensor:
+        target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        logps = (model(input_ids).logits / 0.6).log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+        return torch.where(target != IGNORED, logps, 0.0).sum(-1)
+
+    log_ratio = logps_of(model) - logps_of(reference).detach()
+    expected = -F.logsigmoid(0.1 * (log_ratio[:2] - log_ratio[2:])).mean()
+    out = losses.DPO(temperature=0.6).of(model, input_ids, labels, reference=reference)
+    torch.testing.assert_close(out.loss, expected)
+    known = model_sequence_logps(reference, input_ids, labels, temperature=0.6).detach()
+    assert_close(
+        gradients_of(model, losses.DPO(temperature=0.6, ref_logps=known).of(model, input_ids, labels).loss),
+        gradients_of(model, expected),
+    )
+
+
 def test_a_reference_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[int | None] = []
 
