@@ -48,11 +48,13 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (new(5, 33), new(33), 1e-6, 0.0, True),
             (transposed(new(2, 3, 33)), new(33, dtype=half), 1e-6, 0.0, True),
             (new(5, 33, dtype=half), new(33), 1e-6, 1.0, False),
+            (new(5, 33, dtype=half), None, 1e-6, 0.0, True),
             (new(0, 33), new(33), 1e-6, 0.0, True),
         ],
         "add_rms_norm_forward": [
             (new(5, 33), new(5, 33), new(33), 1e-6, 0.0, True),
             (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(33), 1e-6, 1.0, False),
+            (new(5, 33), new(5, 33, dtype=half), None, 1e-6, 0.0, True),
             (new(0, 33), new(0, 33), new(33), 1e-6, 0.0, True),
         ],
         "rms_norm_backward": [
@@ -60,6 +62,7 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (transposed(new(2, 3, 33)), new(2, 3, 33), new(2, 3, 33, dtype=half), new(33), new(2, 3), 1.0, False, True,
              False),
             (new(5, 33), new(5, 33), new(5, 33), new(33), new(5).abs(), 0.0, True, False, True),
+            (new(5, 33), new(5, 33), new(5, 33, dtype=half), None, new(5).abs(), 0.0, True, True, False),
             (new(0, 33), None, new(0, 33), new(33), new(0), 0.0, True, True, True),
         ],
         "layer_norm_forward": [
