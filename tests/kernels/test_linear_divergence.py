@@ -252,7 +252,7 @@ def test_ignored_hidden_states_that_are_not_finite_have_no_loss_and_no_gradient(
 ) -> None:
     """Neither in dhidden nor in dweight, where their rows meet those of other tokens."""
     rows_per_chunk(4)
-    inputs = make(7, 24, 32, dtype=dtype, device=device, ignored=0.0)  # sizes that Hopper's own products take
+    inputs = make(7, 64, 32, dtype=dtype, device=device, ignored=0.0)  # a Hopper GPU skips rows for such a head in bf16
     inputs[4][[1, 2, 6]] = -100
     bias = numbers(32, dtype=dtype, device=device)
     clean = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
