@@ -4,7 +4,8 @@ Forward:   loss = 1 - cos,   cos = (z . y) / (|z| |y|)   of the student's logits
 Backward:  dz = (cos z / |z| - y / |y|) / |z|.
 
 0 logits have no direction: cos and gradient are 0. A temperature would change neither the loss nor, but for its factor,
-anything else. Computed in fp32 (fp64 for fp64 logits), some rows at a time, in plain torch on every device.
+anything else. Computed in fp32 (fp64 for fp64 logits), some rows at a time, in plain torch on every device. Scales and
+softcaps of `softcap` are applied first.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import wide
+from ligerzoo.kernels.softcap import Transform, transformed
 
 _ELEMENTS = 2**23  # of a copy in fp32
 
 
-def reference(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
+def reference(
+    student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
+) -> Tensor:
     """The distance of each row of (M, V) logits, 0 where it is ignored: the specification, and the tests' oracle."""
-    z, y = (t.to(wide(torch.promote_types(student.dtype, teacher.dtype))) for t in (student, teacher))
-    return (1 - _directions(z)[0].mul(_directions(y)[0]).sum(-1)).masked_fill(ignored, 0.0)
+    dtype = wide(torch.promote_types(student.dtype, teacher.dtype))
+    # Masking the losses alone would multiply NaN logits of an ignored token by an upstream gradient of 0.
+    z, y = (
+        _directions(transformed(logits.to(dtype).masked_fill(ignored[..., None], 0.0), transform)[0])[0]
+        for logits, transform in ((student, student_transform), (teacher, teacher_transform))
+    )
+    return (1 - (z * y).sum(-1)).masked_fill(ignored, 0.0)
 
 
 def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / |x|, and 1 / |x|; 0 for 0."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    inverse = torch.where(norm > 0, 1 / norm, 0.0)
+    is_zero = norm == 0
+    inverse = norm.masked_fill(is_zero, 1.0).reciprocal().masked_fill(is_zero, 0.0)
     return x * inverse, inverse
 
 
@@ -37,23 +47,29 @@ def _parts(student: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, student.shape[0], rows))
 
 
-def losses_of(student: Tensor, teacher: Tensor, ignored: Tensor) -> Tensor:
+def losses_of(
+    student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
+) -> Tensor:
     """The distance of each row, outside autograd."""
     losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
     for rows in _parts(student):
-        losses[rows] = reference(student[rows], teacher[rows], ignored[rows])
+        losses[rows] = reference(student[rows], teacher[rows], ignored[rows], student_transform, teacher_transform)
     return losses
 
 
-def loss_then_gradient_(student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor) -> Tensor:
-    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient, times a 0-d
-    one."""
+def loss_then_gradient_(
+    student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor, student_transform: Transform,
+    teacher_transform: Transform,
+) -> Tensor:  # fmt: skip
+    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient, times the row's
+    upstream one."""
     losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
     for rows in _parts(student):
-        z, inverse = _directions(student[rows].to(losses.dtype))
-        y, _ = _directions(teacher[rows].to(losses.dtype))
+        x, slope = transformed(student[rows].to(losses.dtype), student_transform)
+        z, inverse = _directions(x)
+        y, _ = _directions(transformed(teacher[rows].to(losses.dtype), teacher_transform)[0])
         cos = (z * y).sum(-1, keepdim=True)
         losses[rows] = (1 - cos[:, 0]).masked_fill(ignored[rows], 0.0)
-        gradient = (cos * z - y) * (inverse * upstream)
+        gradient = (cos * z - y) * (inverse * upstream[rows, None]) * slope
         student[rows] = gradient.masked_fill(ignored[rows, None], 0.0).to(student.dtype)
     return losses

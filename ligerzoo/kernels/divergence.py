@@ -17,6 +17,8 @@ Each is a sum D = sum_v f_v, with slopes s_v = df_v/dlog q_v:
 
     dstudent_v = (s_v - q_v S) / T,   S = sum_v s_v.
 
+The linear divergences scale and bound the logits of each side first, see `softcap`, and multiply dstudent by its slope.
+
 The differences of p and q add up to 0, but with them no f is negative, and what rounding does to the normalization
 cancels: a divergence of 1e-6 keeps its leading digits.
 
@@ -44,8 +46,9 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
     wide,
 )
-from ligerzoo.kernels.elementwise import exp, fast_log
+from ligerzoo.kernels.elementwise import exp, fast_log, softcapped
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.kernels.softmax import max_and_sum_exp
 from ligerzoo.kernels.tokens import Reduction, check_target, denominator, reduced
 
@@ -54,21 +57,45 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
 
 
 class Options(NamedTuple):
-    """What is computed; `beta` is for "jsd" alone."""
+    """What is computed; only "jsd" uses `beta`. The scales and softcaps are applied before the temperature."""
 
     divergence: Divergence
     beta: float
     temperature: float
     ignore_index: int
+    student_scale: float = 1.0
+    student_softcap: float | None = None
+    teacher_scale: float = 1.0
+    teacher_softcap: float | None = None
+
+    @property
+    def student(self) -> Transform:
+        return Transform(self.student_scale, self.student_softcap)
+
+    @property
+    def teacher(self) -> Transform:
+        return Transform(self.teacher_scale, self.teacher_softcap)
+
+    def numbers(self) -> tuple[float | None, ...]:
+        """What the kernels take: `ignore_index`, 1 / `temperature`, `beta` and both sides' scale and softcap."""
+        student, teacher = self.student.arguments(), self.teacher.arguments()
+        return self.ignore_index, 1 / self.temperature, self.beta, *student, *teacher
 
 
-OPTIONS_SCHEMA = "str divergence, float beta, float temperature, int ignore_index"
+OPTIONS_SCHEMA = (
+    "str divergence, float beta, float temperature, int ignore_index, float student_scale, float? student_softcap, "
+    "float teacher_scale, float? teacher_softcap"
+)
 
 
-def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log p, log q)"""
+def _log_probabilities(student: Tensor, teacher: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(log p, log q, the slope of the student's transformed logits)"""
     dtype = wide(torch.promote_types(student.dtype, teacher.dtype))
-    return (teacher.to(dtype) / temperature).log_softmax(-1), (student.to(dtype) / temperature).log_softmax(-1)
+    (y, _), (x, slope) = (
+        transformed(logits.to(dtype), transform)
+        for logits, transform in ((teacher, options.teacher), (student, options.student))
+    )
+    return (y / options.temperature).log_softmax(-1), (x / options.temperature).log_softmax(-1), slope
 
 
 def _times(probability: Tensor, x: Tensor) -> Tensor:
@@ -94,8 +121,12 @@ def _parts(log_p: Tensor, log_q: Tensor, divergence: Divergence, beta: float) ->
 
 def reference(student: Tensor, teacher: Tensor, target: Tensor, options: Options) -> Tensor:
     """The divergence of each token in plain torch: the specification, the CPU path and the tests' oracle."""
-    parts, _ = _parts(*_log_probabilities(student, teacher, options.temperature), options.divergence, options.beta)
-    return parts.sum(-1).masked_fill(target == options.ignore_index, 0.0)
+    ignored = target == options.ignore_index
+    # Masking the losses alone would multiply NaN logits of an ignored token by an upstream gradient of 0.
+    student, teacher = (logits.masked_fill(ignored[..., None], 0.0) for logits in (student, teacher))
+    log_p, log_q, _ = _log_probabilities(student, teacher, options)
+    parts, _ = _parts(log_p, log_q, options.divergence, options.beta)
+    return parts.sum(-1).masked_fill(ignored, 0.0)
 
 
 @jit
@@ -147,27 +178,38 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.cons
 
 
 @jit
-def _log_probabilities_at(row_ptr, cols, n_cols, maximum, log_sum, inverse_temperature):
-    """-inf in columns that are none."""
-    x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-    return (x - maximum) * inverse_temperature - log_sum
+def _log_probabilities_at(row_ptr, cols, n_cols, scale, softcap, maximum, log_sum, inverse_temperature):
+    """The log-probabilities, -inf beyond the last column, and the slopes of the transformed logits."""
+    z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    x, slope = softcapped(z, scale, softcap)
+    x = tl.where(cols < n_cols, x, -float("inf"))
+    return (x - maximum) * inverse_temperature - log_sum, slope
 
 
 @jit
 def _statistics(
-    student_ptr, teacher_ptr, inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr
+    student_ptr, teacher_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
+    teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row, in two passes."""
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
-    student_max, student_sum = max_and_sum_exp(student_ptr, inverse_temperature, n_cols, BLOCK)
-    teacher_max, teacher_sum = max_and_sum_exp(teacher_ptr, inverse_temperature, n_cols, BLOCK)
+    student_max, student_sum = max_and_sum_exp(
+        student_ptr, student_scale, student_softcap, inverse_temperature, n_cols, BLOCK
+    )
+    teacher_max, teacher_sum = max_and_sum_exp(
+        teacher_ptr, teacher_scale, teacher_softcap, inverse_temperature, n_cols, BLOCK
+    )
     student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
     parts = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_q = _log_probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
-        log_p = _log_probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
+        log_q, _ = _log_probabilities_at(
+            student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
+        )
+        log_p, _ = _log_probabilities_at(
+            teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap, teacher_max, teacher_log, inverse_temperature
+        )
         part, slope, _ = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         parts += part
         slopes += slope
@@ -181,17 +223,22 @@ def _statistics(
 @jit
 def _store_gradient(
     student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, upstream,
-    inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+    inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_q = _log_probabilities_at(student_ptr, cols, n_cols, student_max, student_log, inverse_temperature)
-        log_p = _log_probabilities_at(teacher_ptr, cols, n_cols, teacher_max, teacher_log, inverse_temperature)
+        log_q, of_logits = _log_probabilities_at(
+            student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
+        )
+        log_p, _ = _log_probabilities_at(
+            teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap, teacher_max, teacher_log, inverse_temperature
+        )
         _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         # For tvd, s is 1/2 q sign(q - p), and of s - q S may be little left.
         change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
-        gradient = upstream * inverse_temperature * change
+        gradient = upstream * inverse_temperature * change * of_logits
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
@@ -205,7 +252,8 @@ def _store_zeros(out_ptr, n_cols, BLOCK: tl.constexpr):
 @kernel
 def _forward_kernel(
     student_ptr, teacher_ptr, target_ptr, loss_ptr, statistics_ptr, student_stride, teacher_stride, ignore_index,
-    inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+    inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(target_ptr + row) == ignore_index:
@@ -213,8 +261,8 @@ def _forward_kernel(
         tl.store(statistics_ptr + row * 5 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 5)
     else:
         loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
-            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, inverse_temperature, beta, n_cols,
-            DIVERGENCE, BLOCK,
+            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, inverse_temperature, beta,
+            student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
         tl.store(loss_ptr + row, loss)
         tl.store(statistics_ptr + row * 5, student_max)
@@ -227,7 +275,8 @@ def _forward_kernel(
 @kernel
 def _backward_kernel(
     student_ptr, teacher_ptr, target_ptr, statistics_ptr, upstream_ptr, dstudent_ptr, student_stride, teacher_stride,
-    upstream_stride, ignore_index, inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+    upstream_stride, ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
+    teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(target_ptr + row) == ignore_index:
@@ -238,14 +287,16 @@ def _backward_kernel(
             tl.load(statistics_ptr + row * 5), tl.load(statistics_ptr + row * 5 + 1),
             tl.load(statistics_ptr + row * 5 + 2), tl.load(statistics_ptr + row * 5 + 3),
             tl.load(statistics_ptr + row * 5 + 4), tl.load(upstream_ptr + row * upstream_stride).to(tl.float32),
-            inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK,
+            inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+            DIVERGENCE, BLOCK,
         )  # fmt: skip
 
 
 @kernel
 def _loss_then_gradient_kernel(
-    student_ptr, teacher_ptr, target_ptr, loss_ptr, upstream_ptr, student_stride, teacher_stride, ignore_index,
-    inverse_temperature, beta, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, target_ptr, loss_ptr, upstream_ptr, student_stride, teacher_stride, upstream_stride,
+    ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Both directions on private logits of the student, which the gradient replaces: later passes meet the cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -256,13 +307,15 @@ def _loss_then_gradient_kernel(
         _store_zeros(student_row_ptr, n_cols, BLOCK)
     else:
         loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
-            student_row_ptr, teacher_row_ptr, inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK
-        )
+            student_row_ptr, teacher_row_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
+            teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+        )  # fmt: skip
         tl.store(loss_ptr + row, loss)
         tl.debug_barrier()  # the whole row must be read before another warp overwrites a part of it
         _store_gradient(
             student_row_ptr, teacher_row_ptr, student_row_ptr, student_max, student_log, teacher_max, teacher_log,
-            slope_sum, tl.load(upstream_ptr), inverse_temperature, beta, n_cols, DIVERGENCE, BLOCK,
+            slope_sum, tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature, beta,
+            student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
 
 
@@ -283,16 +336,20 @@ def _forward_fake(student: Tensor, teacher: Tensor, target: Tensor, *_: Any) -> 
 )
 def _forward(
     student: Tensor, teacher: Tensor, target: Tensor, divergence: Divergence, beta: float, temperature: float,
-    ignore_index: int,
+    ignore_index: int, student_scale: float, student_softcap: float | None, teacher_scale: float,
+    teacher_softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of each token, and its statistics."""
+    options = Options(
+        divergence, beta, temperature, ignore_index, student_scale, student_softcap, teacher_scale, teacher_softcap
+    )
     loss, statistics = _forward_fake(student, teacher, target)
     student_rows, teacher_rows = as_rows(student), as_rows(teacher)
     n_rows, n_cols = student_rows.shape
     block, warps = _block(n_cols)
     _forward_kernel[n_rows](
         student_rows, teacher_rows, target.contiguous(), loss, statistics, student_rows.stride(0),
-        teacher_rows.stride(0), ignore_index, 1 / temperature, beta, n_cols, divergence, block, num_warps=warps,
+        teacher_rows.stride(0), *options.numbers(), n_cols, divergence, block, num_warps=warps,
     )  # fmt: skip
     return loss, statistics
 
@@ -308,16 +365,19 @@ def _backward_fake(student: Tensor, *_: Any) -> Tensor:
 )
 def _backward(
     student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, divergence: Divergence,
-    beta: float, temperature: float, ignore_index: int,
+    beta: float, temperature: float, ignore_index: int, student_scale: float, student_softcap: float | None,
+    teacher_scale: float, teacher_softcap: float | None,
 ) -> Tensor:  # fmt: skip
+    options = Options(
+        divergence, beta, temperature, ignore_index, student_scale, student_softcap, teacher_scale, teacher_softcap
+    )
     dstudent = _backward_fake(student)
     student_rows, teacher_rows = as_rows(student), as_rows(teacher)
     n_rows, n_cols = student_rows.shape
     block, warps = _block(n_cols)
     _backward_kernel[n_rows](
         student_rows, teacher_rows, target.contiguous(), statistics, upstream, dstudent, student_rows.stride(0),
-        teacher_rows.stride(0), upstream.stride(0), ignore_index, 1 / temperature, beta, n_cols, divergence, block,
-        num_warps=warps,
+        teacher_rows.stride(0), upstream.stride(0), *options.numbers(), n_cols, divergence, block, num_warps=warps,
     )  # fmt: skip
     return dstudent
 
@@ -325,35 +385,43 @@ def _backward(
 def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options, triton: bool) -> Tensor:
     """The divergence of each row of (M, V) logits, outside autograd; by Triton, or by plain torch."""
     if options.divergence == "cosine":
-        return cosine.losses_of(student, teacher, target == options.ignore_index)
+        ignored = target == options.ignore_index
+        return cosine.losses_of(student, teacher, ignored, options.student, options.teacher)
     return _forward(student, teacher, target, *options)[0] if triton else reference(student, teacher, target, options)
 
 
 def loss_then_gradient_(
     student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: Options, triton: bool
-) -> Tensor:  # fmt: skip
-    """Returns each row's divergence and overwrites `student`, a private contiguous (M, V) buffer, with its gradient,
-    times a 0-d one.
+) -> Tensor:
+    """Returns each row's divergence and overwrites `student` with its gradient.
 
-    For the linear divergences, which make logits only to differentiate them at once.
+    For the linear divergences, which compute logits only to differentiate them at once.
+
+    Args:
+        student: (M, V) logits, contiguous rows of a private buffer.
+        teacher: (M, V) logits.
+        target: (M,) integers.
+        upstream: (M,) fp32 (fp64 for fp64 logits), the gradient of each row's divergence; may be expanded.
+        options: what is computed.
+        triton: by Triton, or by plain torch.
     """
-    divergence, beta, temperature, ignore_index = options
-    if divergence == "cosine":
-        return cosine.loss_then_gradient_(student, teacher, target == ignore_index, upstream)
+    ignored = target == options.ignore_index
+    if options.divergence == "cosine":
+        return cosine.loss_then_gradient_(student, teacher, ignored, upstream, options.student, options.teacher)
     if triton:
         loss = student.new_empty(target.shape, dtype=torch.float32)
+        teacher_rows = as_rows(teacher)
         n_rows, n_cols = student.shape
         block, warps = _block(n_cols)
         _loss_then_gradient_kernel[n_rows](
-            student, teacher, target.contiguous(), loss, upstream, student.stride(0), teacher.stride(0), ignore_index,
-            1 / temperature, beta, n_cols, divergence, block, num_warps=warps,
+            student, teacher_rows, target.contiguous(), loss, upstream, student.stride(0), teacher_rows.stride(0),
+            upstream.stride(0), *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
         )  # fmt: skip
         return loss
-    ignored = target == ignore_index
-    log_p, log_q = _log_probabilities(student, teacher, temperature)
-    parts, slopes = _parts(log_p, log_q, divergence, beta)
-    gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) * (upstream / temperature)
-    student.copy_(gradient.masked_fill(ignored[:, None], 0.0))
+    log_p, log_q, of_logits = _log_probabilities(student, teacher, options)
+    parts, slopes = _parts(log_p, log_q, options.divergence, options.beta)
+    gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) * (upstream / options.temperature)[:, None]
+    student.copy_((gradient * of_logits).masked_fill(ignored[:, None], 0.0))
     return parts.sum(-1).masked_fill(ignored, 0.0)
 
 

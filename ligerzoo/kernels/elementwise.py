@@ -82,3 +82,16 @@ def tanh(x):
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     return tl.where(square < 0.0225, near, tl.where(x < 0.0, -away, away))
+
+
+@jit
+def softcapped(z, scale, softcap):
+    """x and dx/dz for x = scale * z, or softcap * tanh(scale * z / softcap); None is no scale, no softcap."""
+    slope = 1.0 if scale is None else scale
+    if softcap is None:
+        x = z if scale is None else z * scale
+    else:
+        t = tanh(z * (slope / softcap))
+        x = t * softcap
+        slope = slope * (1.0 - t * t)
+    return x, slope

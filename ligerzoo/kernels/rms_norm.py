@@ -1,7 +1,8 @@
 """RMS normalization (Zhang & Sennrich 2019, eq. 4) of a tensor or of the sum of two, rounded where the models do.
 
 Forward:   n = x * r,  r = 1 / sqrt(mean(x^2) + eps)  in fp32;
-           y = round(n) * (offset + w)  or  round(n * (offset + w)),  where round goes to x's dtype.
+           y = round(n) * (offset + w)  or  round(n * (offset + w)),  where round goes to x's dtype;
+           y = round(n)  without a weight.
 Backward:  with g = dy * (offset + w):   dx = r * (g - n * mean(g * n)),
            dw = sum over rows of dy * n,  or of dy * round(n)  as in the forward.
 
@@ -34,11 +35,13 @@ from ligerzoo.kernels.rows import (
 
 
 def reference(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
 ) -> Tensor:
     """The same in plain torch: the specification, the CPU path and the tests' oracle."""
     wide_x = x.to(wide(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normalized.to(x.dtype)
     scale = weight_offset + weight.to(wide(weight.dtype))
     if round_before_scale:
         return (scale * normalized.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
@@ -48,7 +51,7 @@ def reference(
 def add_reference(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     weight_offset: float = 0.0,
     round_before_scale: bool = True,
@@ -72,7 +75,6 @@ def _forward_kernel(
     place = rows[:, None] * n_cols + cols[None, :]
     x_rows = row_offsets(rows, group, group_stride, row_stride)
     x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
-    scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
 
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
@@ -81,12 +83,15 @@ def _forward_kernel(
 
     wide_x = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / n_cols + eps)
-    normalized = wide_x * rstd[:, None]
-    if ROUND_BEFORE_SCALE:
-        normalized = normalized.to(x.dtype).to(tl.float32)
+    y = wide_x * rstd[:, None]
+    if weight_ptr is not None:
+        scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
+        if ROUND_BEFORE_SCALE:
+            y = y.to(x.dtype).to(tl.float32)
+        y *= scale[None, :]
 
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
-    tl.store(y_ptr + place, (normalized * scale[None, :]).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -97,7 +102,8 @@ def _backward_kernel(
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, COLS)
-    scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
+    if weight_ptr is not None:
+        scale = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
     dweight = tl.zeros((COLS,), dtype=tl.float32)
 
     for block in range(program, tl.cdiv(n_rows, ROWS), programs):
@@ -112,7 +118,7 @@ def _backward_kernel(
         normalized = x * rstd[:, None]
         if dx_ptr is not None:
             place = rows[:, None] * n_cols + cols[None, :]
-            g = dy * scale[None, :]
+            g = dy if weight_ptr is None else dy * scale[None, :]
             dx = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
             if dsummed_ptr is not None:
                 dx += tl.load(dsummed_ptr + place, mask=mask, other=0.0).to(tl.float32)
@@ -127,7 +133,7 @@ def _backward_kernel(
 
 
 def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, summed: Tensor | None, rstd: Tensor,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, y: Tensor, summed: Tensor | None, rstd: Tensor,
     eps: float, weight_offset: float, round_before_scale: bool,
 ) -> None:  # fmt: skip
     n_rows, n_cols = rstd.numel(), x.shape[-1]
@@ -135,25 +141,27 @@ def _launch_forward(
     x, group_stride, row_stride = grouped(x, group)
     tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
     _forward_kernel[cdiv(n_rows, tile_rows)](
-        x, residual, weight.contiguous(), y, summed, rstd, group, group_stride, row_stride, n_rows, n_cols, eps,
-        weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
+        x, residual, None if weight is None else weight.contiguous(), y, summed, rstd, group, group_stride, row_stride,
+        n_rows, n_cols, eps, weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
     )  # fmt: skip
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.dtype, weight.dtype) if round_before_scale else x.dtype
+    dtype = x.dtype
+    if weight is not None and round_before_scale:
+        dtype = torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @register(
-    "rms_norm_forward(Tensor x, Tensor weight, float eps, float weight_offset, bool round_before_scale) "
+    "rms_norm_forward(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_scale) "
     "-> (Tensor, Tensor)",
     fake=_forward_fake,
 )
 def _forward(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> tuple[Tensor, Tensor]:
     y, rstd = _forward_fake(x, weight, eps, weight_offset, round_before_scale)
     _launch_forward(x, None, weight, y, None, rstd, eps, weight_offset, round_before_scale)
@@ -161,7 +169,7 @@ def _forward(
 
 
 def _add_forward_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     summed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, rstd = _forward_fake(summed, weight, eps, weight_offset, round_before_scale)
@@ -169,12 +177,12 @@ def _add_forward_fake(
 
 
 @register(
-    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset, "
+    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
     "bool round_before_scale) -> (Tensor, Tensor, Tensor)",
     fake=_add_forward_fake,
 )
 def _add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, summed, rstd = _add_forward_fake(x, residual, weight, eps, weight_offset, round_before_scale)
     _launch_forward(
@@ -184,19 +192,20 @@ def _add_forward(
 
 
 def _backward_fake(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float,
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
     round_before_scale: bool, needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape if needs_x else (0,)), weight.new_empty(weight.shape if needs_weight else (0,))
+    like = x if weight is None else weight
+    return x.new_empty(x.shape if needs_x else (0,)), like.new_empty(like.shape if needs_weight else (0,))
 
 
 @register(
-    "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor x, Tensor weight, Tensor rstd, float weight_offset, "
+    "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
     "bool round_before_scale, bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
     fake=_backward_fake,
 )
 def _backward(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float,
+    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
     round_before_scale: bool, needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dx, dweight = _backward_fake(dy, dsummed, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
@@ -208,9 +217,9 @@ def _backward(
     programs = persistent_programs(n_rows, tile_rows, x)
     partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
     _backward_kernel[programs](
-        dy, None if dsummed is None else dsummed.contiguous(), x, weight.contiguous(), rstd, dx if needs_x else None,
-        partial, group, dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows, n_cols, weight_offset,
-        tile_rows, tile_cols, round_before_scale, num_warps=warps,
+        dy, None if dsummed is None else dsummed.contiguous(), x, None if weight is None else weight.contiguous(), rstd,
+        dx if needs_x else None, partial, group, dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, n_rows,
+        n_cols, weight_offset, tile_rows, tile_cols, round_before_scale, num_warps=warps,
     )  # fmt: skip
     if partial is not None:
         column_sums_(dweight, partial)
@@ -220,7 +229,7 @@ def _backward(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_scale: bool
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
     ) -> Tensor:
         y, rstd = _forward(x, weight, eps, weight_offset, round_before_scale)
         ctx.save_for_backward(x, weight, rstd)
@@ -241,7 +250,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         eps: float,
         weight_offset: float,
         round_before_scale: bool,
@@ -267,9 +276,19 @@ class _AddRMSNorm(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _weights(name: str, x: Tensor, weight: Tensor | None, weight_offset: float) -> list[Tensor]:
+    """The weight, if there is one; ValueError for a shape or an offset that does not fit."""
+    if weight is not None:
+        check_columns(name, x, weight=weight)
+        return [weight]
+    if weight_offset:
+        raise ValueError(f"{name}: weight_offset={weight_offset} without a weight; expected 0.0, or a weight")
+    return []
+
+
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
@@ -280,7 +299,7 @@ def rms_norm(
 
     Args:
         x: (..., H), any strides.
-        weight: (H,).
+        weight: (H,), or None for `x / sqrt(mean(x^2) + eps)`.
         eps: added to the mean square.
         weight_offset: added to `weight`, in fp32; Gemma's weights are stored less 1.
         round_before_scale: whether the normalized numbers are rounded to the dtype of `x` before the product, as Llama
@@ -291,10 +310,10 @@ def rms_norm(
         (..., H), contiguous: in the promoted dtype of `x` and `weight`; in that of `x` if not `round_before_scale`.
 
     Raises:
-        ValueError: `weight` is not of shape (H,), or `backend` can't serve the tensors.
+        ValueError: `weight` is not of shape (H,), `weight_offset` is given without a weight, or `backend` can't serve
+            the tensors.
     """
-    check_columns("rms_norm", x, weight=weight)
-    if uses_triton(x, weight, backend=backend) and fits(x, backend):
+    if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits(x, backend):
         return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
     return reference(x, weight, eps, weight_offset, round_before_scale)
 
@@ -302,7 +321,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
@@ -314,7 +333,7 @@ def add_rms_norm(
     Args:
         x: (..., H), any strides.
         residual: (..., H), the same shape.
-        weight: (H,).
+        weight: (H,), or None, as for `rms_norm`.
         eps: added to the mean square.
         weight_offset: as for `rms_norm`.
         round_before_scale: as for `rms_norm`.
@@ -325,12 +344,12 @@ def add_rms_norm(
         summed: (..., H), `x + residual` in the promoted dtype of both.
 
     Raises:
-        ValueError: `residual` is not of the shape of `x` or `weight` not of shape (H,), or `backend` can't serve the
-            tensors.
+        ValueError: `residual` is not of the shape of `x` or `weight` not of shape (H,), `weight_offset` is given
+            without a weight, or `backend` can't serve the tensors.
     """
     if residual.shape != x.shape:
         raise ValueError(f"add_rms_norm: residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}")
-    check_columns("add_rms_norm", x, weight=weight)
-    if uses_triton(x, residual, weight, backend=backend) and fits(x, backend):
+    weights = _weights("add_rms_norm", x, weight, weight_offset)
+    if uses_triton(x, residual, *weights, backend=backend) and fits(x, backend):
         return _AddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_before_scale)
     return add_reference(x, residual, weight, eps, weight_offset, round_before_scale)

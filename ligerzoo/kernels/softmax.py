@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, register, uses_triton
-from ligerzoo.kernels.elementwise import fast_exp
+from ligerzoo.kernels.elementwise import fast_exp, softcapped
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.rows import FORWARD_TILE, tile
 
@@ -30,16 +30,18 @@ def reference(x: Tensor) -> Tensor:
 
 
 @jit
-def max_and_sum_exp(row_ptr, scale, n_cols, BLOCK: tl.constexpr):
-    """m = max(x) and sum(exp(scale * (x - m))) of a row, in one pass; the sum is NaN where the row has a NaN, an inf or
-    nothing but -inf."""
-    steepness = scale * 1.4426950408889634  # exp(scale * x) = 2^(steepness * x)
+def max_and_sum_exp(row_ptr, scale, softcap, inverse_temperature, n_cols, BLOCK: tl.constexpr):
+    """m = max(x) and sum(exp((x - m) / temperature)) of a row transformed by `softcapped`, in one pass; the sum is NaN
+    where the row has a NaN, an inf or nothing but -inf."""
+    steepness = inverse_temperature * 1.4426950408889634  # exp(x / temperature) = 2^(steepness * x)
     GROUP: tl.constexpr = 8 if BLOCK > 8 else BLOCK  # neighbouring columns that one thread takes into its own results
     maximum = tl.full((BLOCK // GROUP,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK // GROUP,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
+        z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        x, _ = softcapped(z, scale, softcap)
+        x = tl.where(cols < n_cols, x, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
         # One that has seen nothing but -inf would subtract inf from inf.
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
@@ -79,7 +81,7 @@ def _backward_kernel(
 @kernel
 def _long_forward_kernel(x_ptr, y_ptr, x_stride, n_cols, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    maximum, sum_exp = max_and_sum_exp(x_ptr + row * x_stride, 1.0, n_cols, BLOCK)
+    maximum, sum_exp = max_and_sum_exp(x_ptr + row * x_stride, None, None, 1.0, n_cols, BLOCK)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)

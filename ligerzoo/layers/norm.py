@@ -9,13 +9,14 @@ from ligerzoo.layers.plain import is_plain
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization with a learned scale (Zhang & Sennrich 2019), see `ligerzoo.kernels.rms_norm`.
+    """Root-mean-square normalization (Zhang & Sennrich 2019), see `ligerzoo.kernels.rms_norm`.
 
     Args:
         hidden_size: H, the size of the last dimension.
         eps: added to the mean square.
         weight_offset: the scale is this plus the weight, which is initialized so that both make 1.
         round_before_scale: whether the normalized numbers are rounded before they are scaled, or only after.
+        elementwise_affine: whether there is a learned scale, as in `torch.nn.RMSNorm`.
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
     """
 
@@ -26,21 +27,24 @@ class RMSNorm(nn.Module):
         *,
         weight_offset: float = 0.0,
         round_before_scale: bool = True,
+        elementwise_affine: bool = True,
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.eps = eps
         self.weight_offset = weight_offset
         self.round_before_scale = round_before_scale
         self.backend: Backend = check_backend(backend)
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the scale to one."""
-        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., H) -> (..., H)."""
@@ -55,7 +59,8 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
-        return f"{self.weight.shape[0]}, eps={self.eps}{offset}"
+        affine = "" if self.weight is not None else ", elementwise_affine=False"
+        return f"{self.hidden_size}, eps={self.eps}{offset}{affine}"
 
 
 class AllHeadsRMSNorm(RMSNorm):

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
-from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.kernels.dispatch import Backend, wide
 from ligerzoo.kernels.divergence import Divergence, Options, check, jsd_at
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
+from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.losses.logps import check_choice, check_number, divisor
 from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head, check_logits
 
@@ -142,22 +143,24 @@ def _bounded(side: Side, counts: Tensor) -> Tensor:
     logits = torch.where(counts[..., None], side.hidden, 0.0)
     if side.weight is not None:
         logits = F.linear(logits, side.weight, side.bias)
-    if side.softcap is None:
-        return logits * side.scale
-    return side.softcap * torch.tanh(logits * (side.scale / side.softcap))
+    transform = Transform(side.scale, side.softcap)
+    if transform == Transform():
+        return logits
+    return transformed(logits.to(wide(logits.dtype)), transform)[0]
 
 
 def _of_logits(
     student: Tensor, teacher: Tensor, target: Tensor, options: Options, num_items: int | Tensor | None, backend: Backend
 ) -> Tensor:  # fmt: skip
-    divergence, beta, temperature, ignore_index = options
-    if divergence == "cosine":
-        ignored = target == ignore_index
-        return cosine.reference(student, teacher, ignored).sum() / divisor(num_items, (~ignored).sum(), student)
+    if options.divergence == "cosine":
+        ignored = target == options.ignore_index
+        distances = cosine.reference(student, teacher, ignored, options.student, options.teacher)
+        return distances.sum() / divisor(num_items, (~ignored).sum(), student)
     functions: dict[Divergence, Callable[..., Tensor]] = {
-        "forward_kl": kl_div, "reverse_kl": partial(kl_div, reverse=True), "jsd": partial(jsd, beta=beta), "tvd": tvd,
+        "forward_kl": kl_div, "reverse_kl": partial(kl_div, reverse=True), "jsd": partial(jsd, beta=options.beta),
+        "tvd": tvd,
     }  # fmt: skip
-    return functions[divergence](
-        student, teacher, target, temperature=temperature, ignore_index=ignore_index, num_items=num_items,
-        backend=backend,
+    return functions[options.divergence](
+        student, teacher, target, temperature=options.temperature, ignore_index=options.ignore_index,
+        num_items=num_items, backend=backend,
     )  # fmt: skip

@@ -62,6 +62,10 @@ def _rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor
     return [numbers(batch, 3, 33, dtype=dtype, device=device), numbers(33, dtype=dtype, device=device)]
 
 
+def _weightless(inputs: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    return lambda *args: inputs(*args)[:-1]
+
+
 def _rope_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     heads = [numbers(batch, 2, n, 10, dtype=dtype, device=device) for n in (4, 2)]
     return [*heads, *angles(1, 2, 4, device=device)]
@@ -143,18 +147,26 @@ OPERATIONS = [
             name,
             partial(kernels.rms_norm, **options),
             partial(kernel_file("rms_norm").reference, eps=1e-6, **options),
-            _rms_norm_inputs,
+            inputs,
         )
-        for name, options in (("rms_norm", {}), ("rms_norm-gemma", GEMMA))
+        for name, options, inputs in (
+            ("rms_norm", {}, _rms_norm_inputs),
+            ("rms_norm-gemma", GEMMA, _rms_norm_inputs),
+            ("rms_norm-weightless", {"weight": None}, _weightless(_rms_norm_inputs)),
+        )
     ),
     *(
         Operation(
             name,
             partial(kernels.add_rms_norm, **options),
             partial(kernel_file("rms_norm").add_reference, eps=1e-6, **options),
-            _add_rms_norm_inputs,
+            inputs,
         )
-        for name, options in (("add_rms_norm", {}), ("add_rms_norm-gemma", GEMMA))
+        for name, options, inputs in (
+            ("add_rms_norm", {}, _add_rms_norm_inputs),
+            ("add_rms_norm-gemma", GEMMA, _add_rms_norm_inputs),
+            ("add_rms_norm-weightless", {"weight": None}, _weightless(_add_rms_norm_inputs)),
+        )
     ),
     Operation(
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
@@ -237,9 +249,9 @@ OPERATIONS = [
 ]
 
 _TYPICAL = {
-    "rms_norm", "add_rms_norm", "layer_norm", "experts_mlp", "rope", "glu-silu", "glu_linear-silu",
-    "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none", "token_statistics", "softmax", "jsd",
-    "linear_jsd",
+    "rms_norm", "rms_norm-weightless", "add_rms_norm", "layer_norm", "experts_mlp", "rope", "glu-silu",
+    "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none", "token_statistics",
+    "softmax", "jsd", "linear_jsd",
 }  # fmt: skip
 """One operation of each kernel."""
 

@@ -123,10 +123,21 @@ def linear_divergence_oracle(
     target: Tensor | None = None,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    *,
+    student_softcap: float | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
     **options: Any,
 ) -> Tensor:
-    student = F.linear(student_hidden, student_weight, student_bias)
-    return divergence_oracle(of, student, F.linear(teacher_hidden, teacher_weight, teacher_bias), target, **options)
+    student, teacher = (
+        transformed(F.linear(hidden, weight, bias), softcap=softcap, logit_scale=scale)
+        for hidden, weight, bias, softcap, scale in (
+            (student_hidden, student_weight, student_bias, student_softcap, student_logit_scale),
+            (teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale),
+        )
+    )
+    return divergence_oracle(of, student, teacher, target, **options)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 1.0) -> Tensor:

@@ -10,11 +10,14 @@ from torch import Tensor
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.divergence import Options, loss_then_gradient_
-from tests.kernels.judging import assert_as_exact_as, judge
-from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from ligerzoo.kernels.softcap import Transform
+from tests.kernels.judging import assert_as_exact_as, assert_equal, judge
+from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.operations import DIVERGENCES, every_divergence, one_divergence
 from tests.kernels.oracles import divergence_oracle, numbers, targets
 from tests.kernels.watching import Recorder, launch_nothing
+
+PLAIN = Transform()
 
 
 def function_of(of: str, **options: Any) -> Callable[..., Tensor]:
@@ -215,6 +218,58 @@ def test_a_row_that_is_not_finite_stays_alone(which: str, of: str, device: str) 
         assert t[[0, 5, 6]].isfinite().all()
 
 
+every_backend = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+
+
+@every_backend
+@every_divergence
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("which", ["student", "teacher", "both"])
+def test_ignored_rows_that_are_not_finite_have_no_loss_and_no_gradient(
+    which: str, reduction: str, of: str, backend: str, device: str
+) -> None:
+    student, teacher = numbers(6, 33, device=device), numbers(6, 33, device=device).detach()
+    target = torch.tensor([1, -100, 3, -100, -100, 5], device=device)
+    finite_student, finite_teacher = student.detach().clone().requires_grad_(), teacher.clone()
+    with torch.no_grad():
+        for logits in (student, teacher):
+            if which in ("both", "student" if logits is student else "teacher"):
+                logits[1], logits[3, 4], logits[4] = torch.nan, torch.inf, -torch.inf
+    function = function_of(of, reduction=reduction, backend=backend)
+    losses, expected = function(student, teacher, target), function(finite_student, finite_teacher, target)
+    upstream = torch.randn_like(losses)
+    assert_equal(
+        [losses, *torch.autograd.grad(losses, student, upstream)],
+        [expected, *torch.autograd.grad(expected, finite_student, upstream)],
+    )
+
+
+@every_backend
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"])
+def test_the_gradient_in_place_of_ignored_rows_that_are_not_finite(divergence: Any, backend: str, device: str) -> None:
+    student, teacher = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
+    student[1], teacher[2] = torch.nan, torch.inf
+    target, upstream = torch.tensor([1, -100, -100, 4], device=device), torch.rand(4, device=device) + 0.5
+    options = Options(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
+    losses = loss_then_gradient_(student, teacher, target, upstream, options, backend == "triton")
+    for t in (losses, student):
+        assert not t[[1, 2]].any()
+        assert t[[0, 3]].isfinite().all()
+        assert t[[0, 3]].any()
+
+
+def test_the_cosine_of_ignored_rows_that_are_not_finite_and_of_zeros(device: str) -> None:
+    reference = kernel_file("cosine").reference
+    student, teacher = numbers(4, 33, device=device), torch.randn(4, 33, device=device)
+    with torch.no_grad():
+        student[1], student[2] = torch.nan, 0.0
+    losses = reference(student, teacher, torch.tensor([False, True, False, False], device=device), PLAIN, PLAIN)
+    (dstudent,) = torch.autograd.grad(losses.sum(), student)
+    assert losses[1:3].tolist() == [0.0, 1.0]
+    assert not dstudent[1:3].any()
+    assert dstudent[[0, 3]].any(-1).all()
+
+
 def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
     student, teacher = numbers(12, 33, device=device), numbers(12, 33, device=device).detach()
     target = targets(12, classes=33, device=device, ignored=0.5)
@@ -270,10 +325,10 @@ def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, dev
     true_student = student.detach().double().requires_grad_()
     true_losses = oracle(true_student, teacher.double(), target)
     (truth,) = torch.autograd.grad(true_losses.sum(), true_student)
-    buffer, upstream = student.detach().clone(), torch.tensor(0.25, device=device)
+    buffer, upstream = student.detach().clone(), torch.tensor(0.25, device=device).expand(9)
     losses = loss_then_gradient_(buffer, teacher, target, upstream, options, fused)
     assert_as_exact_as(losses, expected.detach(), true_losses.detach())
-    assert_as_exact_as(buffer, reference * upstream, truth * upstream)
+    assert_as_exact_as(buffer, reference * 0.25, truth * 0.25)
 
 
 @every_divergence

@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels import linear_jsd, linear_kl_div
+from ligerzoo.kernels import linear_jsd, linear_kl_div, linear_tvd
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import assert_as_exact_as, differentiate, in_fp64, judge
+from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.operations import DIVERGENCES, one_divergence
-from tests.kernels.oracles import linear_divergence_oracle, numbers, targets
-from tests.kernels.watching import Recorder
+from tests.kernels.oracles import divergence_oracle, linear_divergence_oracle, numbers, targets
+from tests.kernels.watching import Recorder, launch_nothing
 
 SetChunk = Callable[[int], None]
 
@@ -45,7 +46,12 @@ def judge_with(of: str, inputs: list[Tensor], **options: Any) -> None:
     judge(function_of(of, **options), partial(linear_divergence_oracle, of, **options), inputs)
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum", "temperature": 2.0}, {"num_items": 5, "ignore_index": 4}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "temperature": 2.0},
+    {"num_items": 5, "ignore_index": 4},
+    {"reduction": "none"},
+]
 
 
 @one_divergence
@@ -238,6 +244,89 @@ def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: Se
         assert dhidden[[0, 1, 3, 4, 6]].isfinite().all()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("spoilt", ["student", "teacher", "both"])
+def test_ignored_hidden_states_that_are_not_finite_have_no_loss_and_no_gradient(
+    spoilt: str, dtype: torch.dtype, reduction: str, rows_per_chunk: SetChunk, device: str
+) -> None:
+    """Neither in dhidden nor in dweight, where their rows meet those of other tokens."""
+    rows_per_chunk(4)
+    inputs = make(7, 64, 32, dtype=dtype, device=device, ignored=0.0)  # a Hopper GPU skips rows for such a head in bf16
+    inputs[4][[1, 2, 6]] = -100
+    bias = numbers(32, dtype=dtype, device=device)
+    clean = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    with torch.no_grad():
+        for index, who in ((0, "student"), (2, "teacher")):
+            if spoilt in (who, "both"):
+                inputs[index][1], inputs[index][6, 3] = torch.nan, torch.inf
+
+    def results(inputs: list[Tensor], backend: Any) -> list[Tensor | None]:
+        loss = linear_jsd(*inputs, student_bias=bias, reduction=reduction, backend=backend)
+        upstream = torch.linspace(0.5, 1.5, loss.numel(), device=device).view_as(loss)
+        return [loss.detach(), *torch.autograd.grad(loss, [*inputs[:2], bias], upstream)]
+
+    for backend in ("auto", "torch"):
+        assert_equal(results(inputs, backend), results(clean, backend))
+
+
+TRANSFORMS: list[dict[str, Any]] = [
+    {"student_softcap": 3.0},
+    {"teacher_softcap": 2.0},
+    {"student_logit_scale": 0.7, "teacher_logit_scale": 1.7},
+    {"student_softcap": 3.0, "student_logit_scale": 2.0, "teacher_softcap": 2.5, "teacher_logit_scale": -0.5},
+]
+
+
+@one_divergence
+@pytest.mark.parametrize("options", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_softcaps_and_scales(
+    options: dict[str, Any], reduction: str, of: str, rows_per_chunk: SetChunk, device: str
+) -> None:
+    rows_per_chunk(3)
+    judge_with(of, make(7, 17, 33, device=device), temperature=1.5, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
+def test_softcaps_round_nothing(dtype: torch.dtype, device: str) -> None:
+    """The products are rounded to the dtype of the hidden states, as torch rounds them, and nothing after that is."""
+    inputs = make(40, 17, 33, dtype=dtype, device=device)
+    options = {"student_softcap": 3.0, "student_logit_scale": 0.7, "teacher_softcap": 2.0}
+    losses = linear_jsd(*inputs, reduction="none", **options)
+    student, teacher = (F.linear(*inputs[i : i + 2]).double() for i in (0, 2))
+    expected = divergence_oracle(
+        "jsd", 3.0 * torch.tanh(0.7 * student / 3.0), 2.0 * torch.tanh(teacher / 2.0), inputs[4], reduction="none"
+    )
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_softcaps_cost_no_copy_of_the_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "divergence")
+    launch_nothing(monkeypatch, "linear_divergence")
+    inputs = make(8, 2, 4096, device=device, ignored=0.0)
+    plain, transformed = (run_of(inputs, **options).made for options in ({}, TRANSFORMS[-1]))
+    assert transformed == plain
+
+
+@one_divergence
+def test_each_token_has_its_upstream_gradient(of: str, rows_per_chunk: SetChunk, device: str) -> None:
+    rows_per_chunk(4)
+    inputs = make(9, 17, 33, device=device)
+    losses = function_of(of, reduction="none")(*inputs)
+    gradients = torch.autograd.grad(losses, inputs[:2], torch.eye(9, device=device)[5] * 3, retain_graph=True)
+    alone = [t[5:6] if i != 1 and i != 3 else t for i, t in enumerate(t.detach() for t in inputs)]
+    alone[:2] = [t.requires_grad_() for t in alone[:2]]
+    expected = torch.autograd.grad(
+        function_of(of, reduction="sum")(*alone), alone[:2], torch.tensor(3.0, device=device)
+    )
+    torch.testing.assert_close(gradients[0][5:6], expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients[1], expected[1], rtol=1e-5, atol=1e-6)
+    assert not gradients[0][[0, 1, 2, 3, 4, 6, 7, 8]].any()
+    total = function_of(of, reduction="sum")(*inputs)
+    torch.testing.assert_close(losses.sum(), total, rtol=1e-5, atol=1e-6)
+
+
 def test_autocast_casts_hidden_states_and_weight_alike(device: str) -> None:
     def with_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Tensor) -> Any:
@@ -257,6 +346,12 @@ def test_the_meta_device() -> None:
 # What it refuses
 
 
+@pytest.mark.parametrize("option", ["student_softcap", "teacher_softcap"])
+def test_a_softcap_that_is_not_positive(option: str) -> None:
+    with pytest.raises(ValueError, match=rf"linear_tvd: {option}=0.0; expected more than 0, or None"):
+        linear_tvd(*make(7, 17, 33), **{option: 0.0})
+
+
 @pytest.mark.parametrize("part", ["teacher_hidden", "teacher_weight", "teacher_bias"])
 def test_a_teacher_that_expects_gradients(part: str) -> None:
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "teacher_bias")
@@ -268,10 +363,9 @@ def test_a_teacher_that_expects_gradients(part: str) -> None:
         linear_jsd(**arguments)
 
 
-@pytest.mark.parametrize("reduction", ["none", "average"])
-def test_a_reduction_that_is_none(reduction: Any) -> None:
-    with pytest.raises(ValueError, match=f'linear_kl_div: reduction={reduction!r}; expected "mean" or "sum"'):
-        linear_kl_div(*make(7, 17, 33), reduction=reduction)
+def test_an_unknown_reduction() -> None:
+    with pytest.raises(ValueError, match="linear_kl_div: reduction='average' with num_items=None; expected"):
+        linear_kl_div(*make(7, 17, 33), reduction="average")
 
 
 SHAPES_THAT_FIT: dict[str, tuple[int, ...]] = {

@@ -41,17 +41,20 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
         torch.arange(10, device=device).int().view(5, 2),
         torch.tensor([0, 5, 5, 10], device=device).int(),
     )
+    untransformed = (1.0, None, 1.0, None)
     plain, options = (1.0, None, 1.0, 0.0, 0.0), (0.7, 3.0, 1.3, 0.1, 0.01)
     return {
         "rms_norm_forward": [
             (new(5, 33), new(33), 1e-6, 0.0, True),
             (transposed(new(2, 3, 33)), new(33, dtype=half), 1e-6, 0.0, True),
             (new(5, 33, dtype=half), new(33), 1e-6, 1.0, False),
+            (new(5, 33, dtype=half), None, 1e-6, 0.0, True),
             (new(0, 33), new(33), 1e-6, 0.0, True),
         ],
         "add_rms_norm_forward": [
             (new(5, 33), new(5, 33), new(33), 1e-6, 0.0, True),
             (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(33), 1e-6, 1.0, False),
+            (new(5, 33), new(5, 33, dtype=half), None, 1e-6, 0.0, True),
             (new(0, 33), new(0, 33), new(33), 1e-6, 0.0, True),
         ],
         "rms_norm_backward": [
@@ -59,6 +62,7 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (transposed(new(2, 3, 33)), new(2, 3, 33), new(2, 3, 33, dtype=half), new(33), new(2, 3), 1.0, False, True,
              False),
             (new(5, 33), new(5, 33), new(5, 33), new(33), new(5).abs(), 0.0, True, False, True),
+            (new(5, 33), new(5, 33), new(5, 33, dtype=half), None, new(5).abs(), 0.0, True, True, False),
             (new(0, 33), None, new(0, 33), new(33), new(0), 0.0, True, True, True),
         ],
         "layer_norm_forward": [
@@ -128,24 +132,25 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (new(0, 33), new(0, 33)),
         ],
         "divergence_forward": [
-            (logits, logits.flip(0), target, "forward_kl", 0.0, 1.0, -100),
-            (transposed(new(5, 33)).half(), logits, other_target, "jsd", 0.3, 2.0, 5),
-            (logits[:0], logits[:0], target[:0], "tvd", 0.0, 1.0, -100),
+            (logits, logits.flip(0), target, "forward_kl", 0.0, 1.0, -100, *untransformed),
+            (transposed(new(5, 33)).half(), logits, other_target, "jsd", 0.3, 2.0, 5, 0.7, 3.0, 0.9, None),
+            (logits[:0], logits[:0], target[:0], "tvd", 0.0, 1.0, -100, *untransformed),
         ],
         "divergence_backward": [
-            (logits, logits.flip(0), target, new(5, 5), upstream, "reverse_kl", 0.0, 1.0, -100),
-            (transposed(logits).half(), logits.flip(0), other_target, new(5, 5), summed, "jsd", 0.3, 2.0, 5),
-            (logits[:0], logits[:0], target[:0], new(0, 5), no_upstream, "tvd", 0.0, 1.0, -100),
+            (logits, logits.flip(0), target, new(5, 5), upstream, "reverse_kl", 0.0, 1.0, -100, *untransformed),
+            (transposed(logits).half(), logits.flip(0), other_target, new(5, 5), summed, "jsd", 0.3, 2.0, 5,
+             1.0, None, 0.9, 2.0),
+            (logits[:0], logits[:0], target[:0], new(0, 5), no_upstream, "tvd", 0.0, 1.0, -100, *untransformed),
         ],
         "linear_divergence_sweep": [
-            (hidden, weight, hidden.flip(0), weight, weight[:, 0], weight[:, 1], 1.0, None, 1.0, None, target, new(),
-             "forward_kl", 0.0, 1.0, -100, 0, fused, True, True, True),
-            (hidden.half(), weight.half(), hidden, weight, None, None, 0.7, 3.0, 0.9, 2.0, other_target, new(),
-             "jsd", 0.3, 2.0, 5, None, fused, True, False, False),
-            (hidden, weight, hidden @ weight.T, None, None, None, 1.0, None, 1.0, None, target, new(),
-             "cosine", 0.0, 1.0, -100, None, False, False, False, False),
-            (hidden[:0], weight, hidden[:0], weight, None, None, 1.0, None, 1.0, None, target[:0], new(),
-             "tvd", 0.0, 1.0, -100, None, fused, True, True, False),
+            (hidden, weight, weight[:, 0], hidden.flip(0), weight, weight[:, 1], target, upstream,
+             "forward_kl", 0.0, 1.0, -100, *untransformed, 0, fused, True, True, True),
+            (hidden.half(), weight.half(), None, hidden, weight, None, other_target, summed,
+             "jsd", 0.3, 2.0, 5, 0.7, 3.0, 0.9, 2.0, None, fused, True, False, False),
+            (hidden, weight, None, hidden @ weight.T, None, None, target, None,
+             "cosine", 0.0, 1.0, -100, *untransformed, None, False, False, False, False),
+            (hidden[:0], weight, None, hidden[:0], weight, None, target[:0], no_upstream,
+             "tvd", 0.0, 1.0, -100, *untransformed, None, fused, True, True, False),
         ],
         "experts_forward": [
             (tokens, routes, new(5, 2), gate_up, down, "silu", fused),

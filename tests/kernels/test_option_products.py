@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ligerzoo.kernels import TokenStatistics, cross_entropy, linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
+from tests.covering import covering
 from tests.kernels.compiling import compile_both_passes
-from tests.kernels.covering import covering
 from tests.kernels.judging import assert_as_exact_as, in_fp64
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import ROUNDED_DTYPES, kernel_file

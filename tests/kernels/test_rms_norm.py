@@ -12,7 +12,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ligerzoo.kernels import add_rms_norm, rms_norm
 from ligerzoo.kernels.rms_norm import add_reference, reference
-from tests.kernels.judging import assert_as_exact_as, judge
+from tests.kernels.judging import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import DTYPES, HALF_DTYPE, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.operations import GEMMA
 from tests.kernels.oracles import numbers
@@ -44,6 +44,28 @@ def test_sizes_of_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) 
     x, residual = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
     weight = numbers(shape[-1], dtype=dtype, device=device)
     judge(partial(add_rms_norm, eps=EPS), partial(add_reference, eps=EPS), [x, residual, weight])
+
+
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes_without_a_weight(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    x, residual = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
+    judge(partial(rms_norm, eps=EPS), lambda x: F.rms_norm(x, x.shape[-1:], eps=EPS), [x])
+    judge(partial(add_rms_norm, eps=EPS), partial(add_reference, weight=None, eps=EPS), [x, residual])
+
+
+@pytest.mark.parametrize("round_before_scale", [False, True])
+def test_no_weight_is_a_weight_of_one(round_before_scale: bool, device: str) -> None:
+    x, ones = numbers(5, 130, dtype=HALF_DTYPE, device=device), torch.ones(130, dtype=HALF_DTYPE, device=device)
+    y, expected = (rms_norm(x, weight, round_before_scale=round_before_scale) for weight in (None, ones))
+    upstream = torch.randn_like(y)
+    assert_equal([y, *torch.autograd.grad(y, x, upstream)], [expected, *torch.autograd.grad(expected, x, upstream)])
+
+
+@pytest.mark.parametrize("function", [rms_norm, lambda x, **options: add_rms_norm(x, x, **options)])
+def test_an_offset_without_a_weight(function: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match=r"rms_norm: weight_offset=1.0 without a weight; expected 0.0, or a weight"):
+        function(torch.ones(5, 33), weight_offset=1.0)
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)

@@ -34,6 +34,19 @@ def test_it_is_the_model_s(model: type[nn.Module], options: dict[str, Any], dtyp
     assert_same(ours, theirs, device, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_learned_scale(dtype: torch.dtype, device: str) -> None:
+    theirs = nn.RMSNorm(33, eps=1e-5, elementwise_affine=False)
+    ours = RMSNorm(33, eps=1e-5, elementwise_affine=False, device=device, dtype=dtype)
+    assert not list(ours.parameters())
+    assert repr(ours) == "RMSNorm(33, eps=1e-05, elementwise_affine=False)"
+    assert_same(ours, theirs, device, dtype)
+    x, residual = torch.randn(2, 5, 33, device=device, dtype=dtype), torch.randn(2, 5, 33, device=device, dtype=dtype)
+    normalized, summed = add_and_normalize(x, residual, ours)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normalized, ours(summed))
+
+
 def test_all_heads_together_are_one_vector(device: str) -> None:
     plain, together = (kind(12, **OLMO2, device=device) for kind in (RMSNorm, AllHeadsRMSNorm))
     nn.init.normal_(plain.weight)

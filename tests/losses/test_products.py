@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ligerzoo.losses import objective as sweep
+from tests.covering import covering
 from tests.kernels.machine import kernel_file
 from tests.losses.products import OPTIONS, made
-from tests.pairwise import pairwise
 
 ULPS = {torch.float64: 2.0**20, torch.float32: 2.0**7}
 
@@ -66,7 +66,7 @@ def assert_as_exact(
         assert error <= 2 * plain_error + tolerance, f"{what}: errs by {error:.3g}, plain torch by {plain_error:.3g}"
 
 
-PAIRS = {name: pairwise(options) for name, options in OPTIONS.items()}
+PAIRS = {name: covering(options) for name, options in OPTIONS.items()}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

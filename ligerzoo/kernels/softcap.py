@@ -1,0 +1,34 @@
+"""How a model transforms its logits: multiplied by a factor, then bounded by a softcap (Gemma 2).
+
+    x = a z,   or  x = c tanh(a z / c)  with a softcap c;
+    dx/dz = a, or  a (1 - tanh(a z / c)^2).
+
+`elementwise.softcapped` is the same for kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Transform(NamedTuple):
+    """The factor a and the softcap c."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def arguments(self) -> tuple[float | None, float | None]:
+        """`scale` and `softcap` for kernels; None is compiled to nothing."""
+        return None if self.scale == 1.0 else self.scale, self.softcap
+
+
+def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | float]:
+    """x and dx/dz in plain torch, in the dtype of `logits`."""
+    scale, softcap = transform
+    if softcap is None:
+        return (logits if scale == 1.0 else logits * scale), scale
+    t = torch.tanh(logits * (scale / softcap))
+    return t * softcap, (1 - t * t) * scale

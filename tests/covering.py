@@ -1,0 +1,38 @@
+"""Small sets of combinations of options in which every pair (or every three) of values occurs."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:
+    """Returns combinations of one value of each option, so that any `strength` options take all their values together
+    at least once.
+
+    Greedy and deterministic: each combination begins with a tuple of values that is still missing. Each further option
+    takes the value that adds most missing tuples; ties alternate, so that later combinations differ from each other.
+    With fewer options than `strength`, returns the full product.
+    """
+    names = list(options)
+    strength = min(strength, len(names))
+    missing = {
+        tuple(zip(some, values, strict=True)): None  # a dict keeps the order, a set does not
+        for some in combinations(range(len(names)), strength)
+        for values in product(*(range(len(options[names[i]])) for i in some))
+    }
+    found = []
+    while missing:
+        chosen = dict(next(iter(missing)))
+        for i, name in enumerate(names):
+            if i not in chosen:
+                fixed = {*chosen.items()}
+                added = [
+                    sum((i, value) in some and fixed.issuperset(set(some) - {(i, value)}) for some in missing)
+                    for value in range(len(options[name]))
+                ]
+                best = [value for value, n in enumerate(added) if n == max(added)]
+                chosen[i] = best[len(found) % len(best)]
+        for some in combinations(sorted(chosen.items()), strength):
+            missing.pop(some, None)
+        found.append({name: options[name][chosen[i]] for i, name in enumerate(names)})
+    return found

@@ -1,0 +1,39 @@
+"""Every pair (or triple) of values occurs, in few combinations."""
+
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from tests.covering import covering
+
+OPTIONS: list[dict[str, list[Any]]] = [
+    {},
+    {"a": [1, 2, 3]},
+    {"a": [1, 2], "b": [None, [], {}]},
+    {"a": [1, 2, 3], "b": ["x"], "c": [False, True], "d": [0.1, 0.2, 0.3, 0.4]},
+    {name: [0, 1] for name in "abcdefghij"},
+]
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_tuple_of_values_occurs(options: dict[str, list[Any]], strength: int) -> None:
+    rows = covering(options, strength)
+    assert all(list(row) == list(options) for row in rows)
+    for names in combinations(options, min(strength, len(options))):
+        for values in product(*(options[name] for name in names)):
+            assert any([row[name] for name in names] == list(values) for row in rows), (names, values)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_same_options_give_the_same_combinations(options: dict[str, list[Any]]) -> None:
+    assert covering(options) == covering(options)
+
+
+def test_the_combinations_are_few() -> None:
+    assert covering({}) == [{}]
+    assert covering({"a": [1, 2]}) == [{"a": 1}, {"a": 2}]
+    assert len(covering({"a": [1, 2, 3], "b": [1, 2, 3]})) == 9
+    assert len(covering({name: [0, 1] for name in "abcdefghij"})) <= 12  # of 1024
+    assert len(covering({name: [0, 1, 2] for name in "abcdef"})) <= 22  # of 729
