@@ -207,6 +207,8 @@ class VisionLM(CausalLM):
             after = context.position_ids[..., -1:].amax(0) - places[:, -1:]
         elif grids:
             positions, after = grid_positions(places, grids, context.starts, frames_advance=self.frames_advance)
+            if (real := context.real_tokens()) is not None:
+                positions = positions.masked_fill(~real, 0)  # as in transformers, also for padding on the right
             if before is not None:
                 positions, after = positions + before, after + before
             context.position_ids = positions

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -239,6 +240,27 @@ def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str)
     model.gradient_checkpointing_disable()
     model(tokens, labels=labels).loss.backward()
     assert len(calls) == 6
+
+
+def test_steps_that_count_padding_are_transformers(model: Llama, device: str) -> None:
+    """As many scripts train: padded on the right, with labels that are the ids."""
+    config = transformers.LlamaConfig(**vars(model.config) | {"pad_token_id": None, "rope_scaling": None})
+    theirs = transformers.LlamaForCausalLM(config).to(device)
+    theirs.load_state_dict(model.state_dict())
+    tokens, _ = tokens_and_labels(4, 40, device)
+    mask = (torch.arange(40, device=device) < torch.tensor([[40], [33], [12], [1]], device=device)).long()
+    losses: list[list[float]] = []
+    for trained in (model, theirs):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        losses.append([])
+        for _ in range(4):
+            loss = trained(tokens, attention_mask=mask, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if device == "cpu" else 1e-3)
+    assert losses[0][-1] < losses[0][0] - 0.2
 
 
 def test_a_step_under_autocast(model: Llama, device: str) -> None:

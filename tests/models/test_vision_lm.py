@@ -120,6 +120,15 @@ def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], row
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
+@torch.no_grad()
+def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
+    ours, theirs = models
+    if ours.config.sliding_window:
+        return  # which may hide the text from padding
+    p = prompt_for(ours, PROMPTS["a padded batch"], "right")
+    assert_close(ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits, "logits")
+
+
 @every_prompt
 @torch.no_grad()
 def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
