@@ -175,7 +175,9 @@ def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 128, 200])
-@pytest.mark.parametrize("kind", ["plain", "padded", "padded on the right", "packed", "runs", "runs, padded", "runs, packed"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "padded", "padded on the right", "packed", "runs", "runs, padded", "runs, packed"]
+)
 def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: bool, device: str) -> None:
     tokens = 300
     options: dict[str, Tensor] = {}

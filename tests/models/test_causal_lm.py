@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLMOutput, Llama, LlamaConfig
 
 VOCAB = 70
@@ -21,7 +22,7 @@ def model(device: str) -> Llama:
     return llama().to(device)
 
 
-def llama(**changes: Any) -> Llama:
+def llama(device: str | None = None, **changes: Any) -> Llama:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 24,
@@ -31,7 +32,7 @@ def llama(**changes: Any) -> Llama:
         "num_key_value_heads": 2,
         "initializer_range": 0.2,
     }
-    return Llama(LlamaConfig(**sizes | changes))
+    return Llama(LlamaConfig(**sizes | changes), device=device)
 
 
 def tokens_and_labels(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
@@ -128,6 +129,56 @@ def test_a_label_outside_the_vocabulary(model: Llama, device: str) -> None:
             model(tokens, labels=labels)
     else:
         assert model(tokens, labels=labels).loss.isnan()
+
+
+# Inputs that cannot be right
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**40])
+def test_a_token_outside_the_vocabulary(model: Llama, device: str, wrong: int) -> None:
+    tokens, _ = tokens_and_labels(2, 10, device)
+    tokens[1, 3] = wrong
+    message = rf"input_ids: token ids outside the vocabulary; got \[{wrong}\]; expected 0 to {VOCAB - 1}"
+    with pytest.raises(LigerzooError, match=message):
+        model.generate(tokens, max_new_tokens=1)
+    with pytest.raises(LigerzooError, match=message):
+        model.check_inputs(tokens)
+    if device == "cpu":  # on a GPU only with LIGERZOO_DEBUG=1
+        with pytest.raises(LigerzooError, match=message):
+            model(tokens)
+
+
+def test_the_values_of_inputs_are_looked_at_where_that_is_cheap_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(device="meta"), torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Llama, "check_inputs", lambda _, ids, *more, **modalities: calls.append(tuple(ids.shape)))
+    model(ids)
+    assert calls == []
+    monkeypatch.setattr("ligerzoo.models.causal_lm.DEBUG", True)
+    model(ids)
+    assert calls == [(1, 3)]
+
+
+@pytest.mark.parametrize("name", ["images", "pixel_values", "attention_masks"])
+def test_what_the_model_does_not_read(model: Llama, device: str, name: str) -> None:
+    tokens, _ = tokens_and_labels(2, 10, device)
+    for call in (model, lambda *ids, **options: model.generate(*ids, max_new_tokens=1, **options)):
+        with pytest.raises(LigerzooError, match=f"{name}: Llama does not read it; expected text alone"):
+            call(tokens, **{name: torch.zeros(2, 3)})
+
+
+def test_a_model_names_what_it_reads() -> None:
+    class Louder(Llama):
+        def embed(self, x: Tensor, context: Any, volume: float = 1.0, **more: Any) -> Tensor:
+            return self.model.embed_tokens(x) * volume
+
+    class Brighter(Louder):
+        def embed(self, x: Tensor, context: Any, *, light: float = 0.0, **more: Any) -> Tensor:
+            return super().embed(x, context, **more) + light
+
+    assert (Llama.modalities, Brighter.modalities) == ((), ("light", "volume"))
+    model, ids = Brighter(llama().config), torch.arange(9)[None]
+    assert not torch.equal(model(ids, volume=0.5, light=1.0).logits, model(ids).logits)
 
 
 # Logits

@@ -364,6 +364,17 @@ def test_from_messages_to_an_answer(tmp_path: Path, device: str) -> None:
 # Refusals, and what config.json says
 
 
+def test_placeholders_without_images(model: Gemma3) -> None:
+    ids = torch.arange(3, 23, device=model.device)[None].index_fill(
+        1, torch.arange(4, 8, device=model.device), model.config.image_token_id
+    )
+    for call in (model.check_inputs, lambda ids: model.generate(ids, max_new_tokens=1)):
+        with pytest.raises(
+            ValueError, match="input_ids: tokens that stand for images .* expected pixel_values with them"
+        ):
+            call(ids)
+
+
 def test_what_does_not_fit_together(model: Gemma3) -> None:
     p = prompt_for(model, PROMPTS["an image"])
     with pytest.raises(ValueError, match="9 embeddings of images or videos; expected 8, one for each token there"):

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
-from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.layers import Context
 from ligerzoo.models.vision_lm import VisionLM
@@ -190,7 +190,8 @@ def rows_of(longest: int = 6) -> st.SearchStrategy[list[Row]]:
 def positions(model: VisionLM, p: Prompt) -> tuple[Tensor, Tensor]:
     """On three axes, and by how much they go on beyond the places of tokens."""
     context = Context(p.ids, p.mask, cache=model.new_cache())
-    model.embed(p.ids, context, **told_of(p))
+    with torch.no_grad():
+        model.embed(p.ids, context, **p.vision)
     assert context.cache is not None
     offset = context.cache.position_offset
     assert offset is not None
@@ -429,7 +430,7 @@ def test_what_does_not_fit_together(model: VisionLM) -> None:
         model(p.ids, pixel_values=pixels, image_grid_thw=grid[0])
     with pytest.raises(ValueError, match="multiples of 2"):
         model(p.ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 3, 8]]))
-    with pytest.raises(ValueError, match="need their grids"):
+    with pytest.raises(ValueError, match="need patches and their grids"):
         model(p.ids, pixel_values=pixels)
     first = int((p.ids[0] == model.config.image_token_id).nonzero()[0])
     between = torch.cat([p.ids[:, : first + 2], p.ids[:, :1], p.ids[:, first + 2 :]], 1)
@@ -439,6 +440,27 @@ def test_what_does_not_fit_together(model: VisionLM) -> None:
     model(p.ids, **p.vision, mm_token_type_ids=p.types)
     with pytest.raises(ValueError, match="input_ids to tell their places"):
         model(inputs_embeds=model.model.embed_tokens(p.ids), **p.vision)
+
+
+@torch.no_grad()
+def test_placeholders_without_what_belongs_there(model: VisionLM) -> None:
+    """Are refused in a text, and read as any token when generation drew one."""
+    for piece, name in ((image(2, 3), "pixel_values"), (video(2, 1, 1), "pixel_values_videos")):
+        p = prompt_for(model, [[5, piece, 20], [9]])
+        message = rf"input_ids: tokens that stand for images .* got {piece[0]}; expected {name} with them"
+        for kept in ({}, {n: t for n, t in p.vision.items() if n.endswith("thw")}):
+            with pytest.raises(LigerzooError, match=message):
+                model.generate(p.ids, p.mask, max_new_tokens=1, **kept)
+            if model.device.type == "cpu":
+                with pytest.raises(LigerzooError, match=message):
+                    model(p.ids, p.mask, **kept)
+        model.check_inputs(p.ids.where(p.ids > 3, piece[0]), p.mask == 1, **p.vision)  # padding may be one
+        cache = model.new_cache()
+        model(p.ids, p.mask, past_key_values=cache, **p.vision)
+        model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
+    assert model.modalities[-1] == "mm_token_type_ids"
+    with pytest.raises(LigerzooError, match="images: .*VL does not read it; expected .*pixel_values"):
+        model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
