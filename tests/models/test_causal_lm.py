@@ -382,6 +382,41 @@ def test_compiled_by_inductor(device: str) -> None:
     assert_compiled_is_eager(llama(num_hidden_layers=1).to(device), "inductor", [(2, 24)], padded=True)
 
 
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_a_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None:
+    """That it was given, or that it makes itself and returns."""
+    model = llama(num_hidden_layers=1).to(device)
+    tokens, _ = tokens_and_labels(2, 12, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        cache = None if capacity is None else model.new_cache(capacity)
+        parts = []
+        for part in tokens.split([9, 1, 1, 1], 1):
+            out = compiled(part, past_key_values=cache, use_cache=True)
+            assert cache in (None, out.past_key_values)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    assert cache is not None
+    assert cache.length == 12
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=2e-5)
+
+
+def test_a_compiled_model_generates(device: str) -> None:
+    """And is compiled for the prompt, for the first token and for any other."""
+    model = llama(num_hidden_layers=1).to(device)
+    tokens, _ = tokens_and_labels(2, 10, device)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    expected = model.generate(tokens, mask, max_new_tokens=20)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile(backend=counter)
+    assert torch.equal(model.generate(tokens, mask, max_new_tokens=20), expected)
+    assert counter.frame_count <= 3
+
+
 # A model as an object
 
 

@@ -20,6 +20,7 @@ from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.layers import Context
+from ligerzoo.models import Qwen2_5VL
 from ligerzoo.models.vision_lm import VisionLM
 from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
 from tests.models.comparing import (
@@ -391,6 +392,47 @@ def test_a_frozen_tower(model: VisionLM) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
+def test_compiled(model: VisionLM, backend: str | None) -> None:
+    """In one graph: images of one size, and then of others; for Qwen2.5-VL, a padded batch with videos."""
+    texts, backend = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]], backend or "eager"
+    if isinstance(model, Qwen2_5VL):
+        texts, backend = [PROMPTS["a padded batch"]], "aot_eager" if backend == "eager" else backend
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for rows in texts:
+        p = prompt_for(model, rows)
+        inputs = {"input_ids": p.ids, "attention_mask": p.mask, "labels": labels_for(p), **p.vision}
+        expected = all_gradients(model, **inputs)
+        compiled(**inputs).loss.backward()
+        got = gradients(model)
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5 * gradient.abs().max().item())
+        model.zero_grad()
+
+
+@torch.no_grad()
+def test_what_does_not_fit_together_is_nan_when_compiled(model: VisionLM) -> None:
+    """For a graph cannot raise an error."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    p = prompt_for(model, [[5, image(2, 3), 20]])
+    assert not compiled(p.ids, **p.vision).logits.isnan().any()
+    first = int((p.ids[0] == model.config.image_token_id).nonzero()[0])
+    one_less, apart = p.ids.clone(), p.ids.clone()
+    one_less[0, first] = 7
+    apart[0, [0, first]] = apart[0, [first, 0]]
+    grid = p.vision["image_grid_thw"]
+    for ids, wrong in (
+        (one_less, {}),
+        (apart, {}),
+        (p.ids, {"image_grid_thw": grid + 2}),
+        (p.ids, {"image_grid_thw": -grid}),
+    ):
+        assert compiled(ids, **{**p.vision, **wrong}).logits[0, -1].isnan().all()
+
+
 def test_a_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     """Is drawn at random, tower included, and saved as the hub has them."""
     architecture = architecture_of(hub_row.config["model_type"])
@@ -459,7 +501,7 @@ def test_placeholders_without_what_belongs_there(model: VisionLM) -> None:
         model(p.ids, p.mask, past_key_values=cache, **p.vision)
         model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
     assert model.modalities[-1] == "mm_token_type_ids"
-    with pytest.raises(LigerzooError, match="images: .*VL does not read it; expected .*pixel_values"):
+    with pytest.raises(LigerzooError, match=r"images: .*VL does not read it; expected .*pixel_values"):
         model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
