@@ -21,7 +21,8 @@ from ligerzoo.errors import LigerzooError
 
 
 class LanguageModel(Protocol):
-    """What `generate` asks of a model: to be called as `ligerzoo.models.CausalLM` is."""
+    """What `generate` asks of a model: to be called as `ligerzoo.models.CausalLM` is. If it has `check_inputs` and
+    `inputs_per_token`, these are used, too."""
 
     @property
     def config(self) -> Any: ...
@@ -102,7 +103,7 @@ def generate(
         input_ids: (B, T) token ids; no prompt is empty.
         attention_mask: (B, T), 1 for a token and 0 for padding, which may stand anywhere: a row is continued as it
             would be alone (but for rotary positions of the types longrope and dynamic, which the longest row decides).
-        max_new_tokens: the most tokens to add; 0 adds none.
+        max_new_tokens: the most tokens to add; 0 adds none. Memory grows with the tokens that are made.
         do_sample: draw each token. Otherwise it is the likeliest, and the next four options have no effect.
         temperature: see `apply_temperature`.
         top_k: see `keep_top_k`.
@@ -125,10 +126,11 @@ def generate(
         (B, T + new) int64: each prompt as it was given, padding included, and then its continuation.
 
     Raises:
-        LigerzooError: a ValueError, before anything is computed: an option's value is not possible, the mask does not
-            fit, or a prompt is empty.
+        LigerzooError: a ValueError. Before anything is computed: an option's value is not possible, the mask does not
+            fit, a prompt is empty, or what `CausalLM.check_inputs` refuses. Later: logits that no token can be chosen
+            from, see `_check_logits`.
     """
-    is_count = isinstance(max_new_tokens, int) and max_new_tokens >= 0
+    is_count = type(max_new_tokens) is int and max_new_tokens >= 0
     _require(is_count, "max_new_tokens", max_new_tokens, "a whole number, 0 or more")
     is_positive = 0 < repetition_penalty < math.inf
     _require(is_positive, "repetition_penalty", repetition_penalty, "a positive number; 1 is neutral")
@@ -143,33 +145,41 @@ def generate(
     can_end = bool(eos_ids or stops)
     _require(bool(pad_ids) or not can_end or len(input_ids) == 1, "pad_token_id", "none", "what ended rows should show")
 
-    tokens, real = align_prompts(input_ids, attention_mask)
+    tokens, real = align_prompts(input_ids.long(), attention_mask)
     for name in getattr(model, "inputs_per_token", ()):
         if model_inputs.get(name) is not None:
             told = tuple(model_inputs[name].shape)
             _require(told[:2] == input_ids.shape, name, told, f"{tuple(input_ids.shape)} and more, as input_ids")
             model_inputs[name] = _aligned(model_inputs[name], attention_mask, tokens.shape[1])
-    read = [tokens]
     (rows, prompt), device = tokens.shape, tokens.device
-    if real is not None:
-        real = F.pad(real, (0, max_new_tokens), value=True)
-        positions = (real.cumsum(1) - 1).clamp(min=0)
+    if hasattr(model, "check_inputs"):
+        model.check_inputs(tokens, real, **model_inputs)
     seen = None
     if repetition_penalty != 1:
         # The last column is for tokens that are read and never written, such as an image's.
         seen = torch.zeros(rows, model.config.vocab_size + 1, dtype=torch.bool, device=device)
         seen.scatter_(1, tokens.clamp(max=model.config.vocab_size), True)
     eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+    padding = pad_ids[0] if pad_ids else 0
     running = torch.ones(rows, dtype=torch.bool, device=device)
-    continuation = torch.full((rows, max_new_tokens), pad_ids[0] if pad_ids else 0, device=device)
-    made, cache, beside = 0, None, model_inputs
+    is_broken = torch.zeros((), dtype=torch.bool, device=device)
+    lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # of the continuations
+    # All that was read, with room for more. A row that has ended goes on reading its own tokens, for padding may have
+    # no embedding.
+    text, end, limit = tokens, prompt, prompt + max_new_tokens
+    cache, beside = None, model_inputs
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    while made < max_new_tokens:
+    while end < limit:
+        if end == text.shape[1]:
+            room = min(end, limit - end)
+            text = F.pad(text, (0, room))
+            if real is not None:
+                real = F.pad(real, (0, room), value=True)
+                positions = (real.cumsum(1) - 1).clamp(min=0)
         mask, position_ids = None, None
         if real is not None:
-            end = prompt + made
             mask, position_ids = real[:, :end], positions[:, end - tokens.shape[1] : end]
         output = model(
             tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1, **beside
@@ -180,29 +190,46 @@ def generate(
         if seen is not None:
             logits = penalize_repetition(logits, seen[:, :-1], repetition_penalty)
         if do_sample:
-            token = draw(filter_logits(logits, temperature, top_k, top_p, min_p), generator)
-        else:
-            token = logits.argmax(-1, keepdim=True)
+            logits = filter_logits(logits, temperature, top_k, top_p, min_p)
+        token = draw(logits, generator) if do_sample else logits.argmax(-1, keepdim=True)
+        is_broken |= ~logits.amax(-1).isfinite().all()
         if seen is not None:
             seen.scatter_(1, token, True)
 
-        # A row that has ended shows padding but goes on reading its own tokens: padding may have no embedding.
-        continuation[:, made] = token[:, 0].where(running, continuation[:, made])
-        read.append(token)
-        is_read_anew = not use_cache or (cache is not None and not cache.serves(1))
-        tokens, cache, beside = (torch.cat(read, 1), None, model_inputs) if is_read_anew else (token, cache, {})
-        made += 1
-        if streamer is not None:
-            streamer.put(continuation[:, made - 1].cpu())
+        text[:, end : end + 1] = token
+        lengths += running[:, None]
+        end += 1
+        shown = token[:, 0].where(running, padding)
         running &= (token != eos).all(1)
         if stops is not None:
-            tails = continuation[:, max(0, made - stops.reach) : made].tolist()
+            tails = text[:, max(prompt, end - stops.reach) : end].tolist()
             running &= torch.tensor([not stops.found_in(tail) for tail in tails], device=device)
-        if can_end and not running.any():
+        is_last = end == limit
+        if can_end or is_last or streamer is not None:  # where the host waits for the GPU anyway
+            goes_on, broke = torch.stack([running.any(), is_broken]).tolist()
+            _check_logits(broke, end - prompt)
+            is_last |= not goes_on
+        if streamer is not None:
+            streamer.put(shown.cpu())
+        if is_last:
             break
+        is_read_anew = not use_cache or (cache is not None and not cache.serves(1))
+        tokens, cache, beside = (text[:, :end], None, model_inputs) if is_read_anew else (token, cache, {})
     if streamer is not None:
         streamer.end()
-    return torch.cat([input_ids, continuation[:, :made]], 1)
+    new = text[:, prompt:end]
+    return torch.cat([input_ids, new.where(torch.arange(end - prompt, device=device) < lengths, padding)], 1)
+
+
+def _check_logits(is_broken: bool, steps: int) -> None:
+    """Raises LigerzooError if the largest logit of some row was NaN or infinite: +inf is an overflow, and -inf means
+    that no token is possible. Single logits of -inf are tokens that the model rules out."""
+    if is_broken:
+        raise LigerzooError(
+            "no token can be chosen", where="logits", got=f"NaN, inf or nothing but -inf within {steps} new tokens",
+            expected="finite numbers; -inf for some tokens only",
+            remedy="Check the weights for NaN, use bfloat16 or float32 instead of float16, or a higher temperature.",
+        )  # fmt: skip
 
 
 def align_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -408,6 +408,90 @@ def test_no_new_tokens_gives_the_prompts_back() -> None:
     assert model.calls == 0
 
 
+@pytest.mark.parametrize("rows", [None, LEFT])
+def test_memory_grows_with_the_tokens_that_are_made(rows: list[str] | None, device: str) -> None:
+    """And not with those that might have been, of which there may be any number."""
+    model, ids = tiny_llama(device), prompts(device, 3, 17)
+    mask = None if rows is None else mask_of(rows, device)
+    free = model.generate(ids, mask, max_new_tokens=60)
+    end = [int(free[row, -1]) for row in range(3)]
+    cut = model.generate(ids, mask, max_new_tokens=60, eos_token_id=end, pad_token_id=0)
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
+            return out
+
+    for most in (10**9, 10**30):
+        with Watch():
+            got = model.generate(ids, mask, max_new_tokens=most, eos_token_id=end, pad_token_id=0)
+        assert torch.equal(got, cut)
+    assert max(sizes) < 3 * 128 * 80
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_token_ids_come_back_as_int64(dtype: torch.dtype) -> None:
+    out = generate(Scripted([[7, 8], [9, 6]]), PROMPT.to(dtype), max_new_tokens=2)
+    assert (out.dtype, out.tolist()) == (torch.int64, [[1, 2, 7, 8], [3, 4, 9, 6]])
+
+
+# Logits that no token can be chosen from
+
+
+class Broken(Scripted):
+    """Some logits of the last row are others at one step."""
+
+    def __init__(self, step: int, values: list[float]) -> None:
+        super().__init__([[7] * 9, [8] * 9])
+        self.step, self.values = step, torch.tensor(values)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        output = super().__call__(*args, **options)
+        if self.calls == self.step:
+            output.logits[-1, -1, : len(self.values)] = self.values
+        return output
+
+
+@pytest.mark.parametrize("values", [[math.nan], [math.inf], [math.inf] * 2, [-math.inf] * VOCAB], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True}, {"do_sample": True, "top_k": 3, "top_p": 0.5, "min_p": 0.1}]
+)
+@pytest.mark.parametrize("ends, looked_at", [({}, 6), ({"eos_token_id": 50}, 3)])
+def test_logits_that_are_no_numbers(
+    values: list[float], options: dict[str, Any], ends: dict[str, Any], looked_at: int
+) -> None:
+    """At the step itself where the host looks at each for the end, or else at the last."""
+    model = Broken(3, values)
+    message = f"logits: no token can be chosen; got NaN, inf or nothing but -inf within {looked_at} new tokens"
+    with pytest.raises(LigerzooError, match=message):
+        generate(model, PROMPT, max_new_tokens=6, **options, **ends)
+    assert model.calls == looked_at
+
+
+def test_tokens_that_are_ruled_out() -> None:
+    """Have a logit of -inf, and others can be chosen all the same."""
+    for options in ({}, {"do_sample": True}):
+        out = generate(Broken(1, [-math.inf] * (VOCAB - 1)), PROMPT, max_new_tokens=1, **options)
+        assert out[1, 2] == VOCAB - 1
+
+
+def test_a_streamer_gets_no_token_of_broken_logits() -> None:
+    got: list[Any] = []
+    streamer: Any = SimpleNamespace(put=lambda ids: got.append(ids.tolist()))
+    with pytest.raises(LigerzooError, match="no token can be chosen"):
+        generate(Broken(3, [math.nan]), PROMPT, max_new_tokens=6, streamer=streamer)
+    assert got == [PROMPT.tolist(), [7, 8], [7, 8]]
+
+
+def test_weights_that_are_nan(device: str) -> None:
+    model = tiny_llama(device)
+    model.model.norm.weight.data[3] = math.nan
+    with pytest.raises(LigerzooError, match="Check the weights for NaN"):
+        model.generate(prompts(device, 2, 5), max_new_tokens=3)
+
+
 def test_stop_strings_end_a_row_within_and_across_tokens() -> None:
     # The texts are "abaSTOPcccccc..." and "xSTOb\nSTaOPxSTOP!..."; that the prompt's own text goes on does not count.
     model = Scripted([[3, 0, 4, 5, *[2] * 10], [6, 1, 8, 4, 0, 5, 0, 0, 0, 0, 0, 0, 6, 7]])
@@ -557,6 +641,8 @@ def test_a_text_streamer_is_for_one_prompt() -> None:
     [
         ({"max_new_tokens": -1}, "max_new_tokens: .*got -1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens: .*got 2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens: .*got True"),
+        ({"max_new_tokens": None}, "max_new_tokens: .*expected a whole number"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: .*got 0.0"),
         ({"repetition_penalty": math.nan}, "repetition_penalty: .*got nan"),
         ({"do_sample": True, "temperature": 0.0}, "temperature: .*got 0.0; expected a positive number"),

@@ -79,11 +79,11 @@ class Context:
         self._ready: Tensor | Mask | None = None
         self.real: Tensor | None = None
         if isinstance(attention_mask, Mask) or (
-            attention_mask is not None and _checked(attention_mask, self.tokens, cache).ndim == 4
+            attention_mask is not None and _checked(attention_mask, self.rows, self.tokens, cache).ndim == 4
         ):
             self._ready = attention_mask
         elif attention_mask is not None:
-            self.real = attention_mask.to(x.device, torch.bool)
+            self.real = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # Looking at the mask makes the host wait for a GPU, once a prompt; without padding that buys attention
             # kernels which take no mask.
             if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.real.all()):
@@ -121,7 +121,7 @@ class Context:
         """(B, T) bool: which of the call's tokens are no padding; None where all are known to be real."""
         if self._end is not None:
             return (self._places < self._end)[None]
-        return None if self.real is None else self.real[:, self._places].expand(self.rows, -1)
+        return None if self.real is None else self.real[:, self._places]
 
     def places(self) -> Tensor:
         """(B or 1, T) int64: how many tokens of its text, padding not counted, stand before each token."""
@@ -246,7 +246,7 @@ def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask 
             raise ValueError(f"cu_seqlens: {shown}; expected to ascend from 0 to at most {x.shape[1]}")
 
 
-def _checked(attention_mask: Tensor, tokens: int, cache: KVCache | None) -> Tensor:
+def _checked(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache | None) -> Tensor:
     """The mask, if it covers the cached and the new tokens.
 
     Raises:
@@ -258,9 +258,13 @@ def _checked(attention_mask: Tensor, tokens: int, cache: KVCache | None) -> Tens
             raise ValueError(f"attention_mask has shape {shape}; expected (batch, 1, {tokens}, {keys})")
         if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
             raise ValueError(f"a ready attention_mask is boolean or to be added; got {attention_mask.dtype}")
-    elif attention_mask.ndim != 2 or shape[1] not in (keys, cache.capacity if cache is not None else None):
+    elif (
+        attention_mask.ndim != 2
+        or shape[0] not in (1, rows)
+        or shape[1] not in (keys, cache.capacity if cache is not None else None)
+    ):
         raise ValueError(
-            f"attention_mask has shape {shape}; expected (batch, {keys}): one entry for each cached and new token"
+            f"attention_mask has shape {shape}; expected ({rows}, {keys}): one entry for each cached and new token"
         )
     return attention_mask
 

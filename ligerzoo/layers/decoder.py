@@ -53,7 +53,8 @@ class Decoder(nn.Module):
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """An empty cache: rolling for layers with a sliding window and growing for the others, or, given a capacity,
         of that fixed size for all. (What cross-attention looks at takes what room it needs, and stays.)"""
-        return KVCache(_new_layer_cache(layer, capacity) for layer in self.layers)
+        # A list and no generator, which torch.compile cannot make again when it returns the cache.
+        return KVCache([_new_layer_cache(layer, capacity) for layer in self.layers])
 
 
 def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: bool) -> Tensor:

@@ -86,33 +86,43 @@ class AttentionMask(ABC):
 
 
 class Mask(AttentionMask):
-    """Query t sees the keys from `first[t]` to `last[t]` that are no padding.
+    """Query t sees the keys from `first[t]` to `last[t]` that are not padding.
 
-    On a GPU it sees itself at any rate: padding may have nothing else to see, and a fused kernel would give a row of
-    equal scores, as the most negative number makes them, gradients many times too large, because it recomputes
-    probabilities as exp(score - lse). On a CPU such scores are all alike, as in transformers' eager attention. What
-    padding makes of what it sees nobody should read.
+    A query that sees no key at all, as padding on the left, sees its own key on a GPU. A fused kernel would give a row
+    of equal scores gradients many times too large, because it recomputes probabilities as exp(score - lse). On a CPU
+    such a query attends to all keys equally, as in transformers' eager attention. All other queries, those of padding
+    on the right included, see the same keys on both.
 
     Args:
-        query: (T,) int64: the queries' own places among the keys.
+        query: (T,) int64, the index of each query's own key.
         first: (B or 1, T) int64.
         last: (B or 1, T) int64.
         keys: S.
-        real: (B, S) bool, False for padding; None for none.
+        real: (B, S) bool, False for padding; None for no padding.
+
+    Attributes:
+        fallback: (B, T) int64, the own key of a query that sees no key, and -1 for the others; None without padding.
     """
 
     def __init__(self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None) -> None:
         super().__init__(len(query), keys)
         self.query, self.first, self.last, self.real = query, first, last, real
+        self.fallback = None if real is None else query.where(~self._sees_any(real), -1)
+
+    def _sees_any(self, real: Tensor) -> Tensor:
+        """(B, T) bool: whether a key between `first` and `last` is not padding, by counting such keys up to each."""
+        up_to = F.pad(real.cumsum(1), (1, 0))
+        row = torch.arange(len(real), device=real.device)[:, None]
+        return up_to[row, (self.last + 1).clamp(max=self.keys)] > up_to[row, self.first.clamp(min=0)]
 
     def visible(self) -> Tensor:
         """(B or 1, 1, T, S) bool."""
         key = torch.arange(self.keys, device=self.query.device)
         visible = (key >= self.first[..., None]) & (key <= self.last[..., None])
-        if self.real is not None:
+        if self.real is not None and self.fallback is not None:
             visible = visible & self.real[:, None]
             if self.real.device.type != "cpu":
-                visible = visible | (key == self.query[:, None])
+                visible = visible | (key == self.fallback[..., None])
         return visible[:, None]
 
     def _seen_blocks(self) -> tuple[Tensor, Tensor]:
@@ -128,8 +138,8 @@ class Mask(AttentionMask):
     def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
         row = b if len(self.first) > 1 else 0
         visible = (key >= self.first[row, q]) & (key <= self.last[row, q])
-        if self.real is not None:
-            visible = visible & self.real[b, key] | (key == self.query[q])
+        if self.real is not None and self.fallback is not None:
+            visible = visible & self.real[b, key] | (key == self.fallback[b, q])
         return visible
 
 

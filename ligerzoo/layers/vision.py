@@ -9,7 +9,8 @@ them, E the tower's features, H the decoder's; B batch, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,24 +78,31 @@ class PatchMerger(nn.Module):
 
 
 class Segments:
-    """Runs of patches, each of which sees itself alone: those of one size are the rows of a batch, in which attention
-    needs no mask, and those of several sizes are packed into a single row.
+    """Runs of patches, each of which sees itself alone. Runs of one size are the rows of a batch, in which attention
+    needs no mask; runs of several sizes, and in a compiled graph all runs, are packed into a single row.
 
     Args:
-        sizes: (n,) int64 on the CPU, how many patches each has.
+        begins: (N,) bool, where a run begins; best on the CPU.
         places: (A, N) int64, where the patches stand on each axis.
+        device: of the patches.
 
     Attributes:
         shape: (B, T) of the rows.
         context: what their attention sees.
     """
 
-    def __init__(self, sizes: Tensor, places: Tensor) -> None:
-        is_batch = bool((sizes == sizes[0]).all())
-        self.shape = (len(sizes), int(sizes[0])) if is_batch else (1, int(sizes.sum()))
-        bounds = None if is_batch else F.pad(sizes.cumsum(0), (1, 0))
-        position_ids = places.view(-1, *self.shape)
-        self.context = Context(position_ids[0], position_ids=position_ids, cu_seqlens=bounds)
+    def __init__(self, begins: Tensor, places: Tensor, device: torch.device) -> None:
+        index = torch.arange(len(begins), device=begins.device)
+        starts: Tensor | None = (index * begins).cummax(0).values
+        self.shape = (1, len(begins))
+        if not torch.compiler.is_compiling():
+            sizes = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).diff()
+            if bool((sizes == sizes[0]).all()):
+                self.shape, starts = (len(sizes), int(sizes[0])), None
+        position_ids = places.to(device).view(-1, *self.shape)
+        self.context = Context(position_ids[0], position_ids=position_ids)
+        if starts is not None:
+            self.context.starts = starts.to(device)[None]
 
     def rows(self, x: Tensor) -> Tensor:
         """x: (..., E), N in all -> (B, T, E)."""
@@ -134,25 +142,29 @@ class VisionTower(nn.Module):
         Raises:
             ValueError: the grids do not fit the patches.
         """
-        sizes, places = self._frames(patches, grid_thw)
-        frames = Segments(sizes, places.to(patches.device))
+        patches, begins, places = self._frames(patches, grid_thw)
+        frames = Segments(begins, places, patches.device)
         x = frames.rows(self.patch_embed(patches))
         x = run_blocks(self.blocks, x, frames.context, recompute=self.gradient_checkpointing)
         return self.merger(x)  # type: ignore[no-any-return]
 
-    def _frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor]:
-        """How many patches each frame has, and where they stand in it, see `patch_places`; both on the CPU."""
+    def _frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The patches, see `checked`, and where they stand, see `patch_places`: on the CPU, but in a compiled graph on
+        the patches' device."""
         if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
             raise ValueError(f"grids of shape {tuple(grid_thw.shape)}; expected (images, 3): t, h and w of each")
-        grid, count = grid_thw.cpu().long(), len(patches)
-        is_possible = bool(((grid > 0) & (grid <= count)).all()) and not (grid[:, 1:] % self.merge_size).any()
-        sizes = (grid[:, 1] * grid[:, 2]).repeat_interleave(grid[:, 0]) if is_possible else grid.new_empty(0)
-        if not count or sizes.sum() != count:
-            raise ValueError(
+        count, compiles = len(patches), torch.compiler.is_compiling()
+        grid = grid_thw.to(patches.device if compiles else "cpu", torch.int64)
+        fits = ((grid > 0) & (grid <= count)).all() & (grid[:, 1:] % self.merge_size == 0).all()
+        patches = checked(
+            patches,
+            fits & (grid.clamp(0, count).prod(1).sum() == max(count, 1)),
+            lambda: (
                 f"{count} patches for grids of {grid.tolist()}; expected t * h * w of each together, "
                 f"and h and w to be multiples of {self.merge_size}"
-            )
-        return sizes, patch_places(grid, self.merge_size)
+            ),
+        )
+        return patches, *patch_places(grid, count, self.merge_size)
 
 
 class WindowedVisionTower(VisionTower):
@@ -173,11 +185,11 @@ class WindowedVisionTower(VisionTower):
 
     def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
         """See `VisionTower.forward`."""
-        frame_sizes, places = self._frames(patches, grid_thw)
-        order, window_sizes = window_order(frame_sizes, places, self.window * self.merge_size)
+        patches, begins, places = self._frames(patches, grid_thw)
+        order, window_begins = window_order(begins, places, self.window * self.merge_size)
+        frames, windows = (Segments(first, places[:, order], patches.device) for first in (begins, window_begins))
+        order = order.to(patches.device)
         token_order = order[:: self.merge_size**2] // self.merge_size**2
-        order, token_order, places = (x.to(patches.device) for x in (order, token_order, places[:, order]))
-        frames, windows = Segments(frame_sizes, places), Segments(window_sizes, places)
 
         x = self.patch_embed(patches[order])
         for number, block in enumerate(self.blocks):
@@ -187,41 +199,57 @@ class WindowedVisionTower(VisionTower):
         return torch.empty_like(tokens).index_copy(0, token_order, tokens)
 
 
-def patch_places(grid: Tensor, merge_size: int) -> Tensor:
-    """(2, N) int64: the row and the column in its frame of each patch, in the patches' order.
+def checked(x: Tensor, holds: Tensor, message: Callable[[], str]) -> Tensor:
+    """x, if `holds`, 0-d bool, is true.
+
+    Raises:
+        ValueError: it is not, with this message. A compiled graph cannot raise and returns NaN.
+    """
+    if torch.compiler.is_compiling():
+        return x.where(holds.to(x.device), math.nan)
+    if not bool(holds):
+        raise ValueError(message())
+    return x
+
+
+def patch_places(grid: Tensor, count: int, merge_size: int) -> tuple[Tensor, Tensor]:
+    """Where each patch stands in its frame, in the patches' order.
 
     Args:
-        grid: (n, 3) on the CPU.
+        grid: (n, 3) int64.
+        count: N, the patches in all.
         merge_size: m.
+
+    Returns:
+        (N,) bool, the first patch of each frame; and (2, N) int64, the row and the column of each patch.
     """
-    m = merge_size
+    m, index = merge_size, torch.arange(count, device=grid.device)
+    frames, height, width = grid.clamp(min=1).unbind(1)
+    ends = (frames * height * width).cumsum(0)
+    image = torch.searchsorted(ends, index, right=True).clamp(max=len(grid) - 1)
+    in_frame = (index - F.pad(ends, (1, 0))[image]) % (height * width)[image]
+    block, in_block = in_frame // m**2, in_frame % m**2
+    blocks = (width // m).clamp(min=1)[image]  # side by side
+    places = [block // blocks * m + in_block // m, block % blocks * m + in_block % m]
+    return in_frame == 0, torch.stack(places)
 
-    def places(frames: int, height: int, width: int) -> Tensor:
-        numbers = (torch.arange(size, device=grid.device) for size in (height, width))
-        rows_and_columns = torch.stack(torch.meshgrid(*numbers, indexing="ij"))
-        blocks = rows_and_columns.view(2, height // m, m, width // m, m).transpose(2, 3)
-        return blocks.flatten(1).repeat(1, frames)
 
-    return torch.cat([places(*sizes) for sizes in grid.tolist()], dim=1)
-
-
-def window_order(frame_sizes: Tensor, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
+def window_order(begins: Tensor, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """The patches frame by frame, and in a frame window by window, row by row of windows.
 
     Args:
-        frame_sizes: (f,) int64, how many patches each frame has.
+        begins: (N,) bool, the first patch of each frame.
         places: (2, N) int64, see `patch_places`.
         side: of a window, in patches; a multiple of m.
 
     Returns:
-        (N,) int64, the numbers of the patches in that order, those of a window as they came; and (w,) int64, how many
-        patches each window has.
+        (N,) int64, the numbers of the patches in that order, those of a window as they came; and (N,) bool, the first
+        patch of each window in that order.
     """
-    frame = torch.arange(len(frame_sizes), device=places.device).repeat_interleave(frame_sizes)
     row, column = places // side
-    number = (frame * (row.max() + 1) + row) * (column.max() + 1) + column
-    order = number.argsort(stable=True)
-    return order, number[order].unique_consecutive(return_counts=True)[1]
+    number = (begins.cumsum(0) * (row.max() + 1) + row) * (column.max() + 1) + column
+    number, order = number.sort(stable=True)
+    return order, F.pad(number[1:] != number[:-1], (1, 0), value=True)
 
 
 def put_rows(x: Tensor, here: Tensor, rows: Tensor, sizes: Tensor | None = None) -> Tensor:
@@ -235,17 +263,25 @@ def put_rows(x: Tensor, here: Tensor, rows: Tensor, sizes: Tensor | None = None)
             does not matter.
 
     Raises:
-        ValueError: there are more or fewer rows than places, or those of an image do not lie side by side.
+        ValueError: there are more or fewer rows than places, or those of an image do not lie side by side. See
+            `checked`.
     """
-    where = here.flatten().nonzero()[:, 0]
-    if len(where) != len(rows):
-        raise ValueError(f"{len(rows)} embeddings of images or videos; expected {len(where)}, one for each token there")
+    count = here.sum()
+    rows = checked(
+        rows,
+        count == len(rows),
+        lambda: f"{len(rows)} embeddings of images or videos; expected {int(count)}, one for each token there",
+    )
+    where = (~here).flatten().to(torch.uint8).argsort(stable=True)[: len(rows)]  # `nonzero` has no size to compile
     if sizes is not None:
+        sizes = sizes.to(where.device)
         ends = sizes.cumsum(0)
-        first, last = where[ends - sizes], where[ends - 1]
-        is_in_a_row = (last - first == sizes.to(where.device) - 1) & (first // x.shape[1] == last // x.shape[1])
-        if not bool(is_in_a_row.all()):
-            raise ValueError(f"images or videos in parts; expected {sizes.tolist()} tokens side by side, in this order")
+        first, last = (where[index.clamp(0, len(rows) - 1)] for index in (ends - sizes, ends - 1))
+        rows = checked(
+            rows,
+            ((last - first == sizes - 1) & (first // x.shape[1] == last // x.shape[1])).all(),
+            lambda: f"images or videos in parts; expected {sizes.tolist()} tokens side by side, in this order",
+        )
     return x.flatten(0, 1).index_copy(0, where, rows.to(x.dtype)).view_as(x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import (
     BlockStack,
     Context,
@@ -113,6 +116,15 @@ class CausalLM(nn.Module):
         origin: where the weights came from, for saving them back under the same names; None for a new model.
     """
 
+    modalities: ClassVar[tuple[str, ...]] = ()
+    """The names of what the model reads besides text: those that `embed` has for its inputs."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        embeds = [vars(base)["embed"] for base in cls.__mro__ if "embed" in vars(base)]  # which may call each other
+        parameters = [p for embed in embeds for p in list(inspect.signature(embed).parameters.values())[3:]]
+        cls.modalities = tuple(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
+
     def __init__(self, config: CausalLMConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
         super().__init__()
         self.config = config
@@ -167,7 +179,8 @@ class CausalLM(nn.Module):
         """Logits, or with labels the loss.
 
         Args:
-            input_ids: (B, T) token ids.
+            input_ids: (B, T) token ids, from 0 to `input_vocab_size` - 1. On a GPU this is checked only with
+                LIGERZOO_DEBUG=1 in the environment, see `check_inputs`; without it, other ids are undefined behaviour.
             attention_mask: (B, S), 1 for a token and 0 for padding, the cached tokens included; or (B, 1, T, S).
             position_ids: (B or 1, T); by default 0 to T - 1, after the cached tokens. Without padding and cache, where
                 they begin anew another text begins: texts packed into a row do not see each other.
@@ -188,6 +201,7 @@ class CausalLM(nn.Module):
         Raises:
             ValueError: the inputs do not fit together.
         """
+        self._refuse_unknown(modalities)
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         x = input_ids if inputs_embeds is None else inputs_embeds
@@ -199,6 +213,8 @@ class CausalLM(nn.Module):
         if objective is not None and labels is None and shift_labels is None:
             raise ValueError("an objective needs labels, got None; expected (B, T) token ids, -100 where none counts")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
+        if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
+            self.check_inputs(x, context.real_tokens(), past_key_values, **modalities)
         hidden = self.model(self.embed(x, context, **modalities), context)
 
         if labels is not None and shift_labels is None:
@@ -215,10 +231,67 @@ class CausalLM(nn.Module):
         logits = self.lm_head(hidden[:, kept])
         return CausalLMOutput(logits=logits, past_key_values=past_key_values, aux_loss=aux_loss)
 
+    def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
+        for name in modalities:
+            if name not in self.modalities:
+                raise LigerzooError(
+                    f"{type(self).__name__} does not read it", where=name,
+                    expected=", ".join(self.modalities) or "text alone, such as input_ids",
+                )  # fmt: skip
+
     def embed(self, x: Tensor, context: Context) -> Tensor:
         """What the decoder reads: (B, T) token ids, or (B, T, H) embeddings in their place. An architecture that reads
-        more than text puts that among them here, or in the context, and may tell that where it stands."""
+        more than text has arguments for that, and puts it among the tokens or in the context."""
         return x
+
+    @property
+    def input_vocab_size(self) -> int:
+        """The number of token ids that have an embedding."""
+        return self.config.vocab_size
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        """The token ids in whose places images and the like go, each with the input that brings these."""
+        return {}
+
+    def check_inputs(
+        self,
+        input_ids: Tensor,
+        padding_mask: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        **modalities: Any,
+    ) -> None:
+        """Checks the values of the inputs, for which the host waits for a GPU. So `forward` calls it on a CPU or with
+        LIGERZOO_DEBUG=1 only, and `generate` for the prompts only.
+
+        Args:
+            input_ids: (B, T).
+            padding_mask: (B, T) bool, False for padding, whose tokens may be placeholders; None for no padding.
+            past_key_values: the cache of the tokens before these. A single token after others may be a placeholder:
+                generation may draw any token.
+            modalities: what else the architecture reads, see its `embed`.
+
+        Raises:
+            LigerzooError: a token id has no embedding, or is a placeholder without the input that belongs there.
+        """
+        self._refuse_unknown(modalities)
+        is_drawn = input_ids.shape[1] == 1 and past_key_values is not None and past_key_values.length > 0
+        has_none = (input_ids < 0) | (input_ids >= self.input_vocab_size)
+        for token_id, name in self.placeholders.items():
+            here = input_ids == token_id
+            if modalities.get(name) is not None:
+                has_none = has_none & ~here
+            elif not is_drawn and bool((here if padding_mask is None else here & padding_mask).any()):
+                raise LigerzooError(
+                    "tokens that stand for images or videos, but no such input", where="input_ids", got=token_id,
+                    expected=f"{name} with them", remedy="A processor makes both.",
+                )  # fmt: skip
+        if bool(has_none.any()):
+            raise LigerzooError(
+                "token ids outside the vocabulary", where="input_ids", got=input_ids[has_none][:8].tolist(),
+                expected=f"0 to {self.input_vocab_size - 1}",
+                remedy="The tokenizer must be that of the model; padding needs an id of the vocabulary, too.",
+            )  # fmt: skip
 
     inputs_per_token: ClassVar[tuple[str, ...]] = ()
     """The names of what `embed` reads that tells something of each token, (B, T, ...)."""

@@ -12,6 +12,7 @@ tokens of an image see each other in both directions, as far back as a window re
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Unpack
 
@@ -146,6 +147,10 @@ class Gemma3(CausalLM):
                 norm, v.hidden_size, c.hidden_size, pool_size=c.pool_size, **make
             ),
         )  # fmt: skip
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        return {self.config.image_token_id: "pixel_values"}
 
     def embed(
         self, x: Tensor, context: Context, pixel_values: Tensor | None = None, token_type_ids: Tensor | None = None

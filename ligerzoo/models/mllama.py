@@ -10,13 +10,14 @@ square tiles, all patches of which see each other. Text alone takes no notice of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard, Unpack
+from typing import Any, TypeGuard, Unpack
 
+import torch
 from torch import Tensor, nn
 
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.layers import (
     MLP,
     Attention,
@@ -27,6 +28,7 @@ from ligerzoo.layers import (
     Decoder,
     GatedMLP,
     GatedPreNormBlock,
+    KVCache,
     LayerNorm,
     LMHead,
     PatchEmbedding,
@@ -186,6 +188,85 @@ class Mllama(CausalLM):
             vision_model=vision_tower(c.vision_config, **make),
             multi_modal_projector=nn.Linear(c.vision_config.vision_output_dim, c.hidden_size, **make),
         )
+
+    @property
+    def input_vocab_size(self) -> int:
+        return self.config.vocab_size + _IMAGE_TOKENS
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        return {self.config.image_token_index: "pixel_values"}
+
+    def check_inputs(
+        self,
+        input_ids: Tensor,
+        padding_mask: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        **modalities: Any,
+    ) -> None:
+        """See `CausalLM.check_inputs`. Images may also come as `cross_attention_states` or from the cache. The
+        arrangements and masks of new images must agree with each other and, from the beginning of the text on, with
+        the image tokens.
+
+        Raises:
+            LigerzooError: a value of the inputs is not possible.
+        """
+        has_others = modalities.get("cross_attention_states") is not None
+        has_others |= past_key_values is not None and past_key_values.memory_length > 0
+        given = {"pixel_values": input_ids} if has_others else {}
+        super().check_inputs(input_ids, padding_mask, past_key_values, **modalities | given)
+        arrangement, is_tile = modalities.get("aspect_ratio_ids"), modalities.get("aspect_ratio_mask")
+        shape = (*input_ids.shape[:1], -1) if arrangement is None else (*arrangement.shape, self._most_tiles)
+        if has_others or arrangement is None or is_tile is None or is_tile.shape != shape:
+            return  # of shapes that do not fit, `embed` says more
+        tiles = self._tiles(arrangement, is_tile).to(input_ids.device)
+        is_here = input_ids == self.config.image_token_index
+        count = (is_here if padding_mask is None else is_here & padding_mask).cumsum(1)
+        images = tiles.any(-1).sum(1)
+        if bool((count[:, -1] > images).any()):
+            raise LigerzooError(
+                "more image tokens than images", where="input_ids", got=count[:, -1].tolist(),
+                expected=f"at most {images.tolist()}, the images of each row in aspect_ratio_ids",
+            )  # fmt: skip
+        sees = modalities.get("cross_attention_mask")
+        if sees is None or sees.shape != (*input_ids.shape, *tiles.shape[1:]):
+            return
+        sees = sees.to(input_ids.device).bool()
+        if padding_mask is not None:
+            sees = sees & padding_mask[..., None, None]
+        image = torch.arange(tiles.shape[1], device=count.device)
+        for is_wrong, what, expected in (
+            (sees & ~tiles[:, None], "shows tiles that the image does not have", "0 for all but the tiles of an image"),
+            (sees.any(-1) & (image >= count[..., None]), "shows an image before its image token", "0 for such tokens"),
+        ):
+            if bool(is_wrong.any()):
+                raise LigerzooError(what, where="cross_attention_mask", expected=expected)
+
+    @property
+    def _most_tiles(self) -> int:
+        return self.config.vision_config.max_num_tiles
+
+    def _tiles(self, arrangement: Tensor, is_tile: Tensor) -> Tensor:
+        """(B, M, t) bool: the tiles that each image has.
+
+        Raises:
+            LigerzooError: an arrangement is unknown, or `is_tile` has other tiles.
+        """
+        ratios = self.config.vision_config.supported_aspect_ratios
+        if bool(((arrangement < 0) | (arrangement > len(ratios))).any()):
+            raise LigerzooError(
+                "unknown arrangement of tiles", where="aspect_ratio_ids", got=arrangement.tolist(),
+                expected=f"1 to {len(ratios)}, or 0 for no image",
+            )  # fmt: skip
+        counts = torch.tensor([0, *(rows * columns for rows, columns in ratios)], device=arrangement.device)
+        count, tile = counts[arrangement][..., None], torch.arange(self._most_tiles, device=arrangement.device)
+        expected = tile < count.clamp(min=1)
+        if not torch.equal(is_tile.to(expected.device).bool(), expected):
+            raise LigerzooError(
+                "not the tiles of aspect_ratio_ids", where="aspect_ratio_mask", got=is_tile.int().tolist(),
+                expected=expected.int().tolist(),
+            )  # fmt: skip
+        return tile < count
 
     def embed(
         self,

@@ -4,7 +4,7 @@ height and width."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
@@ -150,6 +150,10 @@ class VisionLM(CausalLM):
         decoder, head = qwen2_decoder(c, rotary, **make), LMHead(c.hidden_size, c.vocab_size, **make)
         super().__init__(config, decoder, head, visual=visual)
 
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        return {self.config.image_token_id: "pixel_values", self.config.video_token_id: "pixel_values_videos"}
+
     def embed(
         self,
         x: Tensor,
@@ -190,12 +194,11 @@ class VisionLM(CausalLM):
         for token_id, patches, grid, interval in kinds:
             if patches is None and grid is None:
                 continue
-            if grid is None or x.is_floating_point():
-                raise ValueError("images and videos need their grids, and input_ids to tell their places")
+            if patches is None or grid is None or x.is_floating_point():
+                raise ValueError("images and videos need patches and their grids, and input_ids to tell their places")
             here = x == token_id if real is None else (x == token_id) & real
             tokens = grid // grid.new_tensor([1, m, m])
-            if patches is not None:
-                embeddings = put_rows(embeddings, here, self.visual(patches, grid), tokens.long().prod(1))
+            embeddings = put_rows(embeddings, here, self.visual(patches, grid), tokens.long().prod(1))
             grids.append(Grids(here, tokens, interval))
         self._set_positions(context, grids)
         return embeddings
@@ -207,6 +210,8 @@ class VisionLM(CausalLM):
             after = context.position_ids[..., -1:].amax(0) - places[:, -1:]
         elif grids:
             positions, after = grid_positions(places, grids, context.starts, frames_advance=self.frames_advance)
+            if (real := context.real_tokens()) is not None:
+                positions = positions.masked_fill(~real, 0)  # as in transformers, also for padding on the right
             if before is not None:
                 positions, after = positions + before, after + before
             context.position_ids = positions

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLMOutput, Llama, LlamaConfig
 
 VOCAB = 70
@@ -20,7 +22,7 @@ def model(device: str) -> Llama:
     return llama().to(device)
 
 
-def llama(**changes: Any) -> Llama:
+def llama(device: str | None = None, **changes: Any) -> Llama:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 24,
@@ -30,7 +32,7 @@ def llama(**changes: Any) -> Llama:
         "num_key_value_heads": 2,
         "initializer_range": 0.2,
     }
-    return Llama(LlamaConfig(**sizes | changes))
+    return Llama(LlamaConfig(**sizes | changes), device=device)
 
 
 def tokens_and_labels(batch: int, length: int, device: str) -> tuple[Tensor, Tensor]:
@@ -129,6 +131,56 @@ def test_a_label_outside_the_vocabulary(model: Llama, device: str) -> None:
         assert model(tokens, labels=labels).loss.isnan()
 
 
+# Inputs that cannot be right
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**40])
+def test_a_token_outside_the_vocabulary(model: Llama, device: str, wrong: int) -> None:
+    tokens, _ = tokens_and_labels(2, 10, device)
+    tokens[1, 3] = wrong
+    message = rf"input_ids: token ids outside the vocabulary; got \[{wrong}\]; expected 0 to {VOCAB - 1}"
+    with pytest.raises(LigerzooError, match=message):
+        model.generate(tokens, max_new_tokens=1)
+    with pytest.raises(LigerzooError, match=message):
+        model.check_inputs(tokens)
+    if device == "cpu":  # on a GPU only with LIGERZOO_DEBUG=1
+        with pytest.raises(LigerzooError, match=message):
+            model(tokens)
+
+
+def test_the_values_of_inputs_are_looked_at_where_that_is_cheap_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(device="meta"), torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Llama, "check_inputs", lambda _, ids, *more, **modalities: calls.append(tuple(ids.shape)))
+    model(ids)
+    assert calls == []
+    monkeypatch.setattr("ligerzoo.models.causal_lm.DEBUG", True)
+    model(ids)
+    assert calls == [(1, 3)]
+
+
+@pytest.mark.parametrize("name", ["images", "pixel_values", "attention_masks"])
+def test_what_the_model_does_not_read(model: Llama, device: str, name: str) -> None:
+    tokens, _ = tokens_and_labels(2, 10, device)
+    for call in (model, lambda *ids, **options: model.generate(*ids, max_new_tokens=1, **options)):
+        with pytest.raises(LigerzooError, match=f"{name}: Llama does not read it; expected text alone"):
+            call(tokens, **{name: torch.zeros(2, 3)})
+
+
+def test_a_model_names_what_it_reads() -> None:
+    class Louder(Llama):
+        def embed(self, x: Tensor, context: Any, volume: float = 1.0, **more: Any) -> Tensor:
+            return self.model.embed_tokens(x) * volume
+
+    class Brighter(Louder):
+        def embed(self, x: Tensor, context: Any, *, light: float = 0.0, **more: Any) -> Tensor:
+            return super().embed(x, context, **more) + light
+
+    assert (Llama.modalities, Brighter.modalities) == ((), ("light", "volume"))
+    model, ids = Brighter(llama().config), torch.arange(9)[None]
+    assert not torch.equal(model(ids, volume=0.5, light=1.0).logits, model(ids).logits)
+
+
 # Logits
 
 
@@ -157,10 +209,9 @@ def test_masks_of_either_shape(model: Llama, device: str) -> None:
     tokens, _ = tokens_and_labels(2, 10, device)
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1, -2:] = 0, 0
-    causal, itself = torch.ones(10, 10, dtype=torch.bool, device=device).tril(), torch.eye(10, dtype=torch.bool)
-    visible = causal & mask.bool()[:, None, None, :]
-    if device == "cuda":
-        visible = visible | itself.to(device)
+    visible = torch.ones(10, 10, dtype=torch.bool, device=device).tril() & mask.bool()[:, None, None, :]
+    if device == "cuda":  # what sees nothing else sees itself
+        visible[0, 0, :3, :3] = torch.eye(3, dtype=torch.bool)
     expected = model(tokens, attention_mask=mask).logits
     assert torch.equal(model(tokens, attention_mask=visible).logits, expected)
     alone = model(tokens[:1, 3:]).logits
@@ -211,7 +262,7 @@ def test_a_cache_is_made_or_extended(model: Llama, device: str) -> None:
     out = model(tokens, past_key_values=cache, labels=labels)
     assert cache.length == 16
     assert out[1] is cache
-    with pytest.raises(ValueError, match=r"\(2, 8\); expected \(batch, 24\)"):
+    with pytest.raises(ValueError, match=r"\(2, 8\); expected \(2, 24\)"):
         model(tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens))
 
 
@@ -240,6 +291,27 @@ def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str)
     model.gradient_checkpointing_disable()
     model(tokens, labels=labels).loss.backward()
     assert len(calls) == 6
+
+
+def test_steps_that_count_padding_are_transformers(model: Llama, device: str) -> None:
+    """As many scripts train: padded on the right, with labels that are the ids."""
+    config = transformers.LlamaConfig(**vars(model.config) | {"pad_token_id": None, "rope_scaling": None})
+    theirs = transformers.LlamaForCausalLM(config).to(device)
+    theirs.load_state_dict(model.state_dict())
+    tokens, _ = tokens_and_labels(4, 40, device)
+    mask = (torch.arange(40, device=device) < torch.tensor([[40], [33], [12], [1]], device=device)).long()
+    losses: list[list[float]] = []
+    for trained in (model, theirs):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        losses.append([])
+        for _ in range(4):
+            loss = trained(tokens, attention_mask=mask, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if device == "cpu" else 1e-3)
+    assert losses[0][-1] < losses[0][0] - 0.2
 
 
 def test_a_step_under_autocast(model: Llama, device: str) -> None:
@@ -308,6 +380,41 @@ def test_compiled_is_eager_and_compiles_twice_at_most(device: str, padded: bool)
 @pytest.mark.inductor
 def test_compiled_by_inductor(device: str) -> None:
     assert_compiled_is_eager(llama(num_hidden_layers=1).to(device), "inductor", [(2, 24)], padded=True)
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_a_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None:
+    """That it was given, or that it makes itself and returns."""
+    model = llama(num_hidden_layers=1).to(device)
+    tokens, _ = tokens_and_labels(2, 12, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        cache = None if capacity is None else model.new_cache(capacity)
+        parts = []
+        for part in tokens.split([9, 1, 1, 1], 1):
+            out = compiled(part, past_key_values=cache, use_cache=True)
+            assert cache in (None, out.past_key_values)
+            cache = out.past_key_values
+            parts.append(out.logits)
+    assert cache is not None
+    assert cache.length == 12
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=2e-5)
+
+
+def test_a_compiled_model_generates(device: str) -> None:
+    """And is compiled for the prompt, for the first token and for any other."""
+    model = llama(num_hidden_layers=1).to(device)
+    tokens, _ = tokens_and_labels(2, 10, device)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    expected = model.generate(tokens, mask, max_new_tokens=20)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile(backend=counter)
+    assert torch.equal(model.generate(tokens, mask, max_new_tokens=20), expected)
+    assert counter.frame_count <= 3
 
 
 # A model as an object

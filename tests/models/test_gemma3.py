@@ -305,6 +305,20 @@ def test_a_frozen_tower(model: Gemma3) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
+def test_compiled(model: Gemma3) -> None:
+    """In one graph."""
+    p = prompt_for(model, PROMPTS["a padded batch"])
+    inputs = {"input_ids": p.ids, "attention_mask": p.mask, "labels": labels_for(p), **p.images}
+    expected = all_gradients(model, **inputs)
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
+    got = gradients(model)
+    model.zero_grad()
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5 * gradient.abs().max().item())
+
+
 def test_a_new_model(tmp_path: Path) -> None:
     """Is drawn at random, tower included, and saved as the hub has them."""
     vision = Gemma3VisionConfig(
@@ -362,6 +376,17 @@ def test_from_messages_to_an_answer(tmp_path: Path, device: str) -> None:
 
 
 # Refusals, and what config.json says
+
+
+def test_placeholders_without_images(model: Gemma3) -> None:
+    ids = torch.arange(3, 23, device=model.device)[None].index_fill(
+        1, torch.arange(4, 8, device=model.device), model.config.image_token_id
+    )
+    for call in (model.check_inputs, lambda ids: model.generate(ids, max_new_tokens=1)):
+        with pytest.raises(
+            ValueError, match=r"input_ids: tokens that stand for images .* expected pixel_values with them"
+        ):
+            call(ids)
 
 
 def test_what_does_not_fit_together(model: Gemma3) -> None:

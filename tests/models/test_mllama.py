@@ -193,10 +193,11 @@ def test_large_images(tmp_path: Path, device: str) -> None:
 @torch.no_grad()
 def test_cross_attention_masks(pair: tuple[Mllama, PreTrainedModel], kind: str) -> None:
     ours, theirs = pair
-    p = prompt_for(ours, BATCH)
+    p = prompt_for(ours, [[(2, 2), 30], [(2, 2), 30]] if kind == "as one number" else BATCH)
     mask = p.vision.pop("cross_attention_mask")
     if kind != "by default":
-        shown = {"at random": torch.rand(mask.shape) < 0.3, "of no image": mask < 0, "as one number": mask >= 0}[kind]
+        at_random = (torch.rand(mask.shape).to(mask.device) < 0.3) & (mask.cummax(1).values > 0)  # of images before
+        shown = {"at random": at_random, "of no image": mask < 0, "as one number": mask >= 0}[kind]
         shown[0, 5:9] = False
         p.vision["cross_attention_mask"] = shown.to(mask)
     got = ours(p.ids, p.mask, **p.vision).logits
@@ -274,7 +275,7 @@ def test_generation(model: Mllama) -> None:
     """With and without a cache, padded on either side and more than needed: the same. And tokens that have no logit, as
     an image's, are not in the way of a penalty."""
     p = prompt_for(model, BATCH)
-    ids, mask, sees = p.ids.where(p.ids < model.config.vocab_size, 104), p.mask, p.vision.pop("cross_attention_mask")
+    ids, mask, sees = p.ids, p.mask, p.vision.pop("cross_attention_mask")
     right = [torch.zeros_like(x) for x in (ids, mask, sees)]
     for i, row in enumerate(mask):
         for there, here in zip(right, (ids, mask, sees), strict=True):
@@ -335,7 +336,7 @@ def test_packed(model: Mllama, by_positions: bool) -> None:
     del vision["cross_attention_mask"]
     with pytest.raises(ValueError, match="packed texts with images need a cross_attention_mask"):
         model(ids, **packing, **vision)
-    assert model(ids, **packing).logits.isfinite().all()
+    assert model(labels.clamp(min=0), **packing).logits.isfinite().all()
 
 
 # Training
@@ -391,7 +392,7 @@ def small() -> Mllama:
         MllamaConfig(
             vocab_size=101, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, cross_attention_layers=[1], vision_config=vision, initializer_range=0.3,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            image_token_index=101, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         )
     )  # fmt: skip
 
@@ -433,7 +434,8 @@ def test_a_new_model(tmp_path: Path) -> None:
     assert names <= stored_tensors(tmp_path).keys()
     p = prompt_for(made, IMAGES)
     assert_close(made(p.ids, **p.vision).logits, theirs(input_ids=p.ids, **p.vision).logits, "logits")
-    assert torch.equal(made(p.ids, **p.vision).logits, made(p.ids).logits)
+    blank = p.vision | {"pixel_values": torch.zeros_like(p.vision["pixel_values"])}
+    assert torch.equal(made(p.ids, **p.vision).logits, made(p.ids, **blank).logits)
 
 
 # From a file to an answer
@@ -441,7 +443,7 @@ def test_a_new_model(tmp_path: Path) -> None:
 
 def test_from_an_image_to_an_answer(tmp_path: Path, device: str) -> None:
     config = {**MLLAMA, "text_config": {**TEXT, "vocab_size": 256 + 4}}  # the processor's image token has no logit
-    config["vision_config"] = {**VISION, "image_size": 56, "patch_size": 14}
+    config |= {"vision_config": {**VISION, "image_size": 56, "patch_size": 14}, "image_token_index": 256 + 4}
     Tiny("whole", config, tensors=CHECKPOINTS[0].tensors).write(tmp_path)
     written = (tmp_path / "config.json").read_text()
     processor_files(tmp_path, "mllama")
@@ -477,15 +479,46 @@ def test_what_does_not_fit_together(model: Mllama) -> None:
             r"\(3, 1\).*; expected \[\(3, 3, 4, 3, 12, 12\), \(3, 3\), \(3, 3, 4\)\]",
         ),
         ({**vision, "pixel_values": vision["pixel_values"][..., :8]}, "pixel_values, aspect_ratio_ids and"),
-        ({**vision, "aspect_ratio_mask": tiles.flip(2)}, "expected 1 for the first of each image, and then 0"),
-        ({**vision, "aspect_ratio_mask": torch.zeros_like(tiles)}, "expected 1 for the first of each image"),
+        ({**vision, "aspect_ratio_mask": tiles.flip(2)}, "not the tiles of|expected 1 for the first of each image"),
+        ({**vision, "aspect_ratio_mask": tiles * 0}, "not the tiles of|expected 1 for the first of each image"),
         ({**vision, "cross_attention_mask": mask[:, :, :2]}, r"\(3, \d+, 2, 4\); expected .* with 12 tiles in all"),
         ({**vision, "cross_attention_mask": mask[0]}, "cross_attention_mask has shape"),
         ({**vision, "cross_attention_mask": torch.cat([mask, mask], 1)}, "cross_attention_mask has shape"),
         ({"cross_attention_mask": mask}, "with 0 tiles in all"),
     ):
+        ids = p.ids if "pixel_values" in wrong else p.ids.clamp(max=100)
         with pytest.raises(ValueError, match=message):
-            model(p.ids, p.mask, **wrong)
+            model(ids, p.mask, **wrong)
+
+
+def test_values_that_contradict_each_other(model: Mllama) -> None:
+    """What only the values of the inputs show; in `generate` on a GPU, too."""
+    p = prompt_for(model, BATCH)
+    vision, token = p.vision, model.config.image_token_index
+    model.check_inputs(p.ids, p.mask == 1, **vision)
+    arrangement, tiles, sees = (
+        vision[name] for name in ("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
+    )
+    image_too_many = p.ids.index_fill(1, torch.tensor([-1], device=p.ids.device), token)
+    for ids, wrong, message in (
+        (p.ids, {"aspect_ratio_ids": arrangement + 90}, r"unknown arrangement .* 1 to 8, or 0 for no image"),
+        (p.ids, {"aspect_ratio_ids": arrangement - 1}, "aspect_ratio_ids: unknown arrangement"),
+        (p.ids, {"aspect_ratio_ids": (arrangement > 0).long()}, "aspect_ratio_mask: not the tiles of aspect_ratio_ids"),
+        (p.ids, {"aspect_ratio_mask": torch.ones_like(tiles)}, "aspect_ratio_mask: not the tiles of aspect_ratio_ids"),
+        (p.ids, {"cross_attention_mask": sees | (p.mask[..., None, None] == 1)}, "tiles that the image does not have"),
+        (p.ids, {"cross_attention_mask": sees.flip(1)}, "cross_attention_mask: shows "),
+        (p.ids.masked_fill(p.ids == token, 5), {}, "shows an image before its image token"),
+        (image_too_many, {}, r"more image tokens than images; got \[2, 1, 4\]; expected at most \[1, 0, 3\]"),
+        (p.ids, {"pixel_values": None, "aspect_ratio_ids": None}, "expected pixel_values with them"),
+        (p.ids + 10, {}, "token ids outside the vocabulary"),
+        (p.ids, {"images": []}, "images: Mllama does not read it; expected pixel_values, aspect_ratio_ids, "),
+    ):
+        assert isinstance(wrong, dict)
+        with pytest.raises(LigerzooError, match=message):
+            model.generate(ids, p.mask, max_new_tokens=1, **{**vision, **wrong})
+        if model.device.type == "cpu":
+            with pytest.raises(LigerzooError, match=message):
+                model(ids, p.mask, **{**vision, **wrong})
 
 
 @pytest.mark.parametrize(

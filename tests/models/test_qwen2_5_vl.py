@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,10 @@ def frames_of(grid: Tensor) -> Tensor:
 def test_windows(grid: Tensor, side: int) -> None:
     """Of tokens in transformers, and here of their patches."""
     expected, bounds = get_vision_window_index(grid, spatial_merge_size=M, window_size=side * M * 14, patch_size=14)
-    order, sizes = window_order(frames_of(grid), patch_places(grid, M), side * M)
+    begins, places = patch_places(grid, int(grid.prod(1).sum()), M)
+    assert begins.nonzero()[:, 0].tolist() == F.pad(frames_of(grid).cumsum(0), (1, -1)).tolist()
+    order, begins = window_order(begins, places, side * M)
+    sizes = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(order)).diff()
     assert order.tolist() == [M * M * token + i for token in expected.tolist() for i in range(M * M)]
     assert sizes.tolist() == bounds.diff().tolist()
 
@@ -120,7 +124,8 @@ def test_large_images_on_a_gpu(models: tuple[Qwen2_5VL, Any]) -> None:
 
 def positions(model: Qwen2_5VL, p: Prompt, seconds: Any) -> Tensor:
     context = Context(p.ids)
-    model.embed(p.ids, context, video_grid_thw=p.vision["video_grid_thw"], second_per_grid_ts=seconds)
+    with torch.no_grad():
+        model.embed(p.ids, context, **{**p.vision, "second_per_grid_ts": seconds})
     return context.position_ids
 
 
@@ -135,7 +140,7 @@ def test_positions_in_time_go_by_seconds(
     ours, theirs = models
     row: Row = [1, *(piece for frames, _ in videos for piece in (video(frames, 1, 2), 1))]
     p = prompt([row], VISION)
-    p = Prompt(p.ids.to(device), p.mask.to(device), p.vision)
+    p = Prompt(p.ids.to(device), p.mask.to(device), {name: tensor.to(device) for name, tensor in p.vision.items()})
     seconds = [seconds for _, seconds in videos]
     told = [seconds, torch.tensor(seconds), None][kind]
     grid = p.vision["video_grid_thw"]

@@ -17,9 +17,10 @@ from transformers.utils import logging
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
-from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.layers import Context
+from ligerzoo.models import Qwen2_5VL
 from ligerzoo.models.vision_lm import VisionLM
 from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
 from tests.models.comparing import (
@@ -120,6 +121,15 @@ def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], row
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
+@torch.no_grad()
+def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
+    ours, theirs = models
+    if ours.config.sliding_window:
+        return  # which may hide the text from padding
+    p = prompt_for(ours, PROMPTS["a padded batch"], "right")
+    assert_close(ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits, "logits")
+
+
 @every_prompt
 @torch.no_grad()
 def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
@@ -181,7 +191,8 @@ def rows_of(longest: int = 6) -> st.SearchStrategy[list[Row]]:
 def positions(model: VisionLM, p: Prompt) -> tuple[Tensor, Tensor]:
     """On three axes, and by how much they go on beyond the places of tokens."""
     context = Context(p.ids, p.mask, cache=model.new_cache())
-    model.embed(p.ids, context, **told_of(p))
+    with torch.no_grad():
+        model.embed(p.ids, context, **p.vision)
     assert context.cache is not None
     offset = context.cache.position_offset
     assert offset is not None
@@ -381,6 +392,47 @@ def test_a_frozen_tower(model: VisionLM) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
+def test_compiled(model: VisionLM, backend: str | None) -> None:
+    """In one graph: images of one size, and then of others; for Qwen2.5-VL, a padded batch with videos."""
+    texts, backend = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]], backend or "eager"
+    if isinstance(model, Qwen2_5VL):
+        texts, backend = [PROMPTS["a padded batch"]], "aot_eager" if backend == "eager" else backend
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for rows in texts:
+        p = prompt_for(model, rows)
+        inputs = {"input_ids": p.ids, "attention_mask": p.mask, "labels": labels_for(p), **p.vision}
+        expected = all_gradients(model, **inputs)
+        compiled(**inputs).loss.backward()
+        got = gradients(model)
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5 * gradient.abs().max().item())
+        model.zero_grad()
+
+
+@torch.no_grad()
+def test_what_does_not_fit_together_is_nan_when_compiled(model: VisionLM) -> None:
+    """For a graph cannot raise an error."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    p = prompt_for(model, [[5, image(2, 3), 20]])
+    assert not compiled(p.ids, **p.vision).logits.isnan().any()
+    first = int((p.ids[0] == model.config.image_token_id).nonzero()[0])
+    one_less, apart = p.ids.clone(), p.ids.clone()
+    one_less[0, first] = 7
+    apart[0, [0, first]] = apart[0, [first, 0]]
+    grid = p.vision["image_grid_thw"]
+    for ids, wrong in (
+        (one_less, {}),
+        (apart, {}),
+        (p.ids, {"image_grid_thw": grid + 2}),
+        (p.ids, {"image_grid_thw": -grid}),
+    ):
+        assert compiled(ids, **{**p.vision, **wrong}).logits[0, -1].isnan().all()
+
+
 def test_a_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     """Is drawn at random, tower included, and saved as the hub has them."""
     architecture = architecture_of(hub_row.config["model_type"])
@@ -420,7 +472,7 @@ def test_what_does_not_fit_together(model: VisionLM) -> None:
         model(p.ids, pixel_values=pixels, image_grid_thw=grid[0])
     with pytest.raises(ValueError, match="multiples of 2"):
         model(p.ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 3, 8]]))
-    with pytest.raises(ValueError, match="need their grids"):
+    with pytest.raises(ValueError, match="need patches and their grids"):
         model(p.ids, pixel_values=pixels)
     first = int((p.ids[0] == model.config.image_token_id).nonzero()[0])
     between = torch.cat([p.ids[:, : first + 2], p.ids[:, :1], p.ids[:, first + 2 :]], 1)
@@ -430,6 +482,27 @@ def test_what_does_not_fit_together(model: VisionLM) -> None:
     model(p.ids, **p.vision, mm_token_type_ids=p.types)
     with pytest.raises(ValueError, match="input_ids to tell their places"):
         model(inputs_embeds=model.model.embed_tokens(p.ids), **p.vision)
+
+
+@torch.no_grad()
+def test_placeholders_without_what_belongs_there(model: VisionLM) -> None:
+    """Are refused in a text, and read as any token when generation drew one."""
+    for piece, name in ((image(2, 3), "pixel_values"), (video(2, 1, 1), "pixel_values_videos")):
+        p = prompt_for(model, [[5, piece, 20], [9]])
+        message = rf"input_ids: tokens that stand for images .* got {piece[0]}; expected {name} with them"
+        for kept in ({}, {n: t for n, t in p.vision.items() if n.endswith("thw")}):
+            with pytest.raises(LigerzooError, match=message):
+                model.generate(p.ids, p.mask, max_new_tokens=1, **kept)
+            if model.device.type == "cpu":
+                with pytest.raises(LigerzooError, match=message):
+                    model(p.ids, p.mask, **kept)
+        model.check_inputs(p.ids.where(p.ids > 3, piece[0]), p.mask == 1, **p.vision)  # padding may be one
+        cache = model.new_cache()
+        model(p.ids, p.mask, past_key_values=cache, **p.vision)
+        model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
+    assert model.modalities[-1] == "mm_token_type_ids"
+    with pytest.raises(LigerzooError, match=r"images: .*VL does not read it; expected .*pixel_values"):
+        model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [

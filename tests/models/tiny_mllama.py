@@ -109,7 +109,7 @@ def mllamas() -> Iterator[Tiny]:
         "few keys",
         {"rope_scaling": None},
         absent=(
-            "cross_attention_layers", "dropout", "hidden_act", "image_token_index", "initializer_range", "norm_eps",
+            "cross_attention_layers", "dropout", "hidden_act", "initializer_range", "norm_eps",
             "num_channels", "rms_norm_eps", "rope_theta", "supported_aspect_ratios", "tie_word_embeddings",
             "torch_dtype",
         ),
