@@ -7,6 +7,7 @@ way back, under the same names.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import json
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ligerzoo.atomic import reading_directory
 from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
@@ -96,24 +98,18 @@ def load(
     Raises:
         ConfigError: config.json asks for something else than `model_class`, or for what is not supported.
         CheckpointError: files are missing or damaged; or a tensor is missing, unexpected or of another shape than
-            config.json implies.
+            config.json implies; or the directory was replaced while its files were opened.
     """
     directory = find_checkpoint(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    raw, architecture, config = _read_config(directory / CONFIG_FILE)
-    generation_config = read_json(directory / GENERATION_FILE) if (directory / GENERATION_FILE).exists() else {}
-    known = architecture.model_class
-    if not (issubclass(known, model_class) or issubclass(model_class, known)):
-        raise ConfigError(
-            "the checkpoint is of another architecture",
-            where=directory / CONFIG_FILE,
-            got=f"model_type {architecture.model_type!r}",
-            expected=model_class.__name__,
-            remedy=f"Load it with {known.__name__}.from_pretrained or AutoModel.from_pretrained.",
-        )
-
-    with Checkpoint(directory) as checkpoint:
+    with contextlib.ExitStack() as opened:
+        with reading_directory(directory):
+            raw, architecture, config = _read_config(directory / CONFIG_FILE)
+            _refuse_other_class(architecture, model_class, directory / CONFIG_FILE)
+            has_generation_config = os.path.lexists(directory / GENERATION_FILE)
+            generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
+            checkpoint = opened.enter_context(Checkpoint(directory))
         stored = checkpoint.tensors
         if config.all_layers > len(stored):  # before a model of so many layers is built
             raise CheckpointError(
@@ -166,6 +162,18 @@ def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
         raise ConfigError(
             error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
         ) from error
+
+
+def _refuse_other_class(architecture: Architecture, model_class: type[CausalLM], path: Path) -> None:
+    known = architecture.model_class
+    if not (issubclass(known, model_class) or issubclass(model_class, known)):
+        raise ConfigError(
+            "the checkpoint is of another architecture",
+            where=path,
+            got=f"model_type {architecture.model_type!r}",
+            expected=model_class.__name__,
+            remedy=f"Load it with {known.__name__}.from_pretrained or AutoModel.from_pretrained.",
+        )
 
 
 def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ ARROWS = {
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors checkpoint models", ""),
     "hub": ("errors atomic checkpoint layers models convert", ""),
-    "info": ("errors checkpoint tokenizer models convert hub", ""),
+    "info": ("errors atomic checkpoint tokenizer models convert hub", ""),
     "demo": ("errors checkpoint tokenizer generate layers models convert hub ligerzoo", ""),
     "demo_vision": ("errors checkpoint demo drawings processor generate models ligerzoo", ""),
     "cli": (

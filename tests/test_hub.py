@@ -1,6 +1,7 @@
 """Loading and saving models: what is refused and when, where the files come from, and what goes back."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -426,6 +427,74 @@ def test_the_cache_of_the_hub_serves_without_network(directory: Path, tmp_path: 
 def test_a_directory_comes_before_a_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory.parent)
     assert same(Llama.from_pretrained("tiny").state_dict(), stored(directory))
+
+
+# While it is saved
+
+# Saves version after version without end: every weight, and entries of both configs, are the version's number.
+WRITER = """
+import sys, time
+from itertools import count
+from ligerzoo.models import Llama, LlamaConfig
+
+for version in count(1):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=version, tie_word_embeddings=version % 2 == 0, attention_bias=version % 3 == 0,
+    )
+    model = Llama(config)
+    for parameter in model.parameters():
+        parameter.data.fill_(version)
+    model.generation_config = {"max_length": version}
+    model.save_pretrained(sys.argv[1], max_shard_size=10_000 if version % 5 else "5GB")
+    if version == 3:
+        print("started", flush=True)
+"""
+
+READER = """
+import collections, json, sys, time, torch
+from ligerzoo import AutoModel
+from ligerzoo.errors import LigerzooError
+
+directory, seconds = sys.argv[1], float(sys.argv[2])
+end, seen, versions = time.monotonic() + seconds, collections.Counter(), set()
+while time.monotonic() < end:
+    try:
+        model = AutoModel.from_pretrained(directory)
+    except LigerzooError as error:
+        seen[str(error)] += 1
+        continue
+    version = model.config.max_position_embeddings
+    weights = {int(value) for weight in model.parameters() for value in weight.flatten()[[0, -1]]}
+    seen["loaded" if (weights, model.generation_config) == ({version}, {"max_length": version}) else "mixed"] += 1
+    versions.add(version)
+print(json.dumps([seen, len(versions)]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_no_reader_gets_a_mixture_while_a_writer_saves(tmp_path: Path, seconds: float) -> None:
+    directory = tmp_path / "model"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(script: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, str(directory), str(seconds)]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+    with start(WRITER) as writer:
+        assert writer.stdout
+        assert writer.stdout.readline() == "started\n"
+        readers = [start(READER), start(READER)]
+        outputs = [reader.communicate()[0] for reader in readers]
+        assert writer.poll() is None
+        writer.kill()
+    for output in outputs:
+        seen, versions = json.loads(output)
+        assert seen.keys() <= {"loaded", f"{directory}: was replaced while it was read. Load it again."}
+        assert seen["loaded"] > 5
+        assert versions > 2
+    Llama.from_pretrained(directory).save_pretrained(directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftover of the save that was killed
 
 
 # What is saved
