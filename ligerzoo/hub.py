@@ -14,11 +14,11 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -119,7 +119,8 @@ def load(
                 expected=f"{config.all_layers} layers",
             )
         try:
-            model: Model = architecture.build_on_meta(config, model_class)
+            with _naming_file(directory / CONFIG_FILE):
+                model: Model = architecture.build_on_meta(config, model_class)
         except RuntimeError as error:  # more elements than torch can count, before it looks for memory
             raise ConfigError("sizes of an impossible model", where=directory / CONFIG_FILE, got=error) from error
         shapes = shapes_of(model.state_dict())
@@ -151,13 +152,20 @@ def load(
 def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
     """config.json as it stands, the architecture it names, and our config of it."""
     raw = read_json(path)
-    try:
+    with _naming_file(path):
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
         refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # which refuses what is none
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(raw)
-    except ConfigError as error:  # which knows the field alone
+
+
+@contextlib.contextmanager
+def _naming_file(path: Path) -> Iterator[None]:
+    """Name config.json in the errors of those who know its fields alone."""
+    try:
+        yield
+    except ConfigError as error:
         where = f"{path}, {error.where}"
         raise ConfigError(
             error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
@@ -314,6 +322,12 @@ def _json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
+class Saves(Protocol):
+    """What can be uploaded with a model: a `Processor` or a `Tokenizer`."""
+
+    def save_pretrained(self, directory: str | Path) -> None: ...
+
+
 def push(
     model: CausalLM,
     repo_id: str,
@@ -321,12 +335,15 @@ def push(
     private: bool | None = None,
     token: str | bool | None = None,
     commit_message: str = "Upload model",
+    processor: Saves | None = None,
 ) -> str:
     """Uploads the model, and a small model card where the repository has none, and returns the commit's address.
 
     Args:
         model: one of the zoo's.
         repo_id: "org/name"; made when it does not exist.
+        processor: the `Processor` or `Tokenizer` to upload in the same commit, in place of the one that the repository
+            may have; None leaves that as it is.
         private: whether a new repository is private.
         token: by default the one that `hf auth login` stored.
         commit_message: of the one commit this makes.
@@ -338,19 +355,29 @@ def push(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         save(model, folder)
-        if not api.file_exists(repo_id, "README.md"):
-            (folder / "README.md").write_text(_model_card(model, repo_id), encoding="utf-8")
         stale = [SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors"]  # of an earlier model, unless uploaded anew
+        if processor is not None:
+            from ligerzoo.processor import FILE_PATTERNS
+
+            processor.save_pretrained(folder)
+            stale += FILE_PATTERNS
+        if not api.file_exists(repo_id, "README.md"):
+            (folder / "README.md").write_text(_model_card(model, processor, repo_id), encoding="utf-8")
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=commit_message, delete_patterns=stale
         )
         return str(commit.commit_url)
 
 
-def _model_card(model: CausalLM, repo_id: str) -> str:
+def _model_card(model: CausalLM, processor: Saves | None, repo_id: str) -> str:
     name = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sees = any(isinstance(module, PatchEmbedding) for module in model.modules())
+    loads = [(f"from ligerzoo.models import {name}", f'model = {name}.from_pretrained("{repo_id}")')]
+    if processor is not None:
+        kind = type(processor).__name__
+        loads.insert(0, (f"from ligerzoo import {kind}", f'{kind.lower()} = {kind}.from_pretrained("{repo_id}")'))
+    imports, lines = map("\n".join, zip(*loads, strict=True))
     return f"""---
 library_name: ligerzoo
 pipeline_tag: {"image-text-to-text" if sees else "text-generation"}
@@ -361,9 +388,9 @@ A {name} with {parameters:,} parameters in {str(model.dtype).removeprefix("torch
 format.
 
 ```python
-from ligerzoo.models import {name}
+{imports}
 
-model = {name}.from_pretrained("{repo_id}")
+{lines}
 ```
 """
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ligerzoo import AutoModel, hub
+from ligerzoo import AutoModel, Tokenizer, hub
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, write_shards
@@ -681,7 +681,8 @@ class FakeHub:
         self.calls.append(("upload", repo_id, commit_message))
         for stale in huggingface_hub.utils.filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
             del self.files[stale]
-        self.files |= {path.name: path.read_bytes() for path in folder_path.iterdir()}
+        paths = [path for path in folder_path.rglob("*") if path.is_file()]
+        self.files |= {str(path.relative_to(folder_path)): path.read_bytes() for path in paths}
         return SimpleNamespace(commit_url="https://the.hub/commit")
 
 
@@ -706,6 +707,42 @@ def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     fake.files["README.md"] = b"written by hand"
     new.push_to_hub("tiny")
     assert fake.files["README.md"] == b"written by hand"
+
+
+def test_a_tokenizer_is_uploaded_in_the_same_commit(
+    new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = ROOT / "ligerzoo" / "assets" / "tiny-python-llama"
+    templates = {"chat_template.jinja": b"{{ messages }}", "additional_chat_templates/tool.jinja": b"{{ tools }}"}
+    tokenizer = Tokenizer({"tokenizer.json": (assets / "tokenizer.json").read_bytes(), **templates}, "here")
+    stale = ["special_tokens_map.json", "preprocessor_config.json", "additional_chat_templates/old.jinja"]
+    fake = FakeHub({"tokenizer.json": b"{}", "notes.json": b"{}", **dict.fromkeys(stale, b"{}")})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    new.push_to_hub("tiny", processor=tokenizer)
+    assert [call[0] for call in fake.calls] == ["token", "create", "upload"]
+    expected = {"notes.json", "README.md", "config.json", "model.safetensors", "tokenizer.json", *templates}
+    assert fake.files.keys() == expected
+    for name, content in fake.files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert same(Llama.from_pretrained(tmp_path).state_dict(), new.state_dict())
+    assert Tokenizer.from_pretrained(tmp_path).encode("def f():") == tokenizer.encode("def f():")
+    card = fake.files["README.md"].decode()
+    assert "from ligerzoo import Tokenizer\nfrom ligerzoo.models import Llama\n" in card
+    assert 'tokenizer = Tokenizer.from_pretrained("me/tiny")\nmodel = Llama.from_pretrained("me/tiny")\n' in card
+
+
+def test_a_processor_is_uploaded_with_its_tokenizer(new: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Processor:
+        def save_pretrained(self, directory: str | Path) -> None:
+            for name in ("preprocessor_config.json", "tokenizer.json"):
+                (Path(directory) / name).write_text("{}")
+
+    fake = FakeHub({})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    new.push_to_hub("tiny", processor=Processor())
+    assert {"preprocessor_config.json", "tokenizer.json", "config.json", "model.safetensors"} <= fake.files.keys()
+    assert 'processor = Processor.from_pretrained("me/tiny")' in fake.files["README.md"].decode()
 
 
 def test_the_card_of_a_model_that_sees(monkeypatch: pytest.MonkeyPatch) -> None:
