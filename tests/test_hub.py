@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ligerzoo import AutoModel, Tokenizer, hub
+from ligerzoo import AutoModel, Tokenizer, hub, tokenizer
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, write_shards
 from tests.models.tiny_llama import LLAMA
 
 ROOT = Path(__file__).parent.parent
+ASSETS = ROOT / "ligerzoo" / "assets" / "tiny-python-llama"
 NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -497,6 +498,20 @@ def test_no_reader_gets_a_mixture_while_a_writer_saves(tmp_path: Path, seconds: 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftover of the save that was killed
 
 
+def test_a_tokenizer_is_read_of_one_set(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
+    model, read_files = Llama.from_pretrained(directory), tokenizer._read_files
+
+    def read_slowly(path: Path) -> dict[str, bytes]:
+        model.save_pretrained(path)
+        return read_files(path)
+
+    assert len(Tokenizer.from_pretrained(directory)) > 0
+    monkeypatch.setattr(tokenizer, "_read_files", read_slowly)
+    with pytest.raises(CheckpointError, match=r"tiny: was replaced while it was read. Load it again"):
+        Tokenizer.from_pretrained(directory)
+
+
 # What is saved
 
 
@@ -712,13 +727,12 @@ def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_tokenizer_is_uploaded_in_the_same_commit(
     new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assets = ROOT / "ligerzoo" / "assets" / "tiny-python-llama"
     templates = {"chat_template.jinja": b"{{ messages }}", "additional_chat_templates/tool.jinja": b"{{ tools }}"}
-    tokenizer = Tokenizer({"tokenizer.json": (assets / "tokenizer.json").read_bytes(), **templates}, "here")
+    ours = Tokenizer({"tokenizer.json": (ASSETS / "tokenizer.json").read_bytes(), **templates}, "here")
     stale = ["special_tokens_map.json", "preprocessor_config.json", "additional_chat_templates/old.jinja"]
     fake = FakeHub({"tokenizer.json": b"{}", "notes.json": b"{}", **dict.fromkeys(stale, b"{}")})
     monkeypatch.setattr(huggingface_hub, "HfApi", fake)
-    new.push_to_hub("tiny", processor=tokenizer)
+    new.push_to_hub("tiny", processor=ours)
     assert [call[0] for call in fake.calls] == ["token", "create", "upload"]
     expected = {"notes.json", "README.md", "config.json", "model.safetensors", "tokenizer.json", *templates}
     assert fake.files.keys() == expected
@@ -726,7 +740,7 @@ def test_a_tokenizer_is_uploaded_in_the_same_commit(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert same(Llama.from_pretrained(tmp_path).state_dict(), new.state_dict())
-    assert Tokenizer.from_pretrained(tmp_path).encode("def f():") == tokenizer.encode("def f():")
+    assert Tokenizer.from_pretrained(tmp_path).encode("def f():") == ours.encode("def f():")
     card = fake.files["README.md"].decode()
     assert "from ligerzoo import Tokenizer\nfrom ligerzoo.models import Llama\n" in card
     assert 'tokenizer = Tokenizer.from_pretrained("me/tiny")\nmodel = Llama.from_pretrained("me/tiny")\n' in card
