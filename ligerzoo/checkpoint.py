@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -181,8 +181,7 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         CheckpointError: there is no such file, it is not a regular one, it cannot be read, or it is too large.
     """
-    _refuse_irregular(path)
-    with _reporting_errors(path), open(path, "rb", opener=_open_without_waiting) as file:
+    with _reporting_errors(path), _open_regular(path) as file:
         content = file.read(_MAX_JSON_BYTES + 1) or b""  # None from a file in /proc that has nothing to say yet
     if len(content) > _MAX_JSON_BYTES:
         raise CheckpointError("is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
@@ -264,9 +263,9 @@ def write_checkpoint(
 
 
 def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no types
-    _refuse_irregular(path)
     try:
         with _reporting_errors(path):
+            _open_regular(path).close()  # whose errors are better than safetensors' own
             return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise _malformed(path, "safetensors", error) from error
@@ -274,15 +273,15 @@ def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no 
         raise CheckpointError("cannot be read", where=path, got=_shown(error)) from error
 
 
-def _refuse_irregular(path: Path) -> None:
-    """Raises CheckpointError unless the path leads to a regular file: opening anything else can wait for ever, or do
-    something, and reading it may never end."""
-    with _reporting_errors(path):
-        mode = os.stat(path).st_mode
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, if it is a regular one: opening anything else can wait for ever, or do something, and
+    reading it may never end."""
+    mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
         raise CheckpointError("is not a file with data", where=path, got=kind, expected="a regular file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 @contextlib.contextmanager
@@ -293,10 +292,6 @@ def _reporting_errors(path: Path) -> Iterator[None]:
         raise CheckpointError("no such file", where=path) from error
     except OSError as error:
         raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
