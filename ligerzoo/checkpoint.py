@@ -9,15 +9,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ligerzoo.atomic import replacing_directory
+from ligerzoo.atomic import reading_directory, replacing_directory
 from ligerzoo.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -103,29 +104,25 @@ class Checkpoint:
         tensors: by name, in the order in which the files hold them.
 
     Raises:
-        CheckpointError: a file is missing or damaged or no safetensors file, or the index and its shards disagree.
+        CheckpointError: a file is missing or damaged or no safetensors file, or the index and its shards disagree; or
+            the directory was replaced while the files were opened.
     """
 
     tensors: Mapping[str, TensorInfo]
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        if not self.directory.is_dir():
-            problem = "is not a directory" if self.directory.exists() else "no such directory"
-            raise CheckpointError(problem, where=directory, expected="a directory with safetensors files")
-        inode = self.directory.stat().st_ino
-        index = self.directory / INDEX_FILE
-        weight_map = read_weight_map(index) if os.path.lexists(index) else None
-        files = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
-        _refuse_absence(self.directory, files)
         with contextlib.ExitStack() as opened:
-            self._files = {file: opened.enter_context(_open_safetensors(self.directory / file)) for file in files}
-            infos = [info for file in files for info in _read_header(self._files[file], file)]
-            self.tensors = {info.name: info for info in infos}
-            if weight_map:
-                _refuse_disagreement(self.directory, weight_map, infos)
-            if self.directory.stat().st_ino != inode:  # index and files could be of two different saves
-                raise CheckpointError("was replaced during the opening", where=directory, remedy="Open it again.")
+            with reading_directory(directory):
+                index = self.directory / INDEX_FILE
+                weight_map = read_weight_map(index) if os.path.lexists(index) else None
+                files = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
+                _refuse_absence(self.directory, files)
+                self._files = {file: opened.enter_context(_open_safetensors(self.directory / file)) for file in files}
+                infos = [info for file in files for info in _read_header(self._files[file], file)]
+                self.tensors = {info.name: info for info in infos}
+                if weight_map:
+                    _refuse_disagreement(self.directory, weight_map, infos)
             self._opened = opened.pop_all()
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -182,12 +179,10 @@ def read_bytes(path: Path) -> bytes:
     """Read a file that is to be JSON: at most 32 MiB.
 
     Raises:
-        CheckpointError: there is no such file, or it is too large.
+        CheckpointError: there is no such file, it is not a regular one, it cannot be read, or it is too large.
     """
-    if not path.is_file():
-        raise CheckpointError("no such file", where=path)
-    with path.open("rb") as file:
-        content = file.read(_MAX_JSON_BYTES + 1)
+    with _reporting_errors(path), _open_regular(path) as file:
+        content = file.read(_MAX_JSON_BYTES + 1) or b""  # None from a file in /proc that has nothing to say yet
     if len(content) > _MAX_JSON_BYTES:
         raise CheckpointError("is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
     return content
@@ -269,9 +264,34 @@ def write_checkpoint(
 
 def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no types
     try:
-        return safe_open(path, framework="pt")
+        with _reporting_errors(path):
+            _open_regular(path).close()  # whose errors are better than safetensors' own
+            return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise _malformed(path, "safetensors", error) from error
+    except RuntimeError as error:  # torch opens the file once more
+        raise CheckpointError("cannot be read", where=path, got=_shown(error)) from error
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, if it is a regular one: opening anything else can wait for ever, or do something, and
+    reading it may never end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise CheckpointError("is not a file with data", where=path, got=kind, expected="a regular file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+@contextlib.contextmanager
+def _reporting_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError("no such file", where=path) from error
+    except OSError as error:
+        raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
 
 
 def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
@@ -283,7 +303,7 @@ def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
 
 
 def _refuse_absence(directory: Path, files: list[str]) -> None:
-    absent = [file for file in files if not (directory / file).is_file()]
+    absent = [file for file in files if not (directory / file).exists()]
     if not absent:
         return
     found = sorted(os.listdir(directory))
@@ -321,7 +341,7 @@ def _refuse_disagreement(directory: Path, weight_map: Mapping[str, str], infos: 
 
 def _malformed(path: Path, kind: str, error: Exception) -> CheckpointError:
     """Say what stands in the file, where it is not what its name promises."""
-    with path.open("rb") as file:
+    with _reporting_errors(path), path.open("rb") as file:
         beginning = file.read(64).lstrip()
     got, remedy = _shown(error), "The file may be damaged or cut off: download it again."
     if beginning.startswith(b"version https://git-lfs"):

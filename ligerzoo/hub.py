@@ -7,22 +7,24 @@ way back, under the same names.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ligerzoo.atomic import reading_directory
 from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
@@ -96,24 +98,18 @@ def load(
     Raises:
         ConfigError: config.json asks for something else than `model_class`, or for what is not supported.
         CheckpointError: files are missing or damaged; or a tensor is missing, unexpected or of another shape than
-            config.json implies.
+            config.json implies; or the directory was replaced while its files were opened.
     """
     directory = find_checkpoint(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    raw, architecture, config = _read_config(directory / CONFIG_FILE)
-    generation_config = read_json(directory / GENERATION_FILE) if (directory / GENERATION_FILE).exists() else {}
-    known = architecture.model_class
-    if not (issubclass(known, model_class) or issubclass(model_class, known)):
-        raise ConfigError(
-            "the checkpoint is of another architecture",
-            where=directory / CONFIG_FILE,
-            got=f"model_type {architecture.model_type!r}",
-            expected=model_class.__name__,
-            remedy=f"Load it with {known.__name__}.from_pretrained or AutoModel.from_pretrained.",
-        )
-
-    with Checkpoint(directory) as checkpoint:
+    with contextlib.ExitStack() as opened:
+        with reading_directory(directory):
+            raw, architecture, config = _read_config(directory / CONFIG_FILE)
+            _refuse_other_class(architecture, model_class, directory / CONFIG_FILE)
+            has_generation_config = os.path.lexists(directory / GENERATION_FILE)
+            generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
+            checkpoint = opened.enter_context(Checkpoint(directory))
         stored = checkpoint.tensors
         if config.all_layers > len(stored):  # before a model of so many layers is built
             raise CheckpointError(
@@ -123,7 +119,8 @@ def load(
                 expected=f"{config.all_layers} layers",
             )
         try:
-            model: Model = architecture.build_on_meta(config, model_class)
+            with _naming_file(directory / CONFIG_FILE):
+                model: Model = architecture.build_on_meta(config, model_class)
         except RuntimeError as error:  # more elements than torch can count, before it looks for memory
             raise ConfigError("sizes of an impossible model", where=directory / CONFIG_FILE, got=error) from error
         shapes = shapes_of(model.state_dict())
@@ -155,17 +152,36 @@ def load(
 def _read_config(path: Path) -> tuple[dict[str, Any], Architecture, Any]:
     """config.json as it stands, the architecture it names, and our config of it."""
     raw = read_json(path)
-    try:
+    with _naming_file(path):
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
         refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # which refuses what is none
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(raw)
-    except ConfigError as error:  # which knows the field alone
+
+
+@contextlib.contextmanager
+def _naming_file(path: Path) -> Iterator[None]:
+    """Name config.json in the errors of those who know its fields alone."""
+    try:
+        yield
+    except ConfigError as error:
         where = f"{path}, {error.where}"
         raise ConfigError(
             error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
         ) from error
+
+
+def _refuse_other_class(architecture: Architecture, model_class: type[CausalLM], path: Path) -> None:
+    known = architecture.model_class
+    if not (issubclass(known, model_class) or issubclass(model_class, known)):
+        raise ConfigError(
+            "the checkpoint is of another architecture",
+            where=path,
+            got=f"model_type {architecture.model_type!r}",
+            expected=model_class.__name__,
+            remedy=f"Load it with {known.__name__}.from_pretrained or AutoModel.from_pretrained.",
+        )
 
 
 def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,6 +322,12 @@ def _json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
+class Saves(Protocol):
+    """What can be uploaded with a model: a `Processor` or a `Tokenizer`."""
+
+    def save_pretrained(self, directory: str | Path) -> None: ...
+
+
 def push(
     model: CausalLM,
     repo_id: str,
@@ -313,12 +335,15 @@ def push(
     private: bool | None = None,
     token: str | bool | None = None,
     commit_message: str = "Upload model",
+    processor: Saves | None = None,
 ) -> str:
     """Uploads the model, and a small model card where the repository has none, and returns the commit's address.
 
     Args:
         model: one of the zoo's.
         repo_id: "org/name"; made when it does not exist.
+        processor: the `Processor` or `Tokenizer` to upload in the same commit, in place of the one that the repository
+            may have; None leaves that as it is.
         private: whether a new repository is private.
         token: by default the one that `hf auth login` stored.
         commit_message: of the one commit this makes.
@@ -330,19 +355,29 @@ def push(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         save(model, folder)
-        if not api.file_exists(repo_id, "README.md"):
-            (folder / "README.md").write_text(_model_card(model, repo_id), encoding="utf-8")
         stale = [SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors"]  # of an earlier model, unless uploaded anew
+        if processor is not None:
+            from ligerzoo.processor import FILE_PATTERNS
+
+            processor.save_pretrained(folder)
+            stale += FILE_PATTERNS
+        if not api.file_exists(repo_id, "README.md"):
+            (folder / "README.md").write_text(_model_card(model, processor, repo_id), encoding="utf-8")
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=commit_message, delete_patterns=stale
         )
         return str(commit.commit_url)
 
 
-def _model_card(model: CausalLM, repo_id: str) -> str:
+def _model_card(model: CausalLM, processor: Saves | None, repo_id: str) -> str:
     name = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
     sees = any(isinstance(module, PatchEmbedding) for module in model.modules())
+    loads = [(f"from ligerzoo.models import {name}", f'model = {name}.from_pretrained("{repo_id}")')]
+    if processor is not None:
+        kind = type(processor).__name__
+        loads.insert(0, (f"from ligerzoo import {kind}", f'{kind.lower()} = {kind}.from_pretrained("{repo_id}")'))
+    imports, lines = map("\n".join, zip(*loads, strict=True))
     return f"""---
 library_name: ligerzoo
 pipeline_tag: {"image-text-to-text" if sees else "text-generation"}
@@ -353,9 +388,9 @@ A {name} with {parameters:,} parameters in {str(model.dtype).removeprefix("torch
 format.
 
 ```python
-from ligerzoo.models import {name}
+{imports}
 
-model = {name}.from_pretrained("{repo_id}")
+{lines}
 ```
 """
 

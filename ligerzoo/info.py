@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ligerzoo.atomic import reading_directory
 from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
@@ -101,10 +102,12 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
     """
     wanted = [CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *FILE_PATTERNS]
     directory = locate_files(name_or_path, wanted, revision=revision)
-    raw = read_json(directory / CONFIG_FILE)
-    architecture = architecture_of(raw.get("model_type"))
-    config = architecture.config_from_hf(raw)
-    tensors = list(read_headers(name_or_path, directory))
+    with reading_directory(directory):
+        raw = read_json(directory / CONFIG_FILE)
+        architecture = architecture_of(raw.get("model_type"))
+        config = architecture.config_from_hf(raw)
+        tensors = list(read_headers(name_or_path, directory))
+        tokenizer = _tokenizer(directory)
     if not tensors:
         raise CheckpointError("no tensors", where=directory)
     lines = [
@@ -117,7 +120,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         *_parameters(tensors, config),
         *_memory(tensors, config),
         *_files(tensors),
-        ("tokenizer", _tokenizer(directory)),
+        ("tokenizer", tokenizer),
     ]
     return "\n".join([str(name_or_path), *(f"  {label:<14}{text}" for label, text in lines)])
 

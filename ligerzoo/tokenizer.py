@@ -17,7 +17,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken
 
-from ligerzoo.atomic import replace_files
+from ligerzoo.atomic import reading_directory, replace_files
 from ligerzoo.chat_template import ChatTemplate
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text_stream import TextStream
@@ -98,6 +98,7 @@ class Tokenizer:
 
         Raises:
             TokenizerError: there is no tokenizer.json, or a file is malformed.
+            CheckpointError: the directory was replaced while it was read.
         """
         from ligerzoo.hub import locate_files
 
@@ -109,7 +110,9 @@ class Tokenizer:
             cache_dir=cache_dir,
             local_files_only=local_files_only,
         )
-        return cls(_read_files(directory), str(name_or_path))
+        with reading_directory(directory):
+            files = _read_files(directory)
+        return cls(files, str(name_or_path))
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the files this tokenizer was read from, byte for byte.

@@ -1,6 +1,10 @@
 """Replacing a directory as a set: what goes, what stays, and what a kill leaves."""
 
+import errno
+import fcntl
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,7 +15,7 @@ import pytest
 
 import ligerzoo
 from ligerzoo import atomic
-from ligerzoo.atomic import replacing_directory
+from ligerzoo.atomic import reading_directory, replacing_directory
 from ligerzoo.errors import CheckpointError
 
 
@@ -71,10 +75,10 @@ def test_a_new_directory_is_made_with_its_parents_under_the_umask(tmp_path: Path
     assert only_entry(tmp_path / "deep") == "new"
 
 
-def test_the_block_fills_an_empty_hidden_sibling(old: Path) -> None:
+def test_the_block_fills_an_empty_directory_in_a_hidden_sibling(old: Path) -> None:
     with replacing_directory(old, keep=keep_all) as temporary:
-        assert temporary.parent == old.parent
-        assert temporary.name.startswith(".old")
+        assert temporary.parent.parent == old.parent
+        assert re.fullmatch(r"\.old\.[0-9a-f]{12}\.ligerzoo", temporary.parent.name)
         assert os.listdir(temporary) == []
 
 
@@ -237,9 +241,9 @@ def test_everything_is_on_the_disk_before_the_exchange(old: Path, monkeypatch: p
         events.append(str(path.relative_to(old.parent)))
         sync(path)
 
-    def recording_exchange(new: Path, old: Path) -> None:
+    def recording_exchange(slot: Path, target: Path) -> Path:
         events.append("exchange")
-        exchange(new, old)
+        return exchange(slot, target)
 
     monkeypatch.setattr(atomic, "_sync", recording_sync)
     monkeypatch.setattr(atomic, "_exchange", recording_exchange)
@@ -248,17 +252,18 @@ def test_everything_is_on_the_disk_before_the_exchange(old: Path, monkeypatch: p
         fill(temporary, a="new a")
         fill(temporary / "deep", d="new d")
     at = events.index("exchange")
-    assert {f"{temporary.name}{path}" for path in ("", "/a", "/deep", "/deep/d")} <= set(events[:at])
-    assert events[at - 1] == temporary.name  # after the last entry was linked into it
-    assert events[at + 1] == "."
+    new = temporary.relative_to(old.parent)
+    assert {str(new / path) for path in ("", "a", "deep", "deep/d")} <= set(events[:at])
+    assert events[at - 1] == str(new)  # after the last entry was linked into it
+    assert events[-1] == "."
 
 
 def test_what_others_write_during_the_exchange_is_not_lost(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = atomic._exchange
 
-    def interrupted_exchange(new: Path, old: Path) -> None:
-        fill(old, late="of another process", unwanted="")
-        exchange(new, old)
+    def interrupted_exchange(slot: Path, target: Path) -> Path:
+        fill(target, late="of another process", unwanted="")
+        return exchange(slot, target)
 
     monkeypatch.setattr(atomic, "_exchange", interrupted_exchange)
     replace(old, keep=lambda name: name == "late")
@@ -286,7 +291,7 @@ def test_when_the_second_rename_fails_the_first_is_undone(old: Path, monkeypatch
     rename = Path.rename
 
     def failing_rename(self: Path, target: Path) -> Path:
-        if target == old and not self.name.endswith(".old"):
+        if target == old and self.name == "new":
             raise OSError("no")
         return rename(self, target)
 
@@ -298,15 +303,183 @@ def test_when_the_second_rename_fails_the_first_is_undone(old: Path, monkeypatch
     assert only_entry(old.parent) == "old"
 
 
-# Save in child after child, each of which kills itself one executed line later than the one before, until one finishes.
-KILL_AT_EVERY_LINE = """
-import os, shutil, signal, sys
+# Slots
+
+
+def test_a_save_leaves_the_slot_of_one_that_still_runs(old: Path) -> None:
+    with replacing_directory(old, keep=keep_all) as temporary:
+        fill(temporary, a="first")
+        replace(old)
+        replace(old)
+        assert contents(old) == NEW
+        assert contents(temporary) == {"a": "first"}
+    assert contents(old) == {"a": "first", "c": "new c"}
+    assert only_entry(old.parent) == "old"
+
+
+def test_only_slots_of_this_directory_are_deleted(old: Path) -> None:
+    others = [".old.b.0123456789ab.ligerzoo", ".old.0123456789ab", ".old.XYZ.ligerzoo", "old.0123456789ab.ligerzoo"]
+    for name in (*others, ".old.0123456789ab.ligerzoo", ".old.ba9876543210.ligerzoo"):
+        (old.parent / name / "new").mkdir(parents=True)
+    (old.parent / ".old.ba9876543210.ligerzoo" / "new").rmdir()  # killed before it had a lock
+    (old.parent / ".old.cccccccccccc.ligerzoo").symlink_to("old")
+    replace(old)
+    assert sorted(os.listdir(old.parent)) == sorted([*others, ".old.cccccccccccc.ligerzoo", "old"])
+    assert contents(old) == NEW
+
+
+def test_a_slot_that_another_process_takes_for_a_leftover_is_replaced(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, deleted = Path.mkdir, []
+
+    def mkdir_and_lose(self: Path, *arguments: object, **options: object) -> None:
+        mkdir(self, *arguments, **options)  # type: ignore[arg-type]
+        if self.name.endswith(".ligerzoo") and len(deleted) < 2:
+            atomic._delete_leftovers(old)
+            deleted.append(self)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_lose)
+    replace(old)
+    assert len(deleted) == 2
+    assert contents(old) == NEW
+    assert only_entry(old.parent) == "old"
+
+
+def test_without_locks_a_save_works_and_leftovers_stay(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (old.parent / ".old.0123456789ab.ligerzoo" / "new").mkdir(parents=True)
+    replace(old)
+    assert contents(old) == NEW
+    assert sorted(os.listdir(old.parent)) == [".old.0123456789ab.ligerzoo", "old"]
+
+
+def test_slots_in_a_directory_are_not_carried_over(old: Path) -> None:
+    (old / ".files.0123456789ab.ligerzoo").mkdir()
+    replace(old, keep=keep_all)
+    assert not (old / ".files.0123456789ab.ligerzoo").exists()
+
+
+def test_files_are_replaced_as_a_set_unless_that_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (old / ".files.0123456789ab.ligerzoo" / "0").mkdir(parents=True)
+    atomic.replace_files(old, {"a": b"new a", "deep/d": b"new d"}, ["a", "b", "deep/*"])
+    assert contents(old) == {"a": "new a", "deep/d": "new d"}
+    assert sorted(os.listdir(old)) == ["a", "deep"]
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic.replace_files(old, {"a": b"newer a"}, ["a"])
+    assert contents(old) == {"a": "new a", "deep/d": "new d"}
+    assert sorted(os.listdir(old)) == ["a", "deep"]
+
+
+# Owners
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give a directory away")
+def test_owner_and_group_stay_or_the_save_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(old, 12345, 54321)
+    replace(old)
+    assert (old.stat().st_uid, old.stat().st_gid) == (12345, 54321)
+    assert contents(old) == NEW
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", refuse)  # as for anybody but root
+    message = "another owner; got user 0, group 0; expected user 12345, group 54321. Save elsewhere, or as the user"
+    with pytest.raises(CheckpointError, match=message), replacing_directory(old, keep=keep_none):
+        pytest.fail("refused before anything is written")
+    assert contents(old) == NEW
+    assert only_entry(old.parent) == "old"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give a directory away")
+def test_an_owner_that_changes_during_the_save_stays(old: Path) -> None:
+    with replacing_directory(old, keep=keep_none) as temporary:
+        fill(temporary, a="new a", c="new c")
+        os.chown(old, 12345, 54321)
+    assert (old.stat().st_uid, old.stat().st_gid) == (12345, 54321)
+
+
+def test_a_directory_without_permissions_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != old)  # the tests may run as root, who may all
+    with pytest.raises(CheckpointError, match="no permission to read it and to write to it"):
+        replace(old)
+
+
+def test_a_file_that_cannot_be_carried_over_is_named(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(shutil, "copy2", refuse)
+    with pytest.raises(CheckpointError, match="old/b: cannot be carried over: no permission to read it"):
+        replace(old, keep=lambda name: name == "b")
+    assert contents(old) == {"a": "old a", "b": "old b"}
+
+
+# Reading
+
+
+REPLACED = "old: was replaced while it was read. Load it again."
+
+
+def read(directory: Path, *steps: Callable[[], object], error: type[BaseException] | None = None) -> None:
+    with reading_directory(directory):
+        for step in steps:
+            step()
+        if error is not None:
+            raise error
+
+
+def test_what_is_read_of_a_directory_that_stays_is_one_set(old: Path) -> None:
+    read(old, lambda: fill(old, log="others may write to it"))
+    with pytest.raises(ZeroDivisionError):
+        read(old, error=ZeroDivisionError)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, RuntimeError, None])
+def test_a_directory_replaced_while_it_is_read_is_an_error(old: Path, error: type[Exception] | None) -> None:
+    with pytest.raises(CheckpointError, match=REPLACED) as caught:
+        read(old, lambda: replace(old), error=error)
+    assert isinstance(caught.value.__cause__, error or type(None))
+
+
+def test_a_directory_replaced_twice_does_not_look_the_same(old: Path) -> None:
+    """File systems give the inode numbers of what was deleted to what is made next."""
+    for _ in range(20):
+        with pytest.raises(CheckpointError, match=REPLACED):
+            read(old, lambda: replace(old), lambda: replace(old))
+
+
+def test_a_directory_deleted_while_it_is_read_is_an_error(old: Path) -> None:
+    with pytest.raises(CheckpointError, match=REPLACED):
+        read(old, lambda: shutil.rmtree(old))
+
+
+def test_an_interrupt_is_no_error_of_the_directory(old: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        read(old, lambda: replace(old), error=KeyboardInterrupt)
+
+
+# What fails: at every line, and at every system call
+
+FAULTS = """
+import contextlib, fcntl, os, shutil, signal, sys, warnings
 from pathlib import Path
 from ligerzoo import atomic
 
-parent, scenario = Path(sys.argv[1]), sys.argv[2]
+parent, scenario, fault, step = Path(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4])
 target = parent / "set"
-os.fsync = lambda descriptor: None  # slow, and no matter where only a process dies
+fsync, os.fsync = os.fsync, lambda descriptor: None  # slow, and no matter where only a process dies
+warnings.simplefilter("always")
 if scenario == "two renames":
     atomic._exchange_in_one_step = lambda new, old: False
 
@@ -315,66 +488,159 @@ def save(version):
         for name in ("x", "y", "z"):
             (temporary / name).write_text(version)
 
-def whole(directory):
-    texts = {(directory / name).read_text() for name in ("x", "y", "z")}
-    users = scenario == "first" or (directory / "user" / "file").read_text() == "mine"
+def version():
+    if not target.exists():
+        return None
+    texts = {(target / name).read_text() for name in ("x", "y", "z")}
+    users = scenario == "first" or (target / "user" / "file").read_text() == "mine"
     names = {"x", "y", "z"} if scenario == "first" else {"x", "y", "z", "user"}
-    assert len(texts) == 1 and users and set(os.listdir(directory)) == names, directory
+    assert len(texts) == 1 and users and set(os.listdir(target)) == names, os.listdir(target)
     return texts.pop()
 
-def kill_at(number):
-    executed = 0
-    def trace(frame, event, argument):
-        nonlocal executed
-        if frame.f_code.co_filename not in (atomic.__file__, "<string>"):
-            return None
-        executed += event == "line"
-        if executed == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-    sys.settrace(trace)
-
-kills, seen, status = 0, set(), -1
-while status:
+def prepare():
     shutil.rmtree(parent)
     parent.mkdir()
     if scenario != "first":
         save("old")
         (target / "user").mkdir()
         (target / "user" / "file").write_text("mine")
-    kills += 1
+
+before = None if scenario == "first" else "old"
+
+def finish():
+    save("next")  # which deletes what is left of the save before
+    assert version() == "next"
+    assert os.listdir(parent) == ["set"], os.listdir(parent)
+"""
+
+AT_EVERY_LINE = """
+def act_at(number):
+    executed = 0
+    def trace(frame, event, argument):
+        nonlocal executed
+        if frame.f_code.co_filename not in (atomic.__file__, "<string>"):
+            return None
+        executed += event == "line"
+        if executed == number and event == "line":
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+
+lines, seen, status = 0, set(), -1
+while status:
+    prepare()
+    lines += step
     child = os.fork()
     if child == 0:
-        kill_at(kills)
-        save("new")
+        act_at(lines)
+        try:
+            save("new")
+        except KeyboardInterrupt:
+            os._exit(1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-    leftovers = [path for path in parent.iterdir() if path != target]
-    assert all(path.name.startswith(".set.") for path in leftovers), leftovers
-    if target.exists():
-        seen.add(whole(target))
-    elif scenario == "two renames":
-        seen.add("between")
-        parked, = (path for path in leftovers if path.suffix == ".old")
-        new, = (path for path in leftovers if path.suffix != ".old")
-        assert (whole(parked), whole(new)) == ("old", "new")
-    else:
-        assert scenario == "first"
-        seen.add("nothing")
-assert whole(target) == "new" and not leftovers
-expected = {"exchange": {"old", "new"}, "two renames": {"old", "new", "between"}, "first": {"nothing", "new"}}
-assert seen == expected[scenario], seen
-assert kills > 30, kills
+    assert status in (0, 256 if fault == "interrupt" else signal.SIGKILL), status
+    seen.add(version() or "nothing")
+    if fault == "interrupt":
+        assert version() in (before, "new")
+    finish()
+assert lines > 30, lines
+expected = {before or "nothing", "new"} | ({"nothing"} if scenario == "two renames" and fault == "kill" else set())
+assert seen == expected or step > 1 and seen <= expected, seen
+"""
+
+AT_EVERY_CALL = """
+CALLS = (
+    "chmod", "chown", "close", "fstat", "fsync", "getcwd", "link", "listdir", "lstat", "mkdir", "open", "rename",
+    "replace", "rmdir", "scandir", "stat", "unlink", "utime",
+)
+calls, at, log = 0, 0, []
+
+def counting(function, name):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls != at:
+            return function(*arguments, **options)
+        log.append(name)
+        if fault == "error":
+            raise OSError(5, "Input/output error")
+        if fault == "interrupt after":
+            function(*arguments, **options)
+        raise KeyboardInterrupt
+    return call
+
+@contextlib.contextmanager
+def faulty():
+    # Interrupted after a close, shutil closes again.
+    owners = [(os, name) for name in CALLS if (name, fault) != ("close", "interrupt after")]
+    owners += [(fcntl, "flock"), (atomic, "_exchange_in_one_step")]
+    true = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    for owner, name, function in true:
+        setattr(owner, name, counting(function, name))
+    try:
+        yield
+    finally:
+        for owner, name, function in true:
+            setattr(owner, name, function)
+
+seen = set()
+while at <= calls:
+    prepare()
+    at, calls = at + 1, 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            with faulty():
+                save("new")
+        except OSError:
+            outcome = "error"
+            assert version() == before, (at, log[-1], version())
+        except KeyboardInterrupt:
+            outcome = "interrupt"
+            assert version() in (before, "new"), (at, log[-1], version())
+            assert set(os.listdir(parent)) <= {"set"}, (at, log[-1], os.listdir(parent))
+        else:
+            outcome = "saved"
+            assert version() == "new", (at, log[-1])
+            assert os.listdir(parent) == ["set"] or warned, (at, log[-1], os.listdir(parent))
+    seen.add((outcome, version()))
+    finish()
+assert at > 40, at
+raised = "error" if fault == "error" else "interrupt"
+assert {(raised, before), ("saved", "new")} <= seen, seen
 """
 
 
-@pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
-def test_a_kill_at_any_line_leaves_the_old_set_or_the_new(tmp_path: Path, scenario: str) -> None:
-    place = tmp_path / "place"
+def run_faults(script: str, place: Path, scenario: str, fault: str, step: int = 1) -> None:
     place.mkdir()
     subprocess.run(
-        [sys.executable, "-c", KILL_AT_EVERY_LINE, str(place), scenario],
+        [sys.executable, "-c", FAULTS + script, str(place), scenario, fault, str(step)],
         env=os.environ | {"PYTHONPATH": str(Path(ligerzoo.__file__).parents[1])},
         check=True,
     )
+
+
+@pytest.mark.parametrize(
+    "fault, step",
+    [
+        ("kill", 4),
+        pytest.param("kill", 1, marks=pytest.mark.slow),
+        pytest.param("interrupt", 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
+def test_a_kill_or_an_interrupt_at_any_line_leaves_the_old_set_or_the_new(
+    tmp_path: Path, scenario: str, fault: str, step: int
+) -> None:
+    """Killed between two renames, a save leaves neither in place; the next save has both."""
+    run_faults(AT_EVERY_LINE, tmp_path / "place", scenario, fault, step)
+
+
+@pytest.mark.parametrize("fault", ["error", "interrupt before", "interrupt after"])
+@pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
+def test_a_fault_at_any_system_call_is_reported_as_what_it_was(tmp_path: Path, scenario: str, fault: str) -> None:
+    """An error means that the old set is in place, no error that the new one is, whatever could not be deleted."""
+    run_faults(AT_EVERY_CALL, tmp_path / "place", scenario, fault)

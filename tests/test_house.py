@@ -33,8 +33,8 @@ ARROWS = {
     "generate": ("errors layers", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors checkpoint models", ""),
-    "hub": ("errors atomic checkpoint layers models convert", ""),
-    "info": ("errors checkpoint tokenizer models convert hub", ""),
+    "hub": ("errors atomic checkpoint layers models convert", "processor"),
+    "info": ("errors atomic checkpoint tokenizer models convert hub", ""),
     "demo": ("errors checkpoint tokenizer generate layers models convert hub ligerzoo", ""),
     "demo_vision": ("errors checkpoint demo drawings processor generate models ligerzoo", ""),
     "cli": (

@@ -1,6 +1,7 @@
 """Loading and saving models: what is refused and when, where the files come from, and what goes back."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,13 +18,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ligerzoo import AutoModel, hub
+from ligerzoo import AutoModel, Tokenizer, hub, tokenizer
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, write_shards
 from tests.models.tiny_llama import LLAMA
 
 ROOT = Path(__file__).parent.parent
+ASSETS = ROOT / "ligerzoo" / "assets" / "tiny-python-llama"
 NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -428,6 +430,88 @@ def test_a_directory_comes_before_a_repository(directory: Path, monkeypatch: pyt
     assert same(Llama.from_pretrained("tiny").state_dict(), stored(directory))
 
 
+# While it is saved
+
+# Saves version after version without end: every weight, and entries of both configs, are the version's number.
+WRITER = """
+import sys, time
+from itertools import count
+from ligerzoo.models import Llama, LlamaConfig
+
+for version in count(1):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=version, tie_word_embeddings=version % 2 == 0, attention_bias=version % 3 == 0,
+    )
+    model = Llama(config)
+    for parameter in model.parameters():
+        parameter.data.fill_(version)
+    model.generation_config = {"max_length": version}
+    model.save_pretrained(sys.argv[1], max_shard_size=10_000 if version % 5 else "5GB")
+    if version == 3:
+        print("started", flush=True)
+"""
+
+READER = """
+import collections, json, sys, time, torch
+from ligerzoo import AutoModel
+from ligerzoo.errors import LigerzooError
+
+directory, seconds = sys.argv[1], float(sys.argv[2])
+end, seen, versions = time.monotonic() + seconds, collections.Counter(), set()
+while time.monotonic() < end:
+    try:
+        model = AutoModel.from_pretrained(directory)
+    except LigerzooError as error:
+        seen[str(error)] += 1
+        continue
+    version = model.config.max_position_embeddings
+    weights = {int(value) for weight in model.parameters() for value in weight.flatten()[[0, -1]]}
+    seen["loaded" if (weights, model.generation_config) == ({version}, {"max_length": version}) else "mixed"] += 1
+    versions.add(version)
+print(json.dumps([seen, len(versions)]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_no_reader_gets_a_mixture_while_a_writer_saves(tmp_path: Path, seconds: float) -> None:
+    directory = tmp_path / "model"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(script: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, str(directory), str(seconds)]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+    with start(WRITER) as writer:
+        assert writer.stdout
+        assert writer.stdout.readline() == "started\n"
+        readers = [start(READER), start(READER)]
+        outputs = [reader.communicate()[0] for reader in readers]
+        assert writer.poll() is None
+        writer.kill()
+    for output in outputs:
+        seen, versions = json.loads(output)
+        assert seen.keys() <= {"loaded", f"{directory}: was replaced while it was read. Load it again."}
+        assert seen["loaded"] > 5
+        assert versions > 2
+    Llama.from_pretrained(directory).save_pretrained(directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftover of the save that was killed
+
+
+def test_a_tokenizer_is_read_of_one_set(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
+    model, read_files = Llama.from_pretrained(directory), tokenizer._read_files
+
+    def read_slowly(path: Path) -> dict[str, bytes]:
+        model.save_pretrained(path)
+        return read_files(path)
+
+    assert len(Tokenizer.from_pretrained(directory)) > 0
+    monkeypatch.setattr(tokenizer, "_read_files", read_slowly)
+    with pytest.raises(CheckpointError, match=r"tiny: was replaced while it was read. Load it again"):
+        Tokenizer.from_pretrained(directory)
+
+
 # What is saved
 
 
@@ -612,7 +696,8 @@ class FakeHub:
         self.calls.append(("upload", repo_id, commit_message))
         for stale in huggingface_hub.utils.filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
             del self.files[stale]
-        self.files |= {path.name: path.read_bytes() for path in folder_path.iterdir()}
+        paths = [path for path in folder_path.rglob("*") if path.is_file()]
+        self.files |= {str(path.relative_to(folder_path)): path.read_bytes() for path in paths}
         return SimpleNamespace(commit_url="https://the.hub/commit")
 
 
@@ -637,6 +722,41 @@ def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     fake.files["README.md"] = b"written by hand"
     new.push_to_hub("tiny")
     assert fake.files["README.md"] == b"written by hand"
+
+
+def test_a_tokenizer_is_uploaded_in_the_same_commit(
+    new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = {"chat_template.jinja": b"{{ messages }}", "additional_chat_templates/tool.jinja": b"{{ tools }}"}
+    ours = Tokenizer({"tokenizer.json": (ASSETS / "tokenizer.json").read_bytes(), **templates}, "here")
+    stale = ["special_tokens_map.json", "preprocessor_config.json", "additional_chat_templates/old.jinja"]
+    fake = FakeHub({"tokenizer.json": b"{}", "notes.json": b"{}", **dict.fromkeys(stale, b"{}")})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    new.push_to_hub("tiny", processor=ours)
+    assert [call[0] for call in fake.calls] == ["token", "create", "upload"]
+    expected = {"notes.json", "README.md", "config.json", "model.safetensors", "tokenizer.json", *templates}
+    assert fake.files.keys() == expected
+    for name, content in fake.files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert same(Llama.from_pretrained(tmp_path).state_dict(), new.state_dict())
+    assert Tokenizer.from_pretrained(tmp_path).encode("def f():") == ours.encode("def f():")
+    card = fake.files["README.md"].decode()
+    assert "from ligerzoo import Tokenizer\nfrom ligerzoo.models import Llama\n" in card
+    assert 'tokenizer = Tokenizer.from_pretrained("me/tiny")\nmodel = Llama.from_pretrained("me/tiny")\n' in card
+
+
+def test_a_processor_is_uploaded_with_its_tokenizer(new: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Processor:
+        def save_pretrained(self, directory: str | Path) -> None:
+            for name in ("preprocessor_config.json", "tokenizer.json"):
+                (Path(directory) / name).write_text("{}")
+
+    fake = FakeHub({})
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    new.push_to_hub("tiny", processor=Processor())
+    assert {"preprocessor_config.json", "tokenizer.json", "config.json", "model.safetensors"} <= fake.files.keys()
+    assert 'processor = Processor.from_pretrained("me/tiny")' in fake.files["README.md"].decode()
 
 
 def test_the_card_of_a_model_that_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,10 +60,20 @@ def first_told(raw: Mapping[str, Any], *names: str) -> Any:
 
 def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An entry of config.json that is an object itself; empty where it is absent or null."""
-    value = raw.get(name) or {}
+    value = raw.get(name)
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise ConfigError("not an object", where=name, got=repr(value), expected="an object")
     return value
+
+
+def flag_entry(raw: Mapping[str, Any], name: str) -> bool:
+    """An entry of config.json that is true or false; False where it is absent or null."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError("not a possible value", where=name, got=repr(value), expected="true or false")
+    return bool(value)
 
 
 def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
@@ -74,8 +84,10 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     the one beside it.
     """
     scaling = dict(rope_entry(raw))
-    rope_type = scaling.pop("rope_type", None) or scaling.get("type") or "default"
-    for name in ("type", "partial_rotary_factor"):
+    rope_type = first_told(scaling, "rope_type", "type")
+    if rope_type is None:
+        rope_type = "default"
+    for name in ("rope_type", "type", "partial_rotary_factor"):
         scaling.pop(name, None)
     thetas = scaling.pop("rope_theta", None), raw.get("rope_theta"), default_theta
     theta = next(theta for theta in thetas if theta is not None)
@@ -104,12 +116,12 @@ def rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def switched_window(raw: Mapping[str, Any], default: int = 4096) -> dict[str, Any]:
     """`sliding_window` of our config where `use_sliding_window` turns it on or off, and off when absent, as in Qwen's
     config.json."""
-    return {"sliding_window": raw.get("sliding_window", default) if raw.get("use_sliding_window") else None}
+    return {"sliding_window": raw.get("sliding_window", default) if flag_entry(raw, "use_sliding_window") else None}
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype that config.json names, under the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
-    name = raw.get("dtype") or raw.get("torch_dtype")
+    name = first_told(raw, "dtype", "torch_dtype")
     return None if name is None else parse_dtype(name, where="dtype")
 
 
@@ -124,7 +136,7 @@ def parse_dtype(name: object, *, where: str) -> torch.dtype:
 def refuse(raw: Mapping[str, Any], name: str, *, unless: tuple[object, ...], remedy: str | None = None) -> None:
     """Raises ConfigError if an entry of config.json asks for something we would compute differently."""
     value = raw.get(name)
-    if value not in unless:
+    if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in unless):  # 0 == False
         shown = repr(value) if not isinstance(value, Mapping) else f"an object with {', '.join(map(repr, value))}"
         raise ConfigError(
             "not supported", where=name, got=shown,

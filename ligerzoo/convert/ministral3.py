@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import refuse, rope_fields, shared_fields
+from ligerzoo.convert.fields import object_entry, refuse, rope_entry, rope_fields, shared_fields
 from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 
 
@@ -17,11 +17,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> Ministral3Config:
     them does not count, as in transformers."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     default = Ministral3Config()
-    if not raw.get("rope_scaling") and raw.get("rope_parameters") is None:
+    if not object_entry(raw, "rope_scaling") and raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": {"rope_theta": default.rope_theta, **(default.rope_scaling or {})}}
     fields = {**shared_fields(raw, Ministral3Config), **rope_fields(raw)}
     if fields["rope_scaling"] is None:  # not for the frequencies, but queries may grow
-        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        given = rope_entry(raw)
         of_queries = ("original_max_position_embeddings", "llama_4_scaling_beta")
         fields["rope_scaling"] = {name: given[name] for name in of_queries if name in given}
     max_position = fields.get("max_position_embeddings", default.max_position_embeddings)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import refuse, rope_fields, shared_fields
+from ligerzoo.convert.fields import first_told, refuse, rope_fields, shared_fields
 from ligerzoo.convert.weights import Layout, PerExpert, Rename
 from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 
@@ -19,8 +19,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> MixtralConfig:
     """config.json -> MixtralConfig. The number of experts may be called `num_local_experts` or `num_experts`, which
     wins."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
-    if "num_local_experts" in raw:
-        raw = {"num_experts": raw["num_local_experts"], **raw}
+    raw = {**raw, "num_experts": first_told(raw, "num_experts", "num_local_experts")}
     return MixtralConfig(**{**shared_fields(raw, MixtralConfig), **rope_fields(raw, MixtralConfig.rope_theta)})
 
 

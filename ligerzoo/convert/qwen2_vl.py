@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import (
     first_told,
+    flag_entry,
     object_entry,
     refuse,
     rope_entry,
@@ -54,7 +55,8 @@ def vision_lm_config(
         tower_class: its vision tower's.
         activations: the names of the one that the tower has.
     """
-    text, vision = object_entry(raw, "text_config") or raw, object_entry(raw, "vision_config")
+    text = raw if raw.get("text_config") is None else object_entry(raw, "text_config")
+    vision = object_entry(raw, "vision_config")
     rope = object_entry(vision, "rope_parameters")
     refuse(text, "hidden_act", unless=(None, "silu", "swish"))
     refuse(vision, "hidden_act", unless=(None, *activations))
@@ -66,7 +68,9 @@ def vision_lm_config(
             **shared_fields({**text, **top}, config_class),
             **mrope_fields(text, config_class.rope_theta),
             "vision_config": tower_class(**shared_fields(vision, tower_class)),
-            "tie_word_embeddings": raw.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False,
+            "tie_word_embeddings": any(
+                [flag_entry(raw, "tie_word_embeddings"), flag_entry(text, "tie_word_embeddings")]
+            ),
         }
     )
 

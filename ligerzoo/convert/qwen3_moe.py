@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import refuse, rope_fields, shared_fields, switched_window
+from ligerzoo.convert.fields import first_told, refuse, rope_fields, shared_fields, switched_window
 from ligerzoo.convert.qwen2_moe import LAYOUTS, config_to_hf
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
@@ -15,8 +15,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
     """config.json -> Qwen3MoeConfig. The number of experts is called `num_experts`, or `num_local_experts`, which wins,
     by transformers 5."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
-    if "num_local_experts" in raw:
-        raw = {**raw, "num_experts": raw["num_local_experts"]}
+    raw = {**raw, "num_experts": first_told(raw, "num_local_experts", "num_experts")}
     return Qwen3MoeConfig(**{**shared_fields(raw, Qwen3MoeConfig), **rope_fields(raw), **switched_window(raw)})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
     Raises:
         ConfigError: naming the field that is unknown, missing or of the wrong kind.
     """
+    if not isinstance(scaling, Mapping):
+        raise ConfigError("not an object", where="rope_scaling", got=repr(scaling), expected="an object")
     rope_type = scaling.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in REQUIRED_PARAMETERS:
         raise ConfigError("unknown rope type", where="rope_scaling", got=repr(rope_type), expected=_KNOWN)
@@ -135,6 +137,9 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
         if not right:
             where = f"rope_scaling of type {rope_type}, {name}"
             raise ConfigError("missing or impossible", where=where, got=repr(value), expected=expected)
+    if not isinstance(scaling.get("truncate"), bool | None):
+        where, value = f"rope_scaling of type {rope_type}, truncate", scaling["truncate"]
+        raise ConfigError("not a possible value", where=where, got=repr(value), expected="true or false")
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         where = "rope_scaling of type llama3, low_freq_factor"
@@ -142,6 +147,12 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
     return rope_type
 
 
-def is_positive(value: object) -> bool:
+def check_theta(theta: object, where: str = "rope_theta") -> None:
+    """Raises ConfigError unless this can be the base of a rotary embedding."""
+    if not (is_positive(theta) and theta > 1):
+        raise ConfigError("not a possible base", where=where, got=repr(theta), expected="a number above 1, up to 1e30")
+
+
+def is_positive(value: object) -> TypeGuard[int | float]:
     """Within limits that keep every formula above from overflowing."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.layers.rope_scaling import (
     check_rope_scaling,
+    check_theta,
     default_frequencies,
     dynamic_frequencies,
-    is_positive,
     linear_frequencies,
     llama3_frequencies,
     longrope_attention_factor,
@@ -57,9 +56,8 @@ class RotaryEmbedding(nn.Module):
         in_fp32: bool = False,
     ) -> None:
         super().__init__()
-        scaling = dict(scaling or {})
-        if not (is_positive(theta) and theta > 1):
-            raise ConfigError("not a possible base", where="rope_theta", got=theta, expected="a number above 1")
+        scaling = {} if scaling is None else scaling
+        check_theta(theta)
         self.interleaved, self.in_fp32 = interleaved, in_fp32
         theta = float(theta)  # of a whole number torch takes no more than 64 bits
         self.dim, self.theta, self.rope_type = dim, theta, check_rope_scaling(scaling, dim)

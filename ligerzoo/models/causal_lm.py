@@ -36,7 +36,7 @@ from ligerzoo.layers import (
 )
 
 if TYPE_CHECKING:
-    from ligerzoo.hub import Origin
+    from ligerzoo.hub import Origin, Saves
 
 
 @dataclass
@@ -375,11 +375,13 @@ class CausalLM(nn.Module):
         private: bool | None = None,
         token: str | bool | None = None,
         commit_message: str = "Upload model",
+        processor: Saves | None = None,
     ) -> str:
-        """Uploads the model to the Hugging Face hub and returns the commit's address, see `ligerzoo.hub.push`."""
+        """Uploads the model, and the processor or tokenizer given with it, to the Hugging Face hub and returns the
+        commit's address, see `ligerzoo.hub.push`."""
         from ligerzoo import hub
 
-        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message)
+        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Continues the prompts; returns prompts and continuations, (B, T + new). The options are those of

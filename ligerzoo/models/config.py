@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers.rope_scaling import check_rope_scaling, is_positive
+from ligerzoo.layers.rope_scaling import check_rope_scaling, check_theta, is_positive
 
 _LARGEST_SIZE = 2**31 - 1
 
@@ -18,8 +17,8 @@ def check_fields(config: Any) -> None:
     """Raises ConfigError unless every field of a config dataclass holds what its annotation and name say.
 
     A whole number is a size, from 1 (or what the field's metadata has as "least") to 2^31 - 1, unless its name ends in
-    `_token_id`; a float is finite and not negative (and may be given as a whole number); None is allowed where the
-    annotation says so.
+    `_token_id`; a float is 0, or positive within limits that fp32 can hold (and may be given as a whole number); None
+    is allowed where the annotation says so.
     """
     hints = get_type_hints(type(config))
     for field in fields(config):
@@ -31,7 +30,7 @@ def check_fields(config: Any) -> None:
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list) and len(kinds) > 2 else [value]
             right, expected = (
-                all(type(i) is int and abs(i) <= _LARGEST_SIZE for i in ids),
+                bool(ids) and all(type(i) is int and abs(i) <= _LARGEST_SIZE for i in ids),
                 "a token id" + (" or a list of them" if len(kinds) > 2 else ""),
             )
         elif bool in kinds:
@@ -40,7 +39,7 @@ def check_fields(config: Any) -> None:
             right = type(value) is int and least <= value <= _LARGEST_SIZE
             expected = "a positive whole number" if least else "a whole number, 0 or more"
         elif float in kinds:
-            right, expected = number and 0 <= value <= sys.float_info.max, "a finite number that is not negative"
+            right, expected = number and (value == 0 or is_positive(value)), "0, or a number from 1e-30 to 1e30"
         else:
             continue  # a structured field is checked by the part that reads it
         if not right:
@@ -97,7 +96,8 @@ class DecoderConfig:
                 got=self.kv_heads,
                 expected=f"a divisor of num_attention_heads, {self.num_attention_heads}",
             )
-        check_rope_scaling(self.rope_scaling or {}, self.rotary_size)
+        check_theta(self.rope_theta)
+        check_rope_scaling({} if self.rope_scaling is None else self.rope_scaling, self.rotary_size)
 
     @property
     def all_layers(self) -> int:

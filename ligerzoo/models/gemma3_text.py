@@ -24,6 +24,7 @@ from ligerzoo.layers import (
     SandwichBlock,
     ScaledEmbedding,
 )
+from ligerzoo.layers.rope_scaling import check_theta
 from ligerzoo.models.causal_lm import CausalLM, Make
 from ligerzoo.models.config import WindowedConfig, check_positive
 
@@ -61,6 +62,7 @@ class Gemma3DecoderConfig(WindowedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "query_pre_attn_scalar")
+        check_theta(self.rope_local_base_freq, "rope_local_base_freq")
 
     def slides(self, layer: int) -> bool:
         """All layers but the last of each pattern."""

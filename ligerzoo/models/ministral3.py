@@ -52,11 +52,13 @@ class Ministral3Config(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.query_growth and not is_positive(self.query_growth):
+        growth = (self.rope_scaling or {}).get("llama_4_scaling_beta")
+        is_zero = isinstance(growth, int | float) and not isinstance(growth, bool) and growth == 0
+        if not (growth is None or is_zero or is_positive(growth)):
             raise ConfigError(
                 "not a possible value",
                 where="rope_scaling, llama_4_scaling_beta",
-                got=repr(self.query_growth)[:200],
+                got=repr(growth)[:200],
                 expected="a positive number, or 0 or null for queries that do not grow",
             )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import tokenizer as tokenizer_files
-from ligerzoo.atomic import replace_files
+from ligerzoo.atomic import reading_directory, replace_files
 from ligerzoo.errors import ImageError, TokenizerError
 from ligerzoo.images import read_image, read_video
 from ligerzoo.processor.families import FILE_NAMES, Family, Files, Seen, id_of
@@ -76,7 +76,7 @@ class Processor:
 
         Raises:
             ConfigError: the model is none that sees images, or its preprocessing is not supported.
-            CheckpointError: a file is malformed.
+            CheckpointError: a file is malformed, or the directory was replaced while it was read.
             TokenizerError: there is no tokenizer.json, it is malformed, or it has no token for images.
         """
         from ligerzoo.hub import locate_files
@@ -89,12 +89,13 @@ class Processor:
             cache_dir=cache_dir,
             local_files_only=local_files_only,
         )
-        files = Files(directory)
-        family = files.family()
-        tokenizer = Tokenizer.from_pretrained(directory)
-        if (template := files.chat_template()) is not None:
-            tokenizer.chat_templates["default"] = template
-        return cls(tokenizer, family(files, tokenizer), files.contents)
+        with reading_directory(directory):
+            files = Files(directory)
+            family = files.family()
+            tokenizer = Tokenizer.from_pretrained(directory)
+            if (template := files.chat_template()) is not None:
+                tokenizer.chat_templates["default"] = template
+            return cls(tokenizer, family(files, tokenizer), files.contents)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the files this processor was read from, byte for byte, those of its tokenizer among them.
@@ -224,8 +225,9 @@ def load(name_or_path: str | Path, *, revision: str | None = None) -> Processor 
     from ligerzoo.hub import locate_files
 
     directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
-    has_processor = Files(directory).tell_of_images()
-    return Processor.from_pretrained(directory) if has_processor else Tokenizer.from_pretrained(directory)
+    with reading_directory(directory):
+        has_processor = Files(directory).tell_of_images()
+        return Processor.from_pretrained(directory) if has_processor else Tokenizer.from_pretrained(directory)
 
 
 def _refuse_twice(twice: bool, where: str) -> None:

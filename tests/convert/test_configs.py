@@ -5,14 +5,16 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ligerzoo import hub
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.hub import Origin, _config_json
@@ -182,6 +184,117 @@ def test_nonsense_in_an_entry(model_type: str) -> None:
     for value in NONSENSE:
         with contextlib.suppress(ConfigError):
             architecture.config_from_hf(with_entries(config, num_hidden_layers=value))
+
+
+FALSY: list[Any] = [[], {}, "", 0, 0.0, False]
+POSSIBLE: dict[str, list[Any]] = {
+    "pad_token_id": [0],
+    "eos_token_id": [0],
+    "embedding_multiplier": [0.0],
+    "rope_scaling": [{}],
+    "mlp_only_layers": [[]],
+}
+"""Falsy values of another type than that in a config.json here which the entry can have nevertheless."""
+IGNORED = {
+    # Entries that mean nothing here: of training, of other software, or of a part that is left out or computed.
+    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
+    "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
+    "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "spatial_patch_size",
+    "transformers_version", "use_cache", "vision_use_head",
+    # Entries that mean nothing in some architectures, as in transformers.
+    "attention_bias", "hidden_act", "hidden_activation", "max_window_layers", "partial_rotary_factor", "rope_theta",
+    "sliding_window", "tie_word_embeddings",
+    # Entries before which another of the same meaning goes, or one beside text_config.
+    "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",
+    "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_parameters", "rope_type",
+    "torch_dtype", "type",
+}  # fmt: skip
+"""Entries whose value does not matter in some config.json here."""
+
+
+def entries_in(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in config.items():
+        yield (*above, name), value
+        if isinstance(value, Mapping):
+            yield from entries_in(value, (*above, name))
+
+
+def changed(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """With another value of an entry, or without it for ... ."""
+    config = copy.deepcopy(dict(config))
+    part = config
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    if value is ...:
+        del part[path[-1]]
+    return config
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
+    """config.json -> our config, as loading reads it."""
+
+    def read(raw: Mapping[str, Any]) -> Any:
+        monkeypatch.setattr(hub, "read_json", lambda path: raw)
+        return hub._read_config(Path("config.json"))[2]
+
+    return read
+
+
+@every_type
+def test_what_is_empty_or_zero_or_false_is_not_taken_for_nothing(
+    model_type: str, read: Callable[[Mapping[str, Any]], Any]
+) -> None:
+    for row in CHECKPOINTS:
+        if row.config["model_type"] != model_type:
+            continue
+        for path, value in entries_in(row.config):
+            name = path[-1]
+            for falsy in FALSY:
+                may_be = [type(value)] + [int] * (type(value) is float) + list(map(type, POSSIBLE.get(name, [])))
+                if type(falsy) in may_be:
+                    continue
+                try:
+                    got = read(changed(row.config, path, falsy))
+                except ConfigError:
+                    continue
+                assert name in IGNORED, (path, falsy)
+                assert got == read(changed(row.config, path, ...)) == read(row.config), (path, falsy)
+
+
+@pytest.mark.parametrize("falsy", FALSY, ids=repr)
+def test_a_rope_type_that_is_falsy_is_refused(falsy: object, read: Callable[[Mapping[str, Any]], Any]) -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for name in ("rope_scaling", "rope_parameters"):
+        for key in ("rope_type", "type"):
+            raw = {"model_type": "llama", name: {**llama3, key: falsy}}
+            with pytest.raises(
+                ConfigError, match=f"config.json, rope_scaling: unknown rope type; got {re.escape(repr(falsy))}"
+            ):
+                read(raw)
+        if falsy != {}:
+            with pytest.raises(ConfigError, match=f"config.json, {name}: not an object; got {re.escape(repr(falsy))}"):
+                read({"model_type": "llama", name: falsy})
+    assert read({"model_type": "llama", "rope_scaling": {"type": None, "rope_type": None}}).rope_scaling is None
+
+
+@every_type
+def test_absurd_numbers_are_refused_by_name(model_type: str, read: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Finite in fp64, but 0 or infinite in fp32, or on the way to it."""
+    config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
+    ours = read(config)
+    hints = get_type_hints(type(ours))
+    names = [name for name, hint in hints.items() if float in (hint, *get_args(hint))]
+    assert {"rope_theta", "rms_norm_eps"} <= set(names)
+    for name in names:
+        impossible = [5e-324, 1e-320, 1e-310, 1e-40, 1e39, 1e300, 1.7e308, -1e-320]
+        for value in impossible + ([0, 0.0, 0.5, 1.0] if name.startswith("rope_") else []):
+            with pytest.raises(ConfigError) as caught:
+                dataclasses.replace(ours, **{name: value})
+            assert caught.value.where == name
+    with pytest.raises(ConfigError, match=r"config.json, rope_theta: not a possible value; got 1e-320"):
+        read({"model_type": "llama", "rope_theta": 1e-320})
 
 
 @every_type

@@ -6,6 +6,7 @@ import torch
 
 from ligerzoo.convert.fields import (
     first_told,
+    flag_entry,
     object_entry,
     parse_dtype,
     partial_rotary_factor,
@@ -62,7 +63,7 @@ def test_partial_rotary_factor(raw: dict[str, Any], factor: float) -> None:
     assert partial_rotary_factor(raw, 0.5) == factor
 
 
-@pytest.mark.parametrize("wrong", ["linear", 3, ["linear"]])
+@pytest.mark.parametrize("wrong", ["linear", 3, ["linear"], "", 0, [], False])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_entries_that_are_no_objects(key: str, wrong: object) -> None:
     with pytest.raises(ConfigError, match=f"{key}: not an object"):
@@ -126,6 +127,21 @@ def test_object_entry() -> None:
     assert object_entry({"a": None}, "a") == object_entry({}, "a") == {}
     with pytest.raises(ConfigError, match="a: not an object; got 'b'"):
         object_entry({"a": "b"}, "a")
+
+
+def test_flag_entry() -> None:
+    assert flag_entry({"a": True}, "a")
+    assert not any(flag_entry(raw, "a") for raw in ({"a": False}, {"a": None}, {}))
+    for wrong in (0, 1, "", "true", [], {}):
+        with pytest.raises(ConfigError, match=r"a: not a possible value; got .*; expected true or false"):
+            flag_entry({"a": wrong}, "a")
+
+
+def test_refuse_knows_numbers_from_flags() -> None:
+    refuse({"theta": 10000}, "theta", unless=(None, 10000.0))
+    for value, unless in ((0, False), (0.0, False), (1, True), (False, 0)):
+        with pytest.raises(ConfigError, match="a: not supported"):
+            refuse({"a": value}, "a", unless=(None, unless))
 
 
 def test_refuse() -> None:
