@@ -21,6 +21,7 @@ ARROWS = {
     "errors": ("", ""),
     "atomic": ("errors", ""),
     "checkpoint": ("errors atomic", ""),
+    "template_worker": ("", ""),
     "chat_template": ("errors", ""),
     "text_stream": ("", ""),
     "tokenizer": ("errors atomic chat_template text_stream", "hub"),
