@@ -187,7 +187,7 @@ class Tokenizer:
             TokenizerError: `text` is not a string, holds half a surrogate pair, or is too long for the rules of
                 tokenizer.json.
         """
-        self._limits.check_text(text)
+        self._check_text(text)
         with _reporting("cannot encode this text", self._where, text):
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -223,7 +223,7 @@ class Tokenizer:
         else:
             with _reporting("cannot encode these texts", self._where, text):
                 for one in text:
-                    self._limits.check_text(one)
+                    self._check_text(one)
                 encodings = self._backend.encode_batch_fast(list(text), add_special_tokens=add_special_tokens)
             rows = [encoding.ids for encoding in encodings]
 
@@ -345,6 +345,19 @@ class Tokenizer:
         return TextStream(self.id_to_token, self._backend.decoder, hidden)
 
     # How it is done
+
+    def _check_text(self, text: object) -> None:
+        self._limits.check_text(text)
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                "cannot encode this text: it has half of a surrogate pair",
+                where=self._where,
+                got=f"{error.object[error.start]!r} as character {error.start}",
+                remedy='Decode the bytes that it came from as UTF-8, with errors="replace" if they are not valid.',
+            ) from error
 
     def _json(self, name: str) -> dict[str, Any]:
         where, remedy = f"{self._where}/{name}", "Download the file again; in a git clone, run `git lfs pull`."

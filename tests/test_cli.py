@@ -170,7 +170,7 @@ def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixtu
         (["generate", "{checkpoint}", "--prompt", "x", "--device", ":"], "--device: no such device; got :"),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cpu:-1"], "--device: no such device; got cpu:-1"),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:9" + "9" * 30], "--device: no such device"),
-        (["generate", "{checkpoint}", "--prompt", "x\udcff"], "cannot encode these texts"),
+        (["generate", "{checkpoint}", "--prompt", "x\udcff"], "half of a surrogate pair; got '\\udcff' as character 1"),
         (["generate", "{checkpoint}", "--prompt", "x", "--stop", ""], "stop_strings: "),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size=-5GB"], "max_shard_size: bad size"),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "0"], "max_shard_size: bad size"),
@@ -263,8 +263,8 @@ STREAMS = [
     ("info /no/such/place 2>&-", 1, ""),
     ("--help >&-", 0, None),
     ("info --architectures >/dev/full", 1, "No space left on device"),
-    ("generate {checkpoint} --prompt - --max-new-tokens 1 < {picture}", 1, "cannot encode these texts"),
-    ("chat {checkpoint} < {picture}", 1, "cannot encode this text"),
+    ("generate {checkpoint} --prompt - --max-new-tokens 1 < {picture}", 1, "half of a surrogate pair"),
+    ("chat {checkpoint} < {picture}", 1, "half of a surrogate pair"),
 ]
 
 

@@ -323,7 +323,7 @@ def test_padding_needs_a_token_only_when_texts_differ_in_length(tokenizers: dict
 def test_what_is_no_text_is_refused(tokenizers: dict[str, Tokenizer], text: Any) -> None:
     with pytest.raises(TokenizerError, match="cannot encode this text"):
         tokenizers["qwen"].encode(text)
-    with pytest.raises(TokenizerError, match="cannot encode these texts"):
+    with pytest.raises(TokenizerError, match=r"cannot encode (this text|these texts): "):
         tokenizers["qwen"](["fine", text])
 
 
