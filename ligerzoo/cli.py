@@ -8,11 +8,13 @@ Exit codes: 0 done, 1 failed, 2 the arguments are wrong, 130 interrupted, 141 no
 
 import argparse
 import contextlib
+import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ligerzoo import __version__
 from ligerzoo.errors import LigerzooError
@@ -43,13 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2 when the arguments are wrong, with 0 after help.
     """
-    options = parse(arguments)
-    if hasattr(sys.stdout, "reconfigure"):  # a model may write what a narrow terminal cannot show
-        sys.stdout.reconfigure(errors="replace")
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  (a closed stream is None; print would use stdout)
+    debug = False
     try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-        return code
+        try:
+            options = parse(arguments)
+            debug = options.debug
+            prepare_streams()
+            code: int = options.run(options)
+            return code
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -57,12 +64,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush would complain
         return 141
     except Exception as error:
-        if options.debug:
+        if debug:
             raise
         is_expected = isinstance(error, LigerzooError | OSError)
         problem = str(error) if is_expected else f"{type(error).__name__}: {error} (--debug shows where)"
         print("ligerzoo: error:", " ".join(problem.split()), file=sys.stderr)
         return 1
+
+
+def prepare_streams() -> None:
+    """Lets text pass that is not valid in the terminal's encoding.
+
+    Raises:
+        LigerzooError: standard output is closed.
+    """
+    if sys.stdout is None:
+        raise LigerzooError("standard output is closed", remedy="Send it to /dev/null to discard it.")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what a narrow terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # the tokenizer refuses what is not valid
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def standard_input() -> TextIO:
+    """Raises a LigerzooError if standard input is closed."""
+    if sys.stdin is None:
+        raise LigerzooError("standard input is closed", remedy="Give the text with --prompt, or in a file or pipe.")
+    return sys.stdin
 
 
 def info(options: argparse.Namespace) -> int:
@@ -74,7 +102,7 @@ def info(options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> int:
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = standard_input().read() if options.prompt == "-" else options.prompt
     inputs, tokenizer = read_with_images(prompt, options) if options.image else read_text(prompt, options)
     model = load(options)
     reply(model, tokenizer, inputs, options, random_numbers(model, options), skip_prompt=bool(options.image))
@@ -164,13 +192,17 @@ def device(name: str | None) -> "torch.device":
     """The device of this name; the first GPU, if there is one, when None."""
     import torch
 
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise LigerzooError("no such device", where="--device", got=name, expected="cpu, cuda or cuda:1") from error
-    if chosen.type == "cuda" and not (chosen.index or 0) < torch.cuda.device_count():
-        raise LigerzooError("no such GPU", where="--device", got=name, expected=f"{torch.cuda.device_count()} GPUs")
-    return chosen
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each missing backend
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        raise LigerzooError(
+            "no such device", where="--device", got=name, expected=" or ".join(["cpu", *gpus])
+        ) from error
+    if chosen.startswith("meta"):
+        raise LigerzooError("the meta device holds no weights", where="--device", got=name, expected="cpu or cuda")
+    return torch.device(chosen)
 
 
 def random_numbers(model: "CausalLM", options: argparse.Namespace) -> "torch.Generator | None":
@@ -190,6 +222,7 @@ def reply(
     """Prints the model's continuation of a prompt as it comes, after the prompt or without it, and returns it."""
     from ligerzoo.generate import TextStreamer
 
+    tokenizer.check_ids(inputs["input_ids"], len(model.get_parameter("model.embed_tokens.weight")))
     sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     continued = model.generate(
@@ -221,7 +254,7 @@ def show(file: str, conversation: "Conversation") -> None:
 def lines(hint: str) -> Iterator[str]:
     """The lines of standard input that are not blank; on a terminal they are asked for, after a hint."""
     invitation = ""
-    if sys.stdin.isatty():
+    if standard_input().isatty():
         import readline  # noqa: F401  # gives input() editing and a history
 
         invitation = "you> "
@@ -233,6 +266,26 @@ def lines(hint: str) -> Iterator[str]:
 
 
 # The arguments
+
+
+def value(kind: Callable[[str], Any], expected: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option with a range, checked before anything is loaded."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if holds(number := kind(text)):
+                return number
+        raise argparse.ArgumentTypeError(f"got {text[:50]!r}; expected {expected}")
+
+    return read
+
+
+COUNT = value(int, "a whole number from 0 to 2**31 - 1", lambda number: 0 <= number < 2**31)
+RANK = value(int, "a whole number from 1 to 2**31 - 1", lambda number: 0 < number < 2**31)
+SEED = value(int, "a whole number from 0 to 2**63 - 1", lambda number: 0 <= number < 2**63)
+POSITIVE = value(float, "a positive number", lambda number: 0 < number < math.inf)
+SHARE = value(float, "a number above 0 and up to 1", lambda number: 0 < number <= 1)
+FACTOR = value(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -369,7 +422,7 @@ makes is checked as it runs, and the exit code is 1 if one is false.""",
         "--text", type=Path, metavar="FILE", help="train on your own text, of some 10,000 characters or more"
     )
     either.add_argument("--vision", action="store_true", help="show a model that sees instead (needs Pillow)")
-    demonstration.add_argument("--seed", type=int, help="of the drawings, to see the same ones again")
+    demonstration.add_argument("--seed", type=SEED, help="of the drawings, to see the same ones again")
 
     options = parser.parse_args(arguments)
     if options.run is demo and options.seed is not None and not options.vision:
@@ -388,7 +441,7 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
 
 def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="the most to add, default %(default)s"
+        "--max-new-tokens", type=COUNT, default=max_new_tokens, metavar="N", help="the most to add, default %(default)s"
     )
     add_dtype_option(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU if there is one")
@@ -396,13 +449,19 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     sampling = parser.add_argument_group(
         "sampling", "any of the first four draws tokens instead of taking the likeliest"
     )
-    sampling.add_argument("--temperature", type=float, metavar="T", help="below 1 more predictable, above more varied")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that have P together")
     sampling.add_argument(
-        "--min-p", type=float, metavar="P", help="drop tokens less than P times as likely as the best"
+        "--temperature", type=POSITIVE, metavar="T", help="below 1 more predictable, above more varied"
     )
-    sampling.add_argument("--seed", type=int, help="makes what is drawn repeatable")
+    sampling.add_argument("--top-k", type=RANK, metavar="K", help="draw from the K likeliest tokens")
+    sampling.add_argument("--top-p", type=SHARE, metavar="P", help="draw from the likeliest that have P together")
     sampling.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 discourages tokens seen before"
+        "--min-p", type=FACTOR, metavar="P", help="drop tokens less than P times as likely as the best"
+    )
+    sampling.add_argument("--seed", type=SEED, help="makes what is drawn repeatable")
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=POSITIVE,
+        default=1.0,
+        metavar="R",
+        help="above 1 discourages tokens seen before",
     )

@@ -100,12 +100,15 @@ def run(text_file: Path | None = None) -> int:
         The exit code: 0, or 1 when a check failed.
 
     Raises:
-        LigerzooError: the text is too short.
+        LigerzooError: the text is too short, or is not UTF-8.
         OSError: the text cannot be read.
     """
     torch.set_num_threads(1)  # more hardly help so small a model, and cost much where others use the cores too
     text_file = text_file or Path(sysconfig.get_path("stdlib")) / "ipaddress.py"
-    text = text_file.read_text("utf-8")
+    try:
+        text = text_file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise LigerzooError("is not UTF-8 text", where=text_file, got=error) from error
     checks = Checks()
 
     heading("1. Load a checkpoint", load)

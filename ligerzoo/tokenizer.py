@@ -21,6 +21,7 @@ from ligerzoo.atomic import reading_directory, replace_files
 from ligerzoo.chat_template import ChatTemplate
 from ligerzoo.errors import TokenizerError
 from ligerzoo.text_stream import TextStream
+from ligerzoo.tokenizer_limits import Limits
 
 PaddingSide = Literal["left", "right"]
 
@@ -186,8 +187,10 @@ class Tokenizer:
             add_special_tokens: whether to add what tokenizer.json puts around every text, a BOS token for example.
 
         Raises:
-            TokenizerError: `text` is not a string, or holds half a surrogate pair.
+            TokenizerError: `text` is not a string, holds half a surrogate pair, or is too long for the rules of
+                tokenizer.json.
         """
+        self._check_text(text)
         with _reporting("cannot encode this text", self._where, text):
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -222,6 +225,8 @@ class Tokenizer:
             rows = [self.encode(text, add_special_tokens)]
         else:
             with _reporting("cannot encode these texts", self._where, text):
+                for one in text:
+                    self._check_text(one)
                 encodings = self._backend.encode_batch_fast(list(text), add_special_tokens=add_special_tokens)
             rows = [encoding.ids for encoding in encodings]
 
@@ -235,6 +240,27 @@ class Tokenizer:
             shape = len(rows), width
             return {name: torch.tensor(value, dtype=torch.int64).view(shape) for name, value in inputs.items()}
         return {name: value[0] for name, value in inputs.items()} if isinstance(text, str) else inputs
+
+    def check_ids(self, ids: torch.Tensor, vocab_size: int) -> None:
+        """Refuses token ids that a model's embedding has no row for.
+
+        A tokenizer may know more tokens than its model, so only the ids of an actual prompt show whether they fit.
+
+        Args:
+            ids: integers of any shape.
+            vocab_size: rows of the model's embedding.
+
+        Raises:
+            TokenizerError: an id is `vocab_size` or more.
+        """
+        if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+            raise TokenizerError(
+                f"the token {self.id_to_token(largest)!r} is not in the model's vocabulary",
+                where=self._where,
+                got=f"id {largest}",
+                expected=f"an id below {vocab_size}, the rows of the model's embedding",
+                remedy="Use the tokenizer that the model was trained with, or leave that token out of the text.",
+            )
 
     def apply_chat_template(
         self,
@@ -309,10 +335,11 @@ class Tokenizer:
             skip_special_tokens: whether to leave out `all_special_ids` too.
 
         Raises:
-            TokenizerError: `ids` is not a sequence of non-negative integers.
+            TokenizerError: `ids` is not a sequence of non-negative integers, or the text is too long.
         """
         with _reporting("cannot decode these ids", self._where, ids):
             numbers = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+            self._limits.check_tokens(map(self._backend.id_to_token, numbers), len(numbers))
             return self._backend.decode(numbers, skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = False) -> TextStream:
@@ -321,6 +348,19 @@ class Tokenizer:
         return TextStream(self.id_to_token, self._backend.decoder, hidden)
 
     # How it is done
+
+    def _check_text(self, text: object) -> None:
+        self._limits.check_text(text)
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                "cannot encode this text: it has half of a surrogate pair",
+                where=self._where,
+                got=f"{error.object[error.start]!r} as character {error.start}",
+                remedy='Decode the bytes that it came from as UTF-8, with errors="replace" if they are not valid.',
+            ) from error
 
     def _json(self, name: str) -> dict[str, Any]:
         where, remedy = f"{self._where}/{name}", "Download the file again; in a git clone, run `git lfs pull`."
@@ -341,10 +381,11 @@ class Tokenizer:
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
             )
         where = f"{self._where}/tokenizer.json"
-        added_tokens = self._json("tokenizer.json").get("added_tokens", [])
+        content = self._json("tokenizer.json")
         with _reporting("cannot be read", where):
+            self._limits = Limits.of(content, where)
             backend = tokenizers.Tokenizer.from_buffer(self._files["tokenizer.json"])
-        for token in added_tokens:
+        for token in content.get("added_tokens") or []:
             if (got := backend.token_to_id(token["content"])) != token["id"]:
                 raise TokenizerError(
                     f"the added token {token['content']!r} cannot have the id that the file gives it",
@@ -369,6 +410,7 @@ class Tokenizer:
             if token.content not in known:
                 new.append(token)
                 known.add(token.content)
+        self._limits.check_added(known)
         with _reporting("has tokens that cannot be added", f"{self._where}/tokenizer_config.json"):
             self._backend.add_tokens(new)
 
@@ -510,6 +552,8 @@ def _reporting(what: str, where: str, value: object = None) -> Iterator[None]:
     """Turn what the tokenizers library raises into a TokenizerError; its panics are not even `Exception`s."""
     try:
         yield
+    except TokenizerError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

@@ -1,5 +1,6 @@
 """The command line: what it prints, where, and with which exit code."""
 
+import argparse
 import io
 import json
 import os
@@ -159,9 +160,25 @@ def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixtu
     "arguments, problem",
     [
         (["info", "/no/such/place"], "/no/such/place: no such directory"),
-        (["generate", "{checkpoint}", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "abacus"], "--device: no such device; got abacus"),
-        (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:99"], "--device: no such GPU; got cuda:99"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:99"], "--device: no such device; got cuda:99"),
+        (
+            ["generate", "{checkpoint}", "--prompt", "x", "--device", "meta"],
+            "--device: the meta device holds no weights",
+        ),
+        (["chat", "{checkpoint}", "--device", "meta:0"], "--device: the meta device holds no weights; got meta:0"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--device", ":"], "--device: no such device; got :"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--device", "cpu:-1"], "--device: no such device; got cpu:-1"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:9" + "9" * 30], "--device: no such device"),
+        (["generate", "{checkpoint}", "--prompt", "x\udcff"], "half of a surrogate pair; got '\\udcff' as character 1"),
+        (["generate", "{checkpoint}", "--prompt", "x", "--stop", ""], "stop_strings: "),
+        (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size=-5GB"], "max_shard_size: bad size"),
+        (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "0"], "max_shard_size: bad size"),
+        (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "nanGB"], "max_shard_size: bad size"),
+        (["convert", "{checkpoint}", "{picture}/new"], "File exists"),
+        (["demo", "--text", "{picture}"], "{picture}: is not UTF-8 text"),
+        (["demo", "--text", "{tmp_path}"], "Is a directory"),
+        (["generate", "{seeing}", "--prompt", "x", "--image", "{tmp_path}"], "is not a file; got a directory"),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "big"], "max_shard_size: bad size"),
         (["demo", "--text", "/no/such/file"], "No such file"),
         (["generate", "{checkpoint}", "--prompt", "x", "--image", "{picture}"], "no model that sees images"),
@@ -191,6 +208,94 @@ def test_a_failure_is_one_line_on_standard_error(
     assert complaint.startswith("ligerzoo: error: ")
     assert problem.format(**names) in complaint
     assert complaint.count("\n") == 1
+    assert "--debug" not in complaint  # which is for our own bugs
+
+
+NUMBERS = {
+    "--max-new-tokens": ["-1", "1e9", str(2**31), "10" * 20, "9" * 5000],
+    "--top-k": ["0", "-1", "2.5", str(2**31), "10" * 20],
+    "--seed": ["-1", "x", str(2**63), "1" + "0" * 30, "9" * 5000, "nan"],
+    "--temperature": ["0", "-1", "nan", "inf", "1e999", "x", ""],
+    "--top-p": ["0", "-0.1", "1.1", "nan", "x"],
+    "--min-p": ["-0.1", "1.1", "nan", "inf", "x"],
+    "--repetition-penalty": ["0", "-1", "nan", "inf", "x"],
+}
+OPTIONS = [
+    (command, option, value)
+    for command in ("generate model --prompt x", "chat model", "demo --vision")
+    for option, values in NUMBERS.items()
+    for value in values
+    if option == "--seed" or "demo" not in command
+]
+
+
+@pytest.mark.parametrize("command, option, value", OPTIONS)
+def test_numbers_out_of_range_are_refused_before_anything_is_loaded(
+    command: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command.split(), f"{option}={value}"])
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: argument {option}: got '{value[:50]}'; expected a" in complaint
+
+
+def test_every_number_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+
+    def parse_args(self: argparse.ArgumentParser, arguments: object) -> argparse.Namespace:
+        parsers.append(self)
+        return argparse.Namespace(run=None)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    cli.parse([])
+    actions = [action for parser in parsers for action in parser._actions]
+    subparsers = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
+    options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
+    assert {action.option_strings[0] for action in options if action.type not in (None, Path)} == set(NUMBERS)
+
+
+STREAMS = [
+    ("generate {checkpoint} --prompt - --max-new-tokens 1 <&-", 1, "standard input is closed"),
+    ("chat {checkpoint} <&-", 1, "standard input is closed"),
+    ("chat {checkpoint} <&- --max-new-tokens 1 2>&-", 1, ""),
+    ("generate {checkpoint} --prompt x --max-new-tokens 1 >&-", 1, "standard output is closed"),
+    ("info --architectures >&-", 1, "standard output is closed"),
+    ("info /no/such/place 2>&-", 1, ""),
+    ("--help >&-", 0, None),
+    ("info --architectures >/dev/full", 1, "No space left on device"),
+    ("generate {checkpoint} --prompt - --max-new-tokens 1 < {picture}", 1, "half of a surrogate pair"),
+    ("chat {checkpoint} < {picture}", 1, "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("line, code, problem", STREAMS)
+def test_closed_and_full_streams(
+    line: str, code: int, problem: str | None, checkpoint: Path, pictures: list[Path]
+) -> None:
+    """In a process of its own, as a shell starts it; the error is one line, or none where it cannot be shown."""
+    command = f"{sys.executable} -m ligerzoo {line.format(checkpoint=checkpoint, picture=pictures[0])}"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == code
+    if problem is not None:
+        assert problem in result.stderr
+        assert result.stderr.count("\n") == bool(problem)
+        assert "--debug" not in result.stderr
+
+
+def test_a_prompt_of_tokens_that_the_model_lacks_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = json.loads((checkpoint / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][-1], "id": 258, "content": "<new>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    command = ["generate", str(tmp_path), "--max-new-tokens", "1", "--prompt"]
+    assert cli.main([*command, "old"]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "<new>"]) == 1
+    message = "the token '<new>' is not in the model's vocabulary; got id 258; expected an id below 258"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [OSError("two\nlines"), RuntimeError("two\nlines")])
@@ -220,10 +325,11 @@ def test_an_interruption_exits_with_130(
     assert capsys.readouterr().err == "\n"
 
 
-def test_a_closed_pipe_is_quiet(checkpoint: Path) -> None:
+@pytest.mark.parametrize("arguments", ["info {}", "generate {} --prompt x --max-new-tokens 9", "--help"])
+def test_a_closed_pipe_is_quiet(arguments: str, checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "ligerzoo", "info", str(checkpoint)]
+    command = [sys.executable, "-m", "ligerzoo", *arguments.format(checkpoint).split()]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=buffered, check=False)
     os.close(writer)

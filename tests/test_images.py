@@ -3,6 +3,7 @@
 import base64
 import builtins
 import io
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -219,6 +220,49 @@ def test_what_is_transparent_is_white(tmp_path: Path) -> None:
         assert read_image(tmp_path / name).unique().tolist() == [255]
 
 
+def wide_grey() -> np.ndarray[Any, Any]:
+    return (np.arange(40 * 50, dtype=np.uint32) * 32).clip(max=65535).astype(np.uint16).reshape(40, 50)
+
+
+@pytest.mark.parametrize("name, order", [("grey.png", "<"), ("grey.tiff", "<"), ("grey.tiff", ">")])
+def test_16_bits_of_grey_become_8(tmp_path: Path, name: str, order: str) -> None:
+    levels = wide_grey()
+    Image.fromarray(levels.astype(f"{order}u2")).save(tmp_path / name)
+    expected = torch.from_numpy(np.round(levels / 257)).expand(3, -1, -1)  # 65535 is white
+    assert len(expected.unique()) > 200
+    with Image.open(tmp_path / name) as opened:
+        for image in (tmp_path / name, opened, Image.fromarray(levels)):
+            assert torch.equal(read_image(image), expected.byte())
+    deep = picture(40, 50, "L")
+    Image.fromarray(np.array(deep).astype(np.uint16) * 257).save(tmp_path / name)
+    assert torch.equal(read_image(tmp_path / name), read_image(deep))
+
+
+def test_16_bits_of_grey_may_have_a_transparent_level(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[1000, 1001]], dtype=np.uint16)).save(tmp_path / "grey.png", transparency=1000)
+    assert read_image(tmp_path / "grey.png")[0].tolist() == [[255, 4]]
+
+
+@pytest.mark.parametrize("mode", ["I", "F", "LAB", "La"])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_pixels_without_a_defined_white_are_refused(tmp_path: Path, mode: str, on_disk: bool) -> None:
+    """Pillow would clip them to white or black, as transformers does, or fail."""
+    image: Any = Image.new(mode, (5, 4))
+    if on_disk and mode != "La":
+        image.save(tmp_path / "image.tiff")
+        image = tmp_path / "image.tiff"
+    with pytest.raises(ImageError, match=rf"^a.*got mode '{mode}'; expected 8 bits a channel .* or 16 bits of grey"):
+        read_image(image, "a")
+
+
+@pytest.mark.parametrize("modes", [["RGBA"], ["RGBA", "RGBa"], ["LA"]])
+def test_modes_with_opacity_show_white(modes: list[str]) -> None:
+    image = Image.new("RGBA", (5, 4), (9, 9, 9, 0))
+    for mode in modes:
+        image = image.convert(mode)
+    assert read_image(image).unique().tolist() == [255]
+
+
 def halves_of_frames(frames: Tensor, entries: dict[str, Any]) -> Tensor:
     """The patches of a video as transformers' image processor makes them of its frames: of each pair of frames, a patch
     has the first half of the one's and the second half of the other's."""
@@ -258,6 +302,10 @@ def test_kinds_of_videos() -> None:
     "image, message",
     [
         (3, "is no image; got int"),
+        (b"\x89PNG", "is no image; got bytes; expected the name of a file"),
+        (None, "is no image; got NoneType"),
+        (np.zeros((3, 4, 4), dtype=np.uint16), "got torch.uint16; expected uint8"),
+        (np.zeros((3, 4, 4), dtype=np.float32), "got torch.float32; expected uint8"),
         (torch.zeros(3, 4, 4), "got torch.float32; expected uint8"),
         (np.zeros((3, 4, 4), dtype=np.uint32).astype(object), "expected uint8"),
         (torch.zeros(2, 4, 5, dtype=torch.uint8), r"got \(2, 4, 5\); expected \(C, H, W\)"),
@@ -319,6 +367,30 @@ def test_a_file_cut_off(tmp_path: Path) -> None:
     (tmp_path / "half.png").write_bytes(buffer.getvalue()[:500])
     with pytest.raises(ImageError, match="cannot be read as an image"):
         read_image(tmp_path / "half.png")
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "ppm"])
+def test_an_opened_file_that_is_cut_off(tmp_path: Path, suffix: str) -> None:
+    """Pillow reads the pixels later than the header, so an opened image may still fail."""
+    buffer = io.BytesIO()
+    picture(90, 90).save(buffer, suffix)
+    (tmp_path / "half").write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+    message = r"^images\[1\].*: cannot be read as an image; got \w+: "
+    with Image.open(tmp_path / "half") as opened, pytest.raises(ImageError, match=message):
+        read_image(opened, "images[1]")
+    with pytest.raises(ImageError, match=message):
+        read_image(tmp_path / "half", "images[1]")
+
+
+def test_what_is_not_a_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "pipe.png")
+    cases = {tmp_path / "pipe.png": "a named pipe", tmp_path / "link.png": "a named pipe", tmp_path: "a directory",
+             Path("/dev/zero"): "a device"}  # fmt: skip
+    for path, kind in cases.items():
+        for name in (path, str(path), f"file://{path}"):
+            with pytest.raises(ImageError, match=f"is not a file; got {kind}; expected a regular file"):
+                read_image(name)
 
 
 def test_formats_that_run_programs_are_not_opened(tmp_path: Path) -> None:

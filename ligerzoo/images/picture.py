@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import stat
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +30,8 @@ Image: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
 Video: TypeAlias = "Sequence[Image] | Tensor | np.ndarray[Any, Any]"
 
 MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB, where Pillow begins to warn
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")  # of Pillow
+_FILE_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # without those that run another program
 
 
@@ -38,7 +42,7 @@ def read_image(image: Image, where: str = "image") -> Tensor:
         image: the name of a file ("file://" before it does no harm), which is turned as its EXIF data say; an image of
             Pillow's, taken as it is; a "data:image/png;base64,..." text; or a uint8 tensor or array, (C, H, W),
             (H, W, C) or (H, W), of C = 1, 3 or 4 channels, the fourth being opacity. Where both ends of the shape could
-            be channels, the first is.
+            be channels, the first is. Files and Pillow's images have 8 bits a channel, or 16 bits of grey.
         where: what errors call it.
 
     Returns:
@@ -139,8 +143,11 @@ def _open(name: str | Path, where: str) -> PILImage:
     images = pillow()
     from PIL import ImageOps
 
-    try:
-        with warnings.catch_warnings():  # Pillow's own of too many pixels, before it is told which image has them
+    with _reading(where):
+        if isinstance(source, Path) and not stat.S_ISREG(mode := source.stat().st_mode):
+            kind = _FILE_KINDS.get(stat.S_IFMT(mode), "a device")  # opening a pipe or a device may wait for ever
+            raise ImageError("is not a file", where=where, got=kind, expected="a regular file")
+        with warnings.catch_warnings():  # Pillow's own of too many pixels, which does not name the image
             warnings.simplefilter("ignore", images.DecompressionBombWarning)
             image = images.open(source, formats=_FORMATS)
         with image:
@@ -148,19 +155,45 @@ def _open(name: str | Path, where: str) -> PILImage:
             image.load()
             upright: PILImage = ImageOps.exif_transpose(image)
             return upright
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Makes an ImageError of every error: Pillow's decoders raise many kinds."""
+    try:
+        yield
     except ImageError:
         raise
-    except Exception as error:  # of Pillow's decoders, which raise what they like
+    except Exception as error:
         raise ImageError("cannot be read as an image", where=where, got=f"{type(error).__name__}: {error}") from error
 
 
 def _from_pillow(image: PILImage, where: str) -> Tensor:
     check_size(image.height, image.width, where)
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        images = pillow()
-        background = images.new("RGBA", image.size, "white")
-        image = images.alpha_composite(background, image.convert("RGBA"))
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    with _reading(where):  # pixels are decoded here, if the caller has only opened the file
+        if image.mode.startswith("I;16"):
+            return _from_wide_grey(np.array(image), image.info.get("transparency")).expand(3, -1, -1)
+        if image.mode not in _MODES:
+            raise ImageError(
+                "white is not defined for pixels of this kind",
+                where=where,
+                got=f"mode {image.mode!r}",
+                expected=f"8 bits a channel ({', '.join(_MODES)}) or 16 bits of grey",
+                remedy="Scale the values to 0..255, and give them as a uint8 array.",
+            )
+        if image.mode.upper() in ("LA", "PA", "RGBA") or image.info.get("transparency") is not None:
+            background = pillow().new("RGBA", image.size, "white")
+            image = pillow().alpha_composite(background, image.convert("RGBA"))
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _from_wide_grey(levels: np.ndarray[Any, Any], transparent: int | None) -> Tensor:
+    """uint8 (1, H, W) of 16-bit grey (H, W), where 65535 is white. Pillow's conversion, which transformers uses, makes
+    every level from 255 on white."""
+    grey = (levels.astype(np.int32) + 128) // 257
+    if transparent is not None:
+        grey[levels == transparent] = 255
+    return torch.from_numpy(grey.astype(np.uint8))[None]
 
 
 def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
