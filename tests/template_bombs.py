@@ -6,6 +6,7 @@ Usage: template_bombs.py SECONDS STEP renders every STEP-th of them, with a limi
 import json
 import resource
 import sys
+from pathlib import Path
 
 
 def repeated(body: str) -> str:
@@ -99,10 +100,13 @@ BOMBS = {
 
 
 def cost() -> tuple[float, int]:
-    """The CPU time in seconds of this process and those that it has ended, and the largest memory in bytes."""
+    """Returns the CPU time in seconds of this process and its ended children, and the peak memory of one in bytes."""
     ours, theirs = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seconds = ours.ru_utime + ours.ru_stime + theirs.ru_utime + theirs.ru_stime
-    return seconds, max(ours.ru_maxrss, theirs.ru_maxrss) * 1024
+    # This process's own ru_maxrss includes the peak of the process that started it.
+    status = Path("/proc/self/status").read_text()
+    own_peak = int(status.split("VmHWM:")[1].split()[0])
+    return seconds, max(own_peak, theirs.ru_maxrss) * 1024
 
 
 def main() -> None:

@@ -77,11 +77,19 @@ def sigmoids(x, EXACT: tl.constexpr):
 @jit
 def tanh(x):
     """Exact: by exp where it keeps its digits, near 0 by the first terms of the series."""
+    t, _ = tanh_and_slope(x)
+    return t
+
+
+@jit
+def tanh_and_slope(x):
+    """tanh(x) and 1 - tanh(x)^2, the latter as 4 e / (1 + e)^2 with e = exp(-2 |x|): exact where tanh(x) is near 1."""
     decay = _exact_exp(-2.0 * tl.abs(x))
+    share = 1.0 / (1.0 + decay)
     away = (1.0 - decay) / (1.0 + decay)
     square = x * x
     near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(square < 0.0225, near, tl.where(x < 0.0, -away, away))
+    return tl.where(square < 0.0225, near, tl.where(x < 0.0, -away, away)), 4.0 * decay * share * share
 
 
 @jit
@@ -91,7 +99,7 @@ def softcapped(z, scale, softcap):
     if softcap is None:
         x = z if scale is None else z * scale
     else:
-        t = tanh(z * (slope / softcap))
+        t, tanh_slope = tanh_and_slope(z * (slope / softcap))
         x = t * softcap
-        slope = slope * (1.0 - t * t)
+        slope = slope * tanh_slope
     return x, slope

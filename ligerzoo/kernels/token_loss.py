@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import cdiv, multiprocessors, next_power_of_2, wide
-from ligerzoo.kernels.elementwise import fast_exp, tanh
+from ligerzoo.kernels.elementwise import fast_exp, tanh_and_slope
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.weight_sum import ROW_TILE
 
@@ -194,9 +194,9 @@ def _at(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED: tl.c
     if softcap is None:
         x = z * slope
     else:
-        t = tanh(z * (scale / softcap))
+        t, tanh_slope = tanh_and_slope(z * (scale / softcap))
         x = t * (softcap * inverse_temperature)
-        slope = slope * (1.0 - t * t)
+        slope = slope * tanh_slope
     if MASKED:
         x = tl.where(cols < n_cols, x, -float("inf"))
     return x, slope

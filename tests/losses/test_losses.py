@@ -178,12 +178,15 @@ def test_a_head_that_skips(index: int, tokens_at_a_time: SetChunk, monkeypatch: 
 def skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets any machine have that head. What it does not compute is NaN."""
 
-    def product_(out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None) -> None:
+    def product_(
+        out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None, *,
+        bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
         present = max(0, min(int(count) - first_row, a.shape[0]))
         places = slice(present) if order is None else order[first_row : first_row + present]
         if order is None:
             out.fill_(torch.nan)
-        out[places] = a[:present] @ b
+        out[places] = a[:present] @ b if bias is None else torch.addmm(bias, a[:present], b)
 
     class WeightSum:
         def __init__(self, weight: Tensor, n_rows: int, rows: int) -> None:

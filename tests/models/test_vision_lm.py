@@ -516,7 +516,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"vision_config": {"patch_size": [4, 4]}}, "patch_size"),
     ({"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
     ({"vision_config": {"rope_parameters": {"rope_theta": 3.0}}}, "rope_theta"),
-    ({"vision_config": []}, "vision_config: .* of another size than the decoder's"),
+    ({"vision_config": []}, "vision_config: not an object"),
     ({"vision_config": "large"}, "vision_config: not an object"),
     ({"text_config": 5}, "text_config: not an object"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
