@@ -18,7 +18,7 @@ from ligerzoo import kernels
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.covering import covering
-from tests.kernels.judging import judge
+from tests.kernels.judging import judge, judge_draws
 from tests.kernels.layouts import laid_out, offset, padded, swapped, transposed
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file
 from tests.kernels.operations import DIVERGENCES, GEMMA
@@ -363,5 +363,9 @@ def test_random_products(device: str, data: st.DataObject) -> None:
     kernel = data.draw(st.sampled_from(KERNELS))
     dtype = data.draw(st.sampled_from(ROUNDED_DTYPES))
     combination = {name: data.draw(st.sampled_from(values), label=name) for name, values in kernel.options.items()}
-    torch.manual_seed(data.draw(st.integers(0, 2**31 - 1), label="seed"))
-    judge_together(kernel, dtype, device, combination)
+
+    def judge_draw(seed: int) -> None:
+        torch.manual_seed(seed)
+        judge_together(kernel, dtype, device, combination)
+
+    judge_draws(judge_draw, data.draw(st.integers(0, 2**31 - 1), label="seed"))

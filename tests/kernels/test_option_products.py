@@ -19,7 +19,7 @@ from ligerzoo.kernels import TokenStatistics, cross_entropy, linear_cross_entrop
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.covering import covering
 from tests.kernels.compiling import compile_both_passes
-from tests.kernels.judging import assert_as_exact_as, in_fp64
+from tests.kernels.judging import assert_as_exact_as, in_fp64, judge_draws
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import ROUNDED_DTYPES, kernel_file
 from tests.kernels.oracles import cross_entropy_oracle, linear_cross_entropy_oracle, numbers, targets, transformed
@@ -276,6 +276,10 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_thousand_random_products(
     choice: dict[str, Any], seed: int, upstream_scale: float, in_chunks: Callable[..., None], device: str
 ) -> None:
-    torch.manual_seed(seed)
     in_chunks(choice)
-    judge_case(case_of(choice, device), upstream_scale)
+
+    def judge_draw(seed: int) -> None:
+        torch.manual_seed(seed)
+        judge_case(case_of(choice, device), upstream_scale)
+
+    judge_draws(judge_draw, seed)
