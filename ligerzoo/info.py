@@ -69,7 +69,8 @@ def architectures() -> list[Known]:
 def _known(architecture: Architecture) -> Known:
     model_class = architecture.model_class
     paragraphs = (sys.modules[model_class.__module__].__doc__ or "").split("\n\n")
-    checkpoints, *_, distinctive = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
+    checkpoints, *others = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
+    distinctive = next(paragraph for paragraph in others if paragraph.startswith("Distinctive"))
     distinctive = re.sub(r"^Distinctive(, (.*?))?: ", lambda match: f"{match[2]}: " if match[2] else "", distinctive)
     return Known(architecture.model_type, model_class.__name__, checkpoints, distinctive)
 

@@ -667,6 +667,11 @@ def test_info_tells_of_every_architecture(capsys: pytest.CaptureFixture[str]) ->
     assert "Distinctive" not in out
 
 
+def test_info_describes_an_architecture_in_15_words() -> None:
+    too_long = {a.model_type: a.distinctive for a in info.architectures() if len(a.distinctive.split()) > 15}
+    assert not too_long
+
+
 def test_the_readme_has_them_too() -> None:
     subprocess.run([sys.executable, "-m", "tools.architectures", "--check"], cwd=ROOT, check=True)
 

@@ -1,4 +1,4 @@
-"""Gemma's checkpoints. Tensors on disk have our names."""
+"""Converter for Gemma checkpoints. Tensor names match ours."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ligerzoo.models.gemma import Gemma, GemmaConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> GemmaConfig:
-    """config.json -> GemmaConfig; an absent entry means what it means in transformers' GemmaConfig.
+    """Builds the config from config.json. Missing entries take the defaults of transformers' GemmaConfig.
 
-    The first Gemmas' `"hidden_act": "gelu"` means the approximation by tanh, as their `hidden_activation`, null, does.
+    The first Gemma checkpoints say `"hidden_act": "gelu"` with a null `hidden_activation`; both mean the tanh
+    approximation of GELU.
     """
     refuse(raw, "hidden_act", unless=(None, "gelu", "gelu_pytorch_tanh"))
     refuse(raw, "use_bidirectional_attention", unless=(None, False))
@@ -21,7 +22,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> GemmaConfig:
 
 
 def config_to_hf(config: GemmaConfig) -> dict[str, Any]:
-    """GemmaConfig -> the entries of config.json: transformers 5 reads the first of the two activations, 4 the other."""
+    """Returns the entries of config.json.
+
+    Both activation entries are set: transformers 5 reads `hidden_act`, transformers 4 `hidden_activation`.
+    """
     return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", **written_fields(config)}
 
 

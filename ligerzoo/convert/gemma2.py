@@ -1,4 +1,4 @@
-"""Gemma 2's checkpoints. Tensors on disk have our names."""
+"""Converter for Gemma 2 checkpoints. Tensor names match ours."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Gemma2Config:
-    """config.json -> Gemma2Config; an absent entry means what it means in transformers' Gemma2Config.
-    `hidden_act` means nothing."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Gemma2Config.
+
+    `hidden_act` is ignored.
+    """
     refuse(raw, "hidden_activation", unless=(None, "gelu_pytorch_tanh"))
     refuse(raw, "use_bidirectional_attention", unless=(None, False))
     return Gemma2Config(**{**shared_fields(raw, Gemma2Config), **rope_fields(raw)})
 
 
 def config_to_hf(config: Gemma2Config) -> dict[str, Any]:
-    """Gemma2Config -> the entries of config.json."""
+    """Returns the entries of config.json."""
     return {"hidden_activation": "gelu_pytorch_tanh", **written_fields(config)}
 
 

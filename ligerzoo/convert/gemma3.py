@@ -1,8 +1,8 @@
-"""Gemma 3's checkpoints with images.
+"""Converter for Gemma 3 checkpoints with images.
 
-config.json has the decoder's entries in `text_config`, where those on the hub leave most out, and the tower's in
-`vision_config`. Names of tensors begin otherwise in each version of transformers. Files may also hold the tower's head
-for classification (`vision_use_head`), which is kept, and which nobody has a use for.
+config.json holds the decoder's entries in `text_config`, most of which hub checkpoints omit, and the vision tower's in
+`vision_config`. The prefixes of tensor names differ between versions of transformers. Files may contain the tower's
+classification head (`vision_use_head`), which no forward uses; it is kept when saving.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_THE_WHOLE = {
     "initializer_range": "initializer_range",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-"""Our fields whose entries stand at the top level, and the names that these have there."""
+"""Our fields that config.json has at its top level, and their names there."""
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GELU = "gelu_pytorch_tanh"
@@ -33,10 +33,10 @@ _HEAD = re.compile(r"(model\.)?vision_tower\.(vision_model\.)?head\..+")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Gemma3Config:
-    """config.json -> Gemma3Config; an absent entry means what it means in transformers' configs of the parts.
+    """Builds the config from config.json. Missing entries take the defaults of transformers' text and vision configs.
 
-    `final_logit_softcapping` means nothing here, and whether the head is tied is told at the top level alone. Tokens
-    told there go before those that the decoder's entries tell, and `image_token_id` before `image_token_index`.
+    `final_logit_softcapping` is ignored. `tie_word_embeddings` is read from the top level only. Token ids at the top
+    level take precedence over those in `text_config`, and `image_token_id` over `image_token_index`.
     """
     text, vision = object_entry(raw, "text_config"), object_entry(raw, "vision_config")
     refuse(text, "model_type", unless=(None, "gemma3_text"))
@@ -59,7 +59,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma3Config:
 
 
 def config_to_hf(config: Gemma3Config) -> dict[str, Any]:
-    """Gemma3Config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     entries = written_fields(config)
     vision = {
         "model_type": "siglip_vision_model", "hidden_act": _GELU, "vision_use_head": False,

@@ -1,4 +1,4 @@
-"""Gemma 3's checkpoints of text alone. Tensors on disk have our names."""
+"""Converter for text-only Gemma 3 checkpoints. Tensor names match ours."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from ligerzoo.models.gemma3_text import Gemma3Text, Gemma3TextConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Gemma3TextConfig:
-    """config.json -> Gemma3TextConfig; an absent entry means what it means in transformers' Gemma3TextConfig.
-    `hidden_act` and `attn_logit_softcapping` mean nothing."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Gemma3TextConfig.
+
+    `hidden_act` and `attn_logit_softcapping` are ignored.
+    """
     refuse(raw, "hidden_activation", unless=(None, "gelu_pytorch_tanh"))
     return Gemma3TextConfig(**{**shared_fields(raw, Gemma3TextConfig), **two_ropes_fields(raw)})
 
 
 def two_ropes_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and `rope_local_base_freq` of our config, from either spelling.
+    """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq` from either spelling.
 
-    Transformers 4 has entries of these names, transformers 5 one dict `rope_parameters` of two, for each kind of layer
-    one; what stands in that comes first, but for `rope_scaling`.
+    transformers 4 writes entries of these names. transformers 5 writes `rope_parameters`, an object per layer type,
+    which takes precedence over `rope_theta` and `rope_local_base_freq`, but not over `rope_scaling`.
     """
     both = object_entry(raw, "rope_parameters")
     full = {**object_entry(both, "full_attention"), **object_entry(raw, "rope_scaling")}
@@ -42,7 +44,7 @@ def two_ropes_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_to_hf(config: Gemma3TextConfig) -> dict[str, Any]:
-    """Gemma3TextConfig -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     return {"hidden_activation": "gelu_pytorch_tanh", **written_fields(config)}
 
 

@@ -1,6 +1,7 @@
-"""GLM-4's checkpoints.
+"""Converter for GLM-4 checkpoints.
 
-config.json has our field names, but for the rotary embedding's. On disk one tensor holds the gate and up projections.
+config.json uses our field names, except for the rotary embedding. Checkpoints store the gate and up projections as one
+tensor.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ GATE_UP = Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 
 
 def config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json -> the fields of a GlmConfig that it tells of."""
+    """The fields of `GlmConfig` that config.json sets."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     partial = partial_rotary_factor(raw, GlmConfig.partial_rotary_factor)
     return {**shared_fields(raw, GlmConfig), **rope_fields(raw), "partial_rotary_factor": partial}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> GlmConfig:
-    """config.json -> GlmConfig; an absent entry means what it means in transformers' GlmConfig."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' GlmConfig."""
     return GlmConfig(**config_fields(raw))
 
 
 def config_to_hf(config: GlmConfig) -> dict[str, Any]:
-    """GlmConfig -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
-    sizes = {"head_dim": config.head_size, "num_key_value_heads": config.kv_heads}  # null means nothing there
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
+    sizes = {"head_dim": config.head_size, "num_key_value_heads": config.kv_heads}  # transformers accepts no null here
     return {"hidden_act": "silu", **asdict(config), **sizes}
 
 

@@ -1,7 +1,7 @@
-"""GLM-4-0414's checkpoints.
+"""Converter for GLM-4-0414 checkpoints.
 
-config.json is as GLM-4's. On disk one tensor holds the gate and up projections, and the norm that is called
-post_attention_layernorm there is the one before the feed-forward.
+config.json is that of GLM-4. Checkpoints store the gate and up projections as one tensor, and call the norm before the
+MLP post_attention_layernorm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ligerzoo.models.glm4 import Glm4, Glm4Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Glm4Config:
-    """config.json -> Glm4Config; an absent entry means what it means in transformers' Glm4Config."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Glm4Config."""
     return Glm4Config(**glm.config_fields(raw))
 
 

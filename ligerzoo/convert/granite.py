@@ -1,5 +1,7 @@
-"""Granite's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for Granite checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from ligerzoo.models.granite import Granite, GraniteConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> GraniteConfig:
-    """config.json -> GraniteConfig; an absent entry means what it means in transformers' GraniteConfig."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' GraniteConfig."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return GraniteConfig(**{**shared_fields(raw, GraniteConfig), **rope_fields(raw)})
 
 
 def config_to_hf(config: GraniteConfig) -> dict[str, Any]:
-    """GraniteConfig -> the entries of config.json."""
+    """Returns the entries of config.json."""
     return {"hidden_act": "silu", **written_fields(config)}
 
 

@@ -1,5 +1,7 @@
-"""Llama's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for Llama checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from ligerzoo.models.llama import Llama, LlamaConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> LlamaConfig:
-    """config.json -> LlamaConfig; an absent entry means what it means in transformers' LlamaConfig."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' LlamaConfig."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return LlamaConfig(**{**shared_fields(raw, LlamaConfig), **rope_fields(raw)})
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """LlamaConfig -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     return {"hidden_act": "silu", **asdict(config)}
 
 

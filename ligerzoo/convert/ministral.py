@@ -1,5 +1,7 @@
-"""Ministral's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for Ministral checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from ligerzoo.models.ministral import Ministral, MinistralConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MinistralConfig:
-    """config.json -> MinistralConfig. Without `layer_types` all layers slide, if there is a window."""
+    """Builds the config from config.json. Without `layer_types` a `sliding_window` applies to every layer."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return MinistralConfig(**{**shared_fields(raw, MinistralConfig), **rope_fields(raw)})
 
 
 def config_to_hf(config: MinistralConfig) -> dict[str, Any]:
-    """MinistralConfig -> the entries of config.json; with the size of a head, for transformers does not make it out."""
+    """Returns the entries of config.json. `head_dim` is always set, since transformers does not derive it."""
     return {"hidden_act": "silu", **asdict(config), "head_dim": config.head_size}
 
 

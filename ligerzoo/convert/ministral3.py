@@ -1,5 +1,8 @@
-"""Checkpoints of Ministral 3's text part. Tensors on disk have our names; config.json has our field names, but for the
-rotary embedding's, among which it also says how queries grow."""
+"""Converter for text checkpoints of Ministral 3.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding, whose entry also holds the
+parameters of the query scaling.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Ministral3Config:
-    """config.json -> Ministral3Config. Where it says nothing of rope, YaRN's defaults hold, and a `rope_theta` beside
-    them does not count, as in transformers."""
+    """Builds the config from config.json. Without a rope entry the default YaRN scaling applies.
+
+    As in transformers, a top-level `rope_theta` is then ignored.
+    """
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     default = Ministral3Config()
     if not object_entry(raw, "rope_scaling") and raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": {"rope_theta": default.rope_theta, **(default.rope_scaling or {})}}
     fields = {**shared_fields(raw, Ministral3Config), **rope_fields(raw)}
-    if fields["rope_scaling"] is None:  # not for the frequencies, but queries may grow
+    if fields["rope_scaling"] is None:  # the frequencies are not scaled, but the queries may be
         given = rope_entry(raw)
         of_queries = ("original_max_position_embeddings", "llama_4_scaling_beta")
         fields["rope_scaling"] = {name: given[name] for name in of_queries if name in given}
@@ -29,13 +34,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> Ministral3Config:
 
 
 def config_to_hf(config: Ministral3Config) -> dict[str, Any]:
-    """Ministral3Config -> the entries of config.json."""
+    """Returns the entries of config.json."""
     scaling = _complete(config.rope_scaling or {}, config.max_position_embeddings)
     return {"hidden_act": "silu", **asdict(config), "rope_scaling": scaling}
 
 
 def _complete(scaling: Mapping[str, Any], max_position: int) -> dict[str, Any]:
-    """With the entries that transformers must find, whatever the rope type."""
+    """Adds the entries that transformers requires for every rope type."""
     of_queries = {"original_max_position_embeddings": max_position, "llama_4_scaling_beta": 0.0}
     return {"rope_type": "default", **of_queries, **scaling}
 

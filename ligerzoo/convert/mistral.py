@@ -1,5 +1,7 @@
-"""Mistral's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for Mistral checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from ligerzoo.models.mistral import Mistral, MistralConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MistralConfig:
-    """config.json -> MistralConfig. An absent `sliding_window` is one of 4096, a null is none; `layer_types` make it a
-    Ministral, as in transformers' AutoConfig."""
+    """Builds the config from config.json. A missing `sliding_window` means 4096; null means full attention.
+
+    `layer_types` selects the window per layer, as in Ministral; so does transformers' AutoConfig.
+    """
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return MistralConfig(**{**shared_fields(raw, MistralConfig), **rope_fields(raw)})
 
 
 def config_to_hf(config: MistralConfig) -> dict[str, Any]:
-    """MistralConfig -> the entries of config.json."""
+    """Returns the entries of config.json."""
     entries = {"hidden_act": "silu", **asdict(config)}
     if config.layer_types is None:
         del entries["layer_types"]

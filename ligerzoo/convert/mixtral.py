@@ -1,5 +1,8 @@
-"""Mixtral's checkpoints: the tensors of each expert stand alone, as the original code names them, w1, w2 and w3; a
-checkpoint that transformers 5 saved as it holds it has our names."""
+"""Converter for Mixtral checkpoints.
+
+Checkpoints store one tensor per expert and matrix, under the names of the original code: w1 (gate), w2 (down) and w3
+(up). Checkpoints that transformers 5 saves in its in-memory layout have our names.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,14 @@ _EXPERT = "block_sparse_moe.experts.{expert}"
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MixtralConfig:
-    """config.json -> MixtralConfig. The number of experts may be called `num_local_experts` or `num_experts`, which
-    wins."""
+    """Builds the config from config.json. `num_experts` takes precedence over `num_local_experts`."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     raw = {**raw, "num_experts": first_told(raw, "num_experts", "num_local_experts")}
     return MixtralConfig(**{**shared_fields(raw, MixtralConfig), **rope_fields(raw, MixtralConfig.rope_theta)})
 
 
 def config_to_hf(config: MixtralConfig) -> dict[str, Any]:
-    """MixtralConfig -> the entries of config.json."""
+    """Returns the entries of config.json."""
     entries = asdict(config)
     return {"hidden_act": "silu", "num_local_experts": entries.pop("num_experts"), **entries}
 

@@ -1,7 +1,7 @@
-"""Llama 3.2 Vision's checkpoints.
+"""Converter for Llama 3.2 Vision checkpoints.
 
-config.json has the entries of the two parts in `text_config` and `vision_config`. The names of tensors begin as those
-of transformers 4, in files from the hub and in those that transformers 5 writes, or as those of transformers 5.
+config.json holds the entries of the two parts in `text_config` and `vision_config`. Tensor names have the prefixes of
+transformers 4 (hub checkpoints, and files written by transformers 5) or those of transformers 5's in-memory layout.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MllamaConfig:
-    """config.json -> MllamaConfig; an absent entry means what it means in transformers' configs of the two parts. The
-    head is not tied, whatever an entry says of it, and `image_token_id` goes before `image_token_index`, as in
-    transformers; likewise `num_attention_heads` of the tower before `attention_heads`."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' text and vision configs.
+
+    `tie_word_embeddings` is ignored: the head is never tied. As in transformers, `image_token_id` takes precedence over
+    `image_token_index`, and the vision tower's `num_attention_heads` over `attention_heads`.
+    """
     text, vision = object_entry(raw, "text_config"), object_entry(raw, "vision_config")
     refuse(text, "hidden_act", unless=(None, "silu", "swish"))
     refuse(vision, "hidden_act", unless=(None, "gelu"))
@@ -37,7 +39,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> MllamaConfig:
 
 
 def config_to_hf(config: MllamaConfig) -> dict[str, Any]:
-    """MllamaConfig -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     text = {
         name: value for name, value in written_fields(config).items() if name != "bos_token_id" or value is not None
     }

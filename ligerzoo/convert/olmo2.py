@@ -1,5 +1,7 @@
-"""OLMo 2's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for OLMo 2 checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Olmo2Config:
-    """config.json -> Olmo2Config; an absent entry means what it means in transformers' Olmo2Config."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Olmo2Config."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return Olmo2Config(**{**shared_fields(raw, Olmo2Config), **rope_fields(raw)})
 
 
 def config_to_hf(config: Olmo2Config) -> dict[str, Any]:
-    """Olmo2Config -> the entries of config.json."""
+    """Returns the entries of config.json."""
     return {"hidden_act": "silu", **written_fields(config)}
 
 

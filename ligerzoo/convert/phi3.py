@@ -1,7 +1,7 @@
-"""Phi-3's checkpoints.
+"""Converter for Phi-3 checkpoints.
 
-config.json has our field names, but for the rotary embedding's. On disk one tensor holds the projections to queries,
-keys and values, and one the gate and up projections.
+config.json uses our field names, except for the rotary embedding. Checkpoints store the query, key and value
+projections as one tensor, and the gate and up projections as another.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ligerzoo.convert.weights import Fused, Layout
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 
 _LONGROPE = ("longrope", "su", "yarn")
-"""Its rope types: all mean LongRoPE, under the names that the first files had for it."""
+"""Rope types that all mean LongRoPE: early checkpoints call it `su` or `yarn`."""
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Phi3Config:
-    """config.json -> Phi3Config; an absent entry means what it means in transformers' Phi3Config."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Phi3Config."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     rope = rope_fields(raw)
     if rope["rope_scaling"] is not None:
-        rope["rope_scaling"].pop("original_max_position_embeddings", None)  # what stands beside it counts
+        rope["rope_scaling"].pop("original_max_position_embeddings", None)  # the top-level entry applies
         if rope["rope_scaling"]["rope_type"] in _LONGROPE:
             rope["rope_scaling"]["rope_type"] = "longrope"
     partial = partial_rotary_factor(raw, Phi3Config.partial_rotary_factor)
@@ -31,9 +31,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> Phi3Config:
 
 
 def config_to_hf(config: Phi3Config) -> dict[str, Any]:
-    """Phi3Config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     entries = {"hidden_act": "silu", **written_fields(config)}
-    if config.rope_scaling is not None:  # transformers 4 knows the type as `type`, and no entry but it and the factors
+    if config.rope_scaling is not None:  # transformers 4 accepts only `type` and the two lists of factors
         scaling = dict(config.rope_scaling)
         entries["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
     return entries

@@ -1,5 +1,7 @@
-"""Qwen2's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for Qwen2 checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen2Config:
-    """config.json -> Qwen2Config; an absent entry means what it means in transformers' Qwen2Config."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Qwen2Config."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return Qwen2Config(**{**shared_fields(raw, Qwen2Config), **rope_fields(raw)})
 
 
 def config_to_hf(config: Qwen2Config) -> dict[str, Any]:
-    """Qwen2Config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     return {"hidden_act": "silu", **written_fields(config)}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen2.5-VL: as those of Qwen2-VL."""
+"""Converter for Qwen2.5-VL checkpoints, which have the format of Qwen2-VL."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisi
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen2_5VLConfig:
-    """config.json -> Qwen2_5VLConfig; an absent entry means what it means in transformers' configs of the two parts."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' two configs."""
     return vision_lm_config(raw, Qwen2_5VLConfig, Qwen2_5VLVisionConfig, ("silu", "swish"))
 
 
 def config_to_hf(config: Qwen2_5VLConfig) -> dict[str, Any]:
-    """Qwen2_5VLConfig -> the entries of config.json, see `vision_lm_entries`."""
+    """Returns the entries of config.json; see `vision_lm_entries`."""
     return vision_lm_entries(config, "silu")
 
 

@@ -1,5 +1,8 @@
-"""Checkpoints of Qwen2 with mixtures: the tensors of each expert stand alone; a checkpoint that transformers 5 saved as
-it holds it has our names."""
+"""Converter for Qwen2-MoE checkpoints.
+
+Checkpoints store one tensor per expert and projection. Checkpoints that transformers 5 saves in its in-memory layout
+have our names.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,16 @@ LAYOUTS = (
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen2MoeConfig:
-    """config.json -> Qwen2MoeConfig; an absent entry means what it means in transformers' Qwen2MoeConfig."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Qwen2MoeConfig."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return Qwen2MoeConfig(**{**shared_fields(raw, Qwen2MoeConfig), **rope_fields(raw), **switched_window(raw)})
 
 
 def config_to_hf(config: PartlyMixtureConfig) -> dict[str, Any]:
-    """Qwen2MoeConfig, or Qwen3MoeConfig, -> the entries of config.json. A `head_dim` that is None is left out, for
-    transformers cannot read it."""
+    """Returns the entries of config.json, for Qwen2-MoE and Qwen3-MoE.
+
+    A `head_dim` of None is omitted, since transformers accepts no null there.
+    """
     entries = {"hidden_act": "silu", **asdict(config), "use_sliding_window": config.sliding_window is not None}
     return {name: value for name, value in entries.items() if not (name == "head_dim" and value is None)}
 

@@ -1,9 +1,9 @@
-"""Checkpoints of Qwen2-VL, and what those of Qwen2.5-VL have in common with them.
+"""Converter for Qwen2-VL checkpoints, and the parts that Qwen2.5-VL shares.
 
-config.json has the decoder's entries at the top level (the hub, transformers 4) or in `text_config` (transformers 5,
-and some of 4 beside those at the top level, which don't count then). The tower's tensors have names of their own on
-disk, and one tensor holds the projections to queries, keys and values. Either part's names may begin otherwise in files
-that transformers 5 wrote as it holds a model.
+config.json holds the decoder's entries at the top level (hub, transformers 4) or in `text_config` (transformers 5, and
+some files of transformers 4, whose top-level entries are then ignored). Checkpoints use other names for the vision
+tower's tensors, and store its query, key and value projections as one tensor. Both parts have other prefixes in files
+that transformers 5 saves in its in-memory layout.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _OF_BOTH = ("image_token_id", "video_token_id", "vision_start_token_id", "vision
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen2VLConfig:
-    """config.json -> Qwen2VLConfig; an absent entry means what it means in transformers' configs of the two parts."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' two configs."""
     return vision_lm_config(raw, Qwen2VLConfig, Qwen2VLVisionConfig, ("quick_gelu",))
 
 
 def config_to_hf(config: Qwen2VLConfig) -> dict[str, Any]:
-    """Qwen2VLConfig -> the entries of config.json, see `vision_lm_entries`."""
+    """Returns the entries of config.json; see `vision_lm_entries`."""
     return vision_lm_entries(config, "quick_gelu")
 
 
@@ -47,13 +47,13 @@ def vision_lm_config(
     tower_class: type[VisionTowerConfig],
     activations: tuple[str, ...],
 ) -> Config:
-    """config.json -> our config. The head is tied if either level says so.
+    """Builds the config from config.json. The head is tied if either level sets `tie_word_embeddings`.
 
     Args:
         raw: config.json.
-        config_class: our config's.
-        tower_class: its vision tower's.
-        activations: the names of the one that the tower has.
+        config_class: class of the config to return.
+        tower_class: class of its `vision_config`.
+        activations: accepted `hidden_act` entries of the vision tower; all name the activation it uses.
     """
     text = raw if raw.get("text_config") is None else object_entry(raw, "text_config")
     vision = object_entry(raw, "vision_config")
@@ -76,8 +76,10 @@ def vision_lm_config(
 
 
 def mrope_fields(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and `mrope_section` of our config: the sections stand among the entries of the
-    scaling, whose type may be called "mrope" where there is none."""
+    """Reads `rope_theta`, `rope_scaling` and `mrope_section`.
+
+    config.json holds `mrope_section` inside the scaling entry. A rope type of "mrope" there means no scaling.
+    """
     entry = dict(rope_entry(raw))
     sections = {name: entry.pop(name) for name in ("mrope_section",) if name in entry}
     if first_told(entry, "rope_type", "type") == "mrope":
@@ -87,12 +89,13 @@ def mrope_fields(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]
 
 
 def vision_lm_entries(config: VisionLMConfig, activation: str) -> dict[str, Any]:
-    """Our config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them: all of the
-    decoder's at the top level.
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read.
+
+    All entries of the decoder are at the top level.
 
     Args:
-        config: ours.
-        activation: the tower's.
+        config: the config to write.
+        activation: `hidden_act` of the vision tower.
     """
     entries = written_fields(config)
     scaling = {**(config.rope_scaling or {"type": "mrope"}), "mrope_section": list(entries.pop("mrope_section"))}

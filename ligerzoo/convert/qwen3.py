@@ -1,5 +1,7 @@
-"""Qwen3's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for Qwen3 checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen3Config:
-    """config.json -> Qwen3Config; an absent entry means what it means in transformers' Qwen3Config."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' Qwen3Config."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     return Qwen3Config(**{**shared_fields(raw, Qwen3Config), **rope_fields(raw)})
 
 
 def config_to_hf(config: Qwen3Config) -> dict[str, Any]:
-    """Qwen3Config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
-    return {"hidden_act": "silu", **asdict(config), "head_dim": config.head_size}  # absence means 128, and null nothing
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
+    return {"hidden_act": "silu", **asdict(config), "head_dim": config.head_size}  # null is not accepted
 
 
 ARCHITECTURE = Architecture(

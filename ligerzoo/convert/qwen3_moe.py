@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3 with mixtures: tensors on disk as those of Qwen2 with mixtures."""
+"""Converter for Qwen3-MoE checkpoints, whose tensors are stored as in Qwen2-MoE."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
-    """config.json -> Qwen3MoeConfig. The number of experts is called `num_experts`, or `num_local_experts`, which wins,
-    by transformers 5."""
+    """Builds the config from config.json.
+
+    `num_local_experts`, written by transformers 5, takes precedence over `num_experts`.
+    """
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     raw = {**raw, "num_experts": first_told(raw, "num_local_experts", "num_experts")}
     return Qwen3MoeConfig(**{**shared_fields(raw, Qwen3MoeConfig), **rope_fields(raw), **switched_window(raw)})

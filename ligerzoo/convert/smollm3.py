@@ -1,5 +1,7 @@
-"""SmolLM3's checkpoints. Tensors on disk have our names; config.json has our field names, but for the rotary
-embedding's."""
+"""Converter for SmolLM3 checkpoints.
+
+Tensor names match ours. config.json uses our field names, except for the rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> SmolLM3Config:
-    """config.json -> SmolLM3Config; an absent entry means what it means in transformers' SmolLM3Config."""
+    """Builds the config from config.json. Missing entries take the defaults of transformers' SmolLM3Config."""
     refuse(raw, "hidden_act", unless=(None, "silu", "swish"))
     rope = rope_fields(raw, default_theta=SmolLM3Config.rope_theta)
     return SmolLM3Config(**{**shared_fields(raw, SmolLM3Config), **rope})
 
 
 def config_to_hf(config: SmolLM3Config) -> dict[str, Any]:
-    """SmolLM3Config -> the entries of config.json, spelled so that transformers 4 and 5 and vLLM read them."""
+    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
     return {"hidden_act": "silu", **written_fields(config)}
 
 

@@ -1,4 +1,4 @@
-"""Choosing what computes the operations of a whole model."""
+"""Selects the backend of all layers of a model."""
 
 from torch import nn
 
@@ -6,16 +6,22 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 
 
 def set_backend(module: nn.Module, backend: Backend) -> None:
-    """Gives every layer within `module` this backend: "auto" (Triton where it can), "triton" or "torch".
+    """Sets the backend of every layer in `module`.
 
-    It is the layers' own, as if each had been constructed with it: no other module hears of it.
+    Has the same effect as passing `backend` to the constructor of each layer. Other modules are unaffected.
+
+    Args:
+        module: a layer or model.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Raises:
-        ValueError: `backend` is unknown, or no layer within the module has one.
+        ValueError: `backend` is unknown, or no layer in `module` has a backend.
     """
     check_backend(backend)
     layers = [layer for layer in module.modules() if hasattr(layer, "backend")]
     if not layers:
-        raise ValueError(f"set_backend: {type(module).__name__} holds no layer of ligerzoo that has a backend")
+        raise ValueError(
+            f"set_backend: {type(module).__name__} contains no layer with a backend; expected ligerzoo layers"
+        )
     for layer in layers:
         layer.backend = backend  # type: ignore[assignment]

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding whose vectors are multiplied by a number (Gemma: by the square root of their size).
+    """Embedding multiplied by a constant (Gemma: the square root of the hidden size).
 
     Args:
         num_embeddings: V.
         embedding_dim: H.
-        scale: the number, which is rounded to the weight's dtype first.
+        scale: the constant; rounded to the weight's dtype before the multiplication.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ScaledEmbedding(nn.Embedding):
         self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
-        """(...) token ids -> (..., H)."""
+        """input: token ids, (...) -> (..., H)."""
         return super().forward(input) * torch.tensor(self.scale, dtype=self.weight.dtype, device="cpu")
 
     def extra_repr(self) -> str:

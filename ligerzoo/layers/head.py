@@ -1,4 +1,4 @@
-"""The language-model head: hidden states to logits, or straight to the loss."""
+"""Language-model head: hidden states to logits, or directly to the loss."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from ligerzoo.kernels.dispatch import Backend, check_backend
 
 
 class LMHead(nn.Module):
-    """A linear layer over the vocabulary that, given a target, returns the loss without making all logits.
+    """Linear layer over the vocabulary; given a target, it returns the loss without materializing all logits.
 
-    Tie it to an embedding with `head.weight = embedding.weight`.
+    Tie its weight to an embedding with `head.weight = embedding.weight`.
 
     Args:
         hidden_size: H.
         vocab_size: V.
-        softcap: bounds the logits to softcap * tanh(logit / softcap); None for no bound.
-        logit_scale: multiplies the logits, before they are bounded.
-        logits_budget: MiB of logits that the loss may hold at a time; None for `ligerzoo.kernels.set_logits_budget`'s.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        softcap: soft cap of the logits, `softcap * tanh(logit / softcap)`; None for no cap.
+        logit_scale: factor of the logits, applied before the soft cap.
+        logits_budget: MiB of logits that the loss may hold at a time; None for the global default, see
+            `ligerzoo.kernels.set_logits_budget`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class LMHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weight from N(0, 0.02^2)."""
+        """Samples the weight from N(0, 0.02^2)."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(
@@ -56,17 +57,19 @@ class LMHead(nn.Module):
         num_items: int | Tensor | None = None,
         objective: Callable[..., Any] | None = None,
     ) -> Any:
-        """Logits (..., V) in the dtype of `hidden`; or, given `target`, the loss, 0-d fp32; or whatever an objective
-        makes of them.
+        """Computes logits, or the loss if `target` is given.
 
         Args:
-            hidden: (..., H).
-            target: (...) token ids, -100 for a token that does not count: what each hidden state should predict
-                (already shifted).
-            num_items: divides the summed loss in place of the number of tokens that count.
-            objective: called in place of `ligerzoo.kernels.linear_cross_entropy`, with hidden states, weight, target
-                and this head's softcap, logit_scale, logits_budget and backend: within the hooks of this module, as
-                DistributedDataParallel and FSDP2 need it.
+            hidden: hidden states, (..., H).
+            target: token ids that the hidden states should predict, (...), already shifted; -100 is ignored.
+            num_items: divisor of the summed loss. Default: the number of targets that are not -100.
+            objective: replaces `ligerzoo.kernels.linear_cross_entropy`. Called with hidden states, weight, target and
+                this head's `softcap`, `logit_scale`, `logits_budget` and `backend`. The call runs inside this module's
+                forward hooks, as DistributedDataParallel and FSDP2 require.
+
+        Returns:
+            Logits (..., V) in the dtype of `hidden`; with `target` the loss, 0-d fp32; with `target` and `objective`
+            the result of `objective`.
         """
         if target is None:
             logits = nn.functional.linear(hidden, self.weight)

@@ -1,4 +1,4 @@
-"""Feed-forward layers."""
+"""Feed-forward layers (MLPs)."""
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ from ligerzoo.layers.plain import is_plain
 
 
 class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`, the gated feed-forward (Shazeer 2020).
+    """Gated MLP, `down(activation(gate(x)) * up(x))` (Shazeer 2020).
 
     Args:
         hidden_size: H.
         intermediate_size: I.
-        bias: biases on all three projections.
+        bias: add biases to all three projections.
         activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), or "quick_gelu".
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initializes the three projections anew."""
+        """Re-initializes the three projections."""
         for projection in (self.gate_proj, self.up_proj, self.down_proj):
             projection.reset_parameters()
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (..., H) -> (..., H). The context is of no matter here: blocks call all feed-forwards alike."""
+        """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if is_plain(self.down_proj, nn.Linear):
             weight, bias = self.down_proj.weight, self.down_proj.bias
@@ -55,14 +55,14 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """`fc2(activation(fc1(x)))`, the feed-forward without a gate (Vaswani et al. 2017, section 3.3), with biases.
+    """MLP without a gate, with biases, `fc2(activation(fc1(x)))` (Vaswani et al. 2017, section 3.3).
 
     Args:
         hidden_size: H.
         intermediate_size: I.
-        output_size: O; H when None.
+        output_size: O; None for H.
         activation: "gelu", "gelu_tanh", "quick_gelu" or "silu".
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(intermediate_size, output_size or hidden_size, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initializes both projections anew."""
+        """Re-initializes both projections."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (..., H) -> (..., O). The context is of no matter here: blocks call all feed-forwards alike."""
+        """x: (..., H) -> (..., O). `context` is unused; it keeps the block signature uniform."""
         x = self.fc1(x)
         if is_plain(self.fc2, nn.Linear):
             weight, bias = self.fc2.weight, self.fc2.bias

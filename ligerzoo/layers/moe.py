@@ -1,7 +1,10 @@
-"""Mixtures of experts (Shazeer et al. 2017): a router sends each token to the k of E feed-forwards that it scores
-highest, and their outputs are added with the router's weights, as in Mixtral (Jiang et al. 2024).
+"""Mixture of experts (MoE, Shazeer et al. 2017).
 
-Shapes: T tokens of all sequences in the call, H features, E experts, k experts per token, I features within an expert.
+A router selects the k of E expert MLPs with the highest scores for each token. The output is the sum of their outputs,
+weighted by the router, as in Mixtral (Jiang et al. 2024).
+
+Shapes: T tokens of all sequences in the call, H hidden features, E experts, k experts per token, I intermediate
+features of an expert.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ from ligerzoo.kernels.dispatch import Backend, check_backend, wide
 
 
 class RouterLogits(Protocol):
-    """What a mixture needs of the object that all layers of a forward share."""
+    """What an MoE layer needs of the context that all layers of a forward share."""
 
     router_logits: list[Tensor]
 
 
 class Router(nn.Module):
-    """Which k of the E experts each token goes to, and how much each of them counts: softmax(weight x), the k largest.
+    """Selects k of E experts for each token, and their weights: the k largest of softmax(weight @ x).
 
     Args:
         hidden_size: H.
@@ -34,7 +37,7 @@ class Router(nn.Module):
         renormalize: divide the k probabilities by their sum, so that a token's weights add up to one.
 
     Raises:
-        ValueError: k is not among 1 to E.
+        ValueError: k is not between 1 and E.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Router(nn.Module):
         super().__init__()
         if not 1 <= num_experts_per_token <= num_experts:
             raise ValueError(
-                f"Router: {num_experts_per_token} of {num_experts} experts per token; expected 1 to {num_experts}"
+                f"Router: num_experts_per_token={num_experts_per_token}; expected 1 to num_experts={num_experts}"
             )
         self.num_experts_per_token = num_experts_per_token
         self.renormalize = renormalize
@@ -58,12 +61,15 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weight from N(0, 0.02^2)."""
+        """Samples the weight from N(0, 0.02^2)."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: (T, H) -> logits (T, E) in the dtype of `x`; the experts' ids (T, k), the most probable first; and their
-        weights (T, k), which stay fp32 until `experts_mlp` multiplies by them."""
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Logits (T, E) in the dtype of `x`; expert ids (T, k), the most probable first; expert weights (T, k), fp32.
+        """
         logits = F.linear(x, self.weight)
         weights, expert_ids = _probabilities(logits).topk(self.num_experts_per_token)
         if self.renormalize:
@@ -76,22 +82,21 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E gated feed-forwards (as `GatedMLP`, without biases), their matrices stacked; see
-    `ligerzoo.kernels.experts_mlp`.
+    """E gated MLPs (as `GatedMLP`, without biases) with stacked weights; see `ligerzoo.kernels.experts_mlp`.
 
     Args:
         hidden_size: H.
-        intermediate_size: I, of each expert.
+        intermediate_size: I, intermediate features of each expert.
         num_experts: E.
         activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Attributes:
-        gate_up_proj: (E, 2I, H), the rows of the gate first.
-        down_proj: (E, H, I).
+        gate_up_proj: (E, 2I, H), gate and up projections; the rows of the gate come first.
+        down_proj: (E, H, I), down projections.
 
     Raises:
-        ValueError: a size is not positive, or there is no activation or backend of that name.
+        ValueError: a size is not positive, or `activation` or `backend` is unknown.
     """
 
     def __init__(
@@ -119,12 +124,12 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights from N(0, 0.02^2)."""
+        """Samples the weights from N(0, 0.02^2)."""
         nn.init.normal_(self.gate_up_proj, std=0.02)
         nn.init.normal_(self.down_proj, std=0.02)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """(T, H) tokens, (T, k) ids and (T, k) weights -> (T, H)."""
+        """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
         return experts_mlp(
             x,
             expert_ids,
@@ -141,13 +146,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts, in the place of a feed-forward.
+    """A mixture-of-experts layer, used in place of an MLP.
 
     Args:
-        gate: called with the tokens (T, H), returns logits, ids and weights, as `Router` does.
-        experts: called with the tokens, the ids and the weights, as `Experts` is.
-        jitter_noise: j; in training each feature of the input is multiplied by a number from U(1 - j, 1 + j) (Fedus et
-            al. 2021, there for the router alone; Mixtral's experts see it too).
+        gate: the router: tokens (T, H) -> logits, expert ids and expert weights, as `Router`.
+        experts: tokens, expert ids and expert weights -> (T, H), as `Experts`.
+        jitter_noise: j; in training each input feature is multiplied by a sample of U(1 - j, 1 + j). Fedus et al. 2021
+            apply it to the router's input only; here, as in Mixtral, the experts receive it too.
 
     Raises:
         ValueError: j is not in [0, 1).
@@ -156,7 +161,7 @@ class MoE(nn.Module):
     def __init__(self, gate: nn.Module, experts: nn.Module, *, jitter_noise: float = 0.0) -> None:
         super().__init__()
         if not 0 <= jitter_noise < 1:
-            raise ValueError(f"MoE: jitter_noise={jitter_noise}; expected 0 to 1, without 1")
+            raise ValueError(f"MoE: jitter_noise={jitter_noise}; expected a number in [0, 1)")
         self.gate = gate
         self.experts = experts
         self.jitter_noise = jitter_noise
@@ -165,9 +170,8 @@ class MoE(nn.Module):
         """x: (..., H) -> (..., H).
 
         Args:
-            x: the tokens.
-            context: what the layers of a forward share; the router's logits (T, E) are appended to its
-                `router_logits`.
+            x: hidden states.
+            context: shared by the layers of a forward; the router logits (T, E) are appended to its `router_logits`.
         """
         tokens = x.reshape(-1, x.shape[-1])
         if self.training and self.jitter_noise:
@@ -182,15 +186,16 @@ class MoE(nn.Module):
 
 
 class SharedExpertMoE(MoE):
-    """A mixture next to a feed-forward that every token goes through: `mixture(x) + sigmoid(gate(x)) * shared(x)`, as
-    in Qwen2-MoE.
+    """An MoE layer plus a gated MLP for every token (Qwen2-MoE).
+
+    Computes `moe(x) + sigmoid(shared_expert_gate(x)) * shared_expert(x)`.
 
     Args:
         gate: see `MoE`.
         experts: see `MoE`.
         shared_expert: (..., H) -> (..., H).
         shared_expert_gate: (..., H) -> (..., 1).
-        jitter_noise: see `MoE`; the shared expert sees none.
+        jitter_noise: see `MoE`; not applied to the shared expert.
     """
 
     def __init__(
@@ -215,33 +220,35 @@ class SharedExpertMoE(MoE):
 def load_balancing_loss(
     router_logits: Sequence[Tensor], num_experts_per_token: int, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """`E * sum_e f_e P_e` (Fedus et al. 2021, eq. 4 to 6), with f_e how many of a token's k choices are expert e and
-    P_e the probability that the router gives it, both in the mean over the tokens of all layers. It is k when the
-    experts share the work evenly, and up to E when they don't. Only P is differentiated.
+    """Load-balancing loss, `E * sum_e f_e P_e` (Fedus et al. 2021, eq. 4 to 6).
+
+    f_e is 1 where expert e is among a token's k choices, else 0, and P_e is its router probability; both are averaged
+    over the tokens of all layers. The loss is k if all experts get equally many tokens, and at most E. Gradients flow
+    through P only. Causes no host sync.
 
     Args:
-        router_logits: (T, E) of each layer with a router, the layers' T and E being the same.
+        router_logits: one (T, E) tensor per MoE layer, all of the same shape.
         num_experts_per_token: k.
-        attention_mask: T entries, (B, sequence length) for example: 1 for a token and 0 for padding, which does not
-            count; None for no padding.
+        attention_mask: padding mask of T entries, such as (B, sequence length): 1 for a token, 0 for padding, which is
+            excluded. None for no padding.
 
     Returns:
-        0-d fp32; 0 when all is padding. No GPU is waited for.
+        0-d fp32; 0 if every position is padding.
 
     Raises:
-        ValueError: there are no logits, or the mask has other than T entries.
+        ValueError: `router_logits` is empty, or `attention_mask` does not have T entries.
     """
     if not router_logits:
-        raise ValueError("load_balancing_loss: no router's logits")
+        raise ValueError("load_balancing_loss: router_logits is empty; expected one (T, E) tensor per MoE layer")
     num_tokens, num_experts = router_logits[0].shape
     if attention_mask is None:
         attention_mask = router_logits[0].new_ones(num_tokens)
     if attention_mask.numel() != num_tokens:
         raise ValueError(
-            f"load_balancing_loss: attention_mask {tuple(attention_mask.shape)} of {num_tokens} tokens; "
-            "expected one entry for each"
+            f"load_balancing_loss: attention_mask has shape {tuple(attention_mask.shape)}; "
+            f"expected {num_tokens} entries, one per token"
         )
-    # A weight for each token, where indexing with the mask would make the host wait for the number of those that count.
+    # Weights instead of boolean indexing, whose result size would need a host sync.
     share = attention_mask.to(router_logits[0].device, wide(router_logits[0].dtype)).reshape(-1, 1)
     share = share / share.sum().clamp(min=1)
     chosen, probable = [], []
@@ -254,5 +261,5 @@ def load_balancing_loss(
 
 
 def _probabilities(logits: Tensor) -> Tensor:
-    """Softmax in fp32, whatever the logits' dtype: rounded to bf16, probabilities would often be equal."""
+    """Softmax in fp32 for every dtype of logits: in bf16 many probabilities would round to ties."""
     return logits.softmax(-1, dtype=wide(logits.dtype))

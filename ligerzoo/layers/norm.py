@@ -9,15 +9,15 @@ from ligerzoo.layers.plain import is_plain
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization (Zhang & Sennrich 2019), see `ligerzoo.kernels.rms_norm`.
+    """Root-mean-square normalization (Zhang & Sennrich 2019); see `ligerzoo.kernels.rms_norm`.
 
     Args:
         hidden_size: H, the size of the last dimension.
         eps: added to the mean square.
-        weight_offset: the scale is this plus the weight, which is initialized so that both make 1.
-        round_before_scale: whether the normalized numbers are rounded before they are scaled, or only after.
-        elementwise_affine: whether there is a learned scale, as in `torch.nn.RMSNorm`.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        weight_offset: constant added to the weight to give the scale; the scale is initialized to 1.
+        round_before_scale: round the normalized values to the dtype of `x` before scaling, instead of only after.
+        elementwise_affine: whether to learn a scale, as in `torch.nn.RMSNorm`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the scale to one."""
+        """Sets the scale to 1."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
@@ -64,8 +64,10 @@ class RMSNorm(nn.Module):
 
 
 class AllHeadsRMSNorm(RMSNorm):
-    """An `RMSNorm` of all heads of a token as one vector (OLMo 2), where a plain one takes each head by itself. Its
-    size is that of all heads together."""
+    """`RMSNorm` over all heads of a token as one vector (OLMo 2), instead of over each head.
+
+    Its `hidden_size` is that of all heads together, N * D.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., N, D) -> (..., N, D)."""
@@ -73,14 +75,13 @@ class AllHeadsRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalization with a learned scale and, if asked for, bias (Ba et al. 2016), see
-    `ligerzoo.kernels.layer_norm`.
+    """Layer normalization with a learned scale and optional bias (Ba et al. 2016); see `ligerzoo.kernels.layer_norm`.
 
     Args:
         hidden_size: H, the size of the last dimension.
         eps: added to the variance.
-        bias: whether there is one.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        bias: add a learned bias.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class LayerNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the scale to one and the bias to zero."""
+        """Sets the scale to 1 and the bias to 0."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -115,7 +116,10 @@ class LayerNorm(nn.Module):
 
 
 def add_and_normalize(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both (..., H); in one kernel where `norm` is an `RMSNorm` and no more."""
+    """Returns `(norm(x + residual), x + residual)`, both (..., H).
+
+    Runs as one kernel if `norm` is an `RMSNorm` without hooks or wrappers (see `is_plain`).
+    """
     if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
         return add_rms_norm(
             x,

@@ -1,11 +1,14 @@
-"""Whether a module may be replaced by its mathematics."""
+"""Detects modules that a fused kernel may replace."""
 
 from torch import nn
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling the module is no more than what `kind` computes: no adapter in its place, no parallelism or probe
-    hooked on."""
+    """Whether `module` computes exactly what `kind` does, so that a fused kernel may read its weights directly.
+
+    False for a subclass or wrapper (such as an adapter), a replaced `forward`, and any hook (such as those of
+    parallelism or profilers).
+    """
     return type(module) is kind and not (
         module._forward_pre_hooks
         or module._forward_hooks

@@ -1,7 +1,6 @@
-"""Context extension ("rope scaling"): how the frequencies of a rotary embedding change for longer texts.
+"""Context extension ("rope scaling"): changes the frequencies of a rotary embedding for longer sequences.
 
-Each method is a small function of frequencies, under the name and with the parameters of the `rope_scaling` entry in
-config.json.
+Each method is a function of frequencies. Names and parameters are those of the `rope_scaling` entry of config.json.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ REQUIRED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
-"""The parameters that each rope type cannot do without."""
+"""The required parameters of each rope type."""
 
 _OPTIONAL_PARAMETERS = (
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -40,25 +39,32 @@ def default_frequencies(dim: int, theta: float | Tensor) -> Tensor:
 
 
 def linear_frequencies(frequencies: Tensor, factor: float) -> Tensor:
-    """Position interpolation (Chen et al. 2023): all positions are squeezed by `factor`."""
+    """Position interpolation (Chen et al. 2023): divides all positions by `factor`."""
     return frequencies / factor
 
 
 def dynamic_frequencies(dim: int, theta: float, factor: float, max_position: int, longest: Tensor) -> Tensor:
-    """Dynamic NTK scaling: theta grows with `longest` (0-d), the number of positions in use, once that exceeds
-    `max_position`."""
+    """Dynamic NTK scaling: theta grows with the sequence length beyond `max_position`.
+
+    Args:
+        dim: R, number of rotated features per head.
+        theta: base of the frequencies.
+        factor: scaling factor.
+        max_position: context length of the model.
+        longest: 0-d, largest position plus 1.
+    """
     used = longest.clamp(min=max_position)
-    exponent = dim / max(dim - 2, 1)  # a single pair turns by one radian, whatever theta is
+    exponent = dim / max(dim - 2, 1)  # the only frequency of a single pair is 1 for every theta
     return default_frequencies(dim, theta * (factor * used / max_position - (factor - 1)) ** exponent)
 
 
 def llama3_frequencies(
     frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_position: int
 ) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between blended linearly.
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates linearly between them.
 
-    Slow and fast are told by how often a frequency turns within the original context: fewer than `low_freq_factor`
-    times, more than `high_freq_factor` times.
+    A frequency is low if it completes fewer than `low_freq_factor` rotations within the original context, and high if
+    it completes more than `high_freq_factor`.
     """
     turns = original_max_position * frequencies / (2 * math.pi)
     kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
@@ -69,8 +75,11 @@ def yarn_frequencies(
     frequencies: Tensor, theta: float, factor: float, original_max_position: int,
     beta_fast: float = 32.0, beta_slow: float = 1.0, truncate: bool = True,
 ) -> Tensor:  # fmt: skip
-    """YaRN (Peng et al. 2023, section 3.2): pairs are blended by their index between those that turn `beta_fast` and
-    `beta_slow` times."""
+    """YaRN (Peng et al. 2023, section 3.2): keeps high frequencies and divides low ones by `factor`.
+
+    Interpolates linearly in the pair index, between the pairs that complete `beta_fast` and `beta_slow` rotations
+    within the original context. `truncate` rounds these two indices outwards to integers.
+    """
     dim = 2 * frequencies.shape[0]
 
     def index_turning(times: float) -> float:
@@ -87,7 +96,7 @@ def yarn_frequencies(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """What YaRN multiplies cosines and sines by, to keep the attention's entropy in a longer context (eq. 22)."""
+    """YaRN's factor of cosines and sines, which keeps the entropy of attention in a longer context (eq. 22)."""
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -98,22 +107,22 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def longrope_frequencies(dim: int, theta: float, factors: Sequence[float]) -> Tensor:
-    """LongRoPE (Ding et al. 2024): each frequency is divided by a factor of its own."""
+    """LongRoPE (Ding et al. 2024): divides each frequency by its entry of `factors`."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * theta**exponents)
 
 
 def longrope_attention_factor(factor: float, original_max_position: int) -> float:
-    """What LongRoPE multiplies cosines and sines by, in its short and its long regime alike."""
+    """LongRoPE's factor of cosines and sines, the same for short and long sequences."""
     extended = factor > 1 and original_max_position > 1
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position)) if extended else 1.0
 
 
 def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
-    """The rope type of a `rope_scaling` entry for R = `dim` rotated features, once it is known to be complete.
+    """Checks a `rope_scaling` entry for R = `dim` rotated features, and returns its rope type.
 
     Raises:
-        ConfigError: naming the field that is unknown, missing or of the wrong kind.
+        ConfigError: the rope type is unknown, a parameter is missing or invalid, or `dim` is odd or out of range.
     """
     if not isinstance(scaling, Mapping):
         raise ConfigError("not an object", where="rope_scaling", got=repr(scaling), expected="an object")
@@ -122,7 +131,10 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
         raise ConfigError("unknown rope type", where="rope_scaling", got=repr(rope_type), expected=_KNOWN)
     if dim % 2 or not 0 < dim <= _MOST_FEATURES:
         raise ConfigError(
-            "features rotate in pairs", where="head_dim", got=dim, expected=f"even, 2 to {_MOST_FEATURES}"
+            "invalid number of rotated features",
+            where="head_dim",
+            got=dim,
+            expected=f"an even number, 2 to {_MOST_FEATURES}",
         )
     required = REQUIRED_PARAMETERS[rope_type]
     for name in (*required, *_OPTIONAL_PARAMETERS):
@@ -131,15 +143,15 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
             continue
         if name in ("short_factor", "long_factor"):
             right = isinstance(value, list | tuple) and len(value) == dim // 2 and all(is_positive(v) for v in value)
-            expected = f"a list of {dim // 2} positive numbers, one for each pair of rotated features"
+            expected = f"a list of {dim // 2} positive numbers, one per pair of rotated features"
         else:
             right, expected = is_positive(value), "a positive number"
         if not right:
             where = f"rope_scaling of type {rope_type}, {name}"
-            raise ConfigError("missing or impossible", where=where, got=repr(value), expected=expected)
+            raise ConfigError("missing or invalid", where=where, got=repr(value), expected=expected)
     if not isinstance(scaling.get("truncate"), bool | None):
         where, value = f"rope_scaling of type {rope_type}, truncate", scaling["truncate"]
-        raise ConfigError("not a possible value", where=where, got=repr(value), expected="true or false")
+        raise ConfigError("invalid value", where=where, got=repr(value), expected="true or false")
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         where = "rope_scaling of type llama3, low_freq_factor"
@@ -148,11 +160,11 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
 
 
 def check_theta(theta: object, where: str = "rope_theta") -> None:
-    """Raises ConfigError unless this can be the base of a rotary embedding."""
+    """Raises ConfigError unless `theta` can be the base of a rotary embedding."""
     if not (is_positive(theta) and theta > 1):
-        raise ConfigError("not a possible base", where=where, got=repr(theta), expected="a number above 1, up to 1e30")
+        raise ConfigError("invalid base", where=where, got=repr(theta), expected="a number above 1, up to 1e30")
 
 
 def is_positive(value: object) -> TypeGuard[int | float]:
-    """Within limits that keep every formula above from overflowing."""
+    """Whether `value` is a positive number, within limits that keep the formulas above from overflowing."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30

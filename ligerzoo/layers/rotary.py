@@ -1,9 +1,8 @@
-"""Rotary position embedding: from positions to the cosines and sines that `ligerzoo.kernels.rope` turns queries and
-keys by.
+"""Rotary position embedding: cosines and sines of positions, with which `ligerzoo.kernels.rope` rotates q and k.
 
-A rotary embedding is its frequencies: pair i of the R rotated features turns by `position * frequency[i]` radians.
-`rope_scaling` has them. Frequencies and angles are fp32 whatever the model's dtype, and are no buffers: nothing is lost
-on meta or cast by `model.to(dtype)`.
+A rotary embedding is defined by its frequencies: pair i of the R rotated features is rotated by
+`position * frequency[i]` radians. `rope_scaling` computes the frequencies. Frequencies and angles are always fp32. They
+are not buffers, so that meta initialization cannot lose them and `model.to(dtype)` cannot cast them.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ class RotaryEmbedding(nn.Module):
     """Cosines and sines of positions.
 
     Args:
-        dim: R, the number of features of a head that are rotated (even).
-        theta: the base of the frequencies.
-        scaling: a context-extension method as config.json spells it, `{"rope_type": ..., its parameters}`, of the types
-            default, linear, dynamic, llama3, yarn and longrope; None for none.
-        max_position_embeddings: the context the model was made for; some methods start beyond it.
-        interleaved: features 2i and 2i + 1 turn together, and not i and i + R/2.
-        in_fp32: queries and keys are rotated in fp32, whatever their dtype.
+        dim: R, number of rotated features per head; even.
+        theta: base of the frequencies; above 1.
+        scaling: context extension ("rope scaling") as in config.json, `{"rope_type": ..., its parameters}`. Types:
+            default, linear, dynamic, llama3, yarn and longrope. None for no scaling.
+        max_position_embeddings: context length of the model, in tokens; some methods only change longer sequences.
+        interleaved: rotate features 2i and 2i + 1 as a pair, instead of i and i + R/2.
+        in_fp32: rotate queries and keys in fp32 for every dtype.
 
     Raises:
-        ConfigError: the base is not above 1, the rope type is unknown, a parameter is missing or impossible, or a list
-            of factors does not have R/2 entries.
+        ConfigError: `theta` is not above 1, the rope type is unknown, a parameter is missing or invalid, or a list of
+            factors does not have R/2 entries.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class RotaryEmbedding(nn.Module):
         scaling = {} if scaling is None else scaling
         check_theta(theta)
         self.interleaved, self.in_fp32 = interleaved, in_fp32
-        theta = float(theta)  # of a whole number torch takes no more than 64 bits
+        theta = float(theta)  # torch accepts integers of at most 64 bits
         self.dim, self.theta, self.rope_type = dim, theta, check_rope_scaling(scaling, dim)
         self.max_position = max_position_embeddings
         self.original_max_position = scaling.get("original_max_position_embeddings") or max_position_embeddings
@@ -96,7 +95,7 @@ class RotaryEmbedding(nn.Module):
         self._frequencies_on = {torch.device("cpu"): frequencies}
 
     def frequencies(self, position_ids: Tensor) -> Tensor:
-        """(R/2,) fp32 on the positions' device; those of dynamic and longrope depend on the largest position."""
+        """Returns (R/2,) fp32 on the device of `position_ids`; dynamic and longrope depend on the largest position."""
         device = position_ids.device
         if device not in self._frequencies_on:
             self._frequencies_on[device] = self._frequencies_on[torch.device("cpu")].to(device)
@@ -112,8 +111,12 @@ class RotaryEmbedding(nn.Module):
         return frequencies
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """position_ids: (..., T) integers -> cosines and sines, each (..., T, R/2), computed in fp32 and rounded to
-        `dtype` unless rotations are to be in fp32."""
+        """Returns cosines and sines, each (..., T, R/2), computed in fp32.
+
+        Args:
+            position_ids: (..., T), integers.
+            dtype: dtype of the result, unless `in_fp32` is set.
+        """
         angles = position_ids[..., None].float() * self.frequencies(position_ids)
         cos, sin = (f(angles) * self.attention_factor for f in (torch.cos, torch.sin))
         return (cos, sin) if self.in_fp32 else (cos.to(dtype), sin.to(dtype))
@@ -123,12 +126,14 @@ class RotaryEmbedding(nn.Module):
 
 
 class SectionedRotaryEmbedding(RotaryEmbedding):
-    """Cosines and sines of positions on several axes, each of which turns some of the pairs of features: M-RoPE
-    (Qwen2-VL, Wang et al. 2024, section 2.1). Where the positions on all axes are the same, it is a plain one.
+    """Rotary embedding of positions on several axes: M-RoPE (Qwen2-VL, Wang et al. 2024, section 2.1).
+
+    Each axis rotates some of the feature pairs. Equals `RotaryEmbedding` if the positions on all axes are the same.
 
     Args:
-        sections: how many pairs turn by each axis (time, height, width).
-        arguments: those of `RotaryEmbedding`.
+        sections: number of feature pairs that each axis rotates (time, height, width).
+        arguments: positional arguments of `RotaryEmbedding`.
+        options: keyword arguments of `RotaryEmbedding`.
     """
 
     def __init__(self, sections: Sequence[int], *arguments: Any, **options: Any) -> None:
@@ -136,11 +141,14 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
         self.sections = tuple(sections)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """position_ids: (A, B, T) integers on each of A axes, or (B, T) on all alike -> cosines and sines, each
-        (B, T, R/2).
+        """Returns cosines and sines, each (B, T, R/2).
+
+        Args:
+            position_ids: (A, B, T), integers on each of A axes, or (B, T) for the same positions on all axes.
+            dtype: dtype of the result, unless `in_fp32` is set.
 
         Raises:
-            ValueError: there are other axes than sections.
+            ValueError: the number of axes is not the number of sections.
         """
         cos, sin = super().forward(position_ids, dtype)
         if position_ids.ndim == 2:
@@ -153,30 +161,31 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Cosines and sines of positions on several axes, each of which turns as many features by the same frequencies.
+    """Rotary embedding of positions on several axes, each rotating R / A features by the same frequencies.
 
     Args:
-        axes: A, their number.
-        dim: R, the number of features that are rotated on all axes together.
-        arguments: those of `RotaryEmbedding` that are left.
+        axes: A, number of axes.
+        dim: R, number of rotated features of all axes together.
+        arguments: the other positional arguments of `RotaryEmbedding`.
+        options: keyword arguments of `RotaryEmbedding`.
     """
 
     def __init__(self, axes: int, dim: int, *arguments: Any, **options: Any) -> None:
         super().__init__(dim // axes, *arguments, **options)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """position_ids: (A, B, T) integers -> cosines and sines, each (B, T, R/2)."""
+        """position_ids: (A, B, T), integers -> cosines and sines, each (B, T, R/2)."""
         cos, sin = super().forward(position_ids, dtype)
         return torch.cat(cos.unbind(), -1), torch.cat(sin.unbind(), -1)
 
 
 def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
-    """One set of angles out of those on several axes, as multimodal rope has them (Qwen2-VL, Wang et al. 2024).
+    """Selects the axis of each feature pair, as in multimodal rotary embedding (Qwen2-VL, Wang et al. 2024).
 
     Args:
-        angles: (A, B, T, R/2), by position on each of A axes (time, height, width); or their cosines, or sines.
-        sections: how many pairs of features turn by the first axis, how many by the next, and so on, back to the first
-            axis after the last.
+        angles: (A, B, T, R/2), angles on each of A axes (time, height, width), or their cosines or sines.
+        sections: number of consecutive feature pairs that take the first axis, the second, and so on. After the last
+            axis the sections start again with the first.
 
     Returns:
         (B, T, R/2).
@@ -185,6 +194,6 @@ def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
         ValueError: the sections do not add up to R/2.
     """
     if sum(sections) != angles.shape[-1]:
-        raise ValueError(f"sectioned: sections {tuple(sections)} of {angles.shape[-1]} angles; expected them to add up")
+        raise ValueError(f"sectioned: got sections {tuple(sections)}; expected a sum of R/2 = {angles.shape[-1]}")
     pieces = angles.split_with_sizes(list(sections), dim=-1)
     return torch.cat([piece[i % len(piece)] for i, piece in enumerate(pieces)], dim=-1)

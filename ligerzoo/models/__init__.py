@@ -1,4 +1,4 @@
-"""The architectures: one file each, named by Hugging Face's `model_type`."""
+"""Model architectures, one file each, named after the Hugging Face `model_type`."""
 
 from ligerzoo.models.causal_lm import CausalLM, CausalLMOutput
 from ligerzoo.models.gemma import Gemma, GemmaConfig

@@ -2,9 +2,10 @@
 
     tokens -> embedding * sqrt(H) -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: a Llama whose embeddings are scaled by the square root of their size and shared with the head, whose norms
-store their scale less 1 and round once, after it, whose heads together may be wider than the residual stream, and whose
-feed-forward is a GeGLU.
+Distinctive: Llama with scaled, tied embeddings, RMSNorm weights offset by 1, GeGLU, and independent `head_dim`.
+
+Embeddings are multiplied by sqrt(hidden_size). RMSNorm stores its scale minus 1 and rounds once, after scaling. All
+heads together may be wider than `hidden_size`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from ligerzoo.models.config import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """The numbers of a Gemma; defaults are Gemma-7B's.
+    """Configuration of Gemma. Defaults: Gemma-7B.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     vocab_size: int = 256000

@@ -3,9 +3,11 @@
     tokens -> embedding * sqrt(H)
            -> L x [ x += norm(attention(norm(x)));  x += norm(mlp(norm(x))) ] -> norm -> head -> softcap
 
-Distinctive, on top of Gemma: each branch is normalized before and after; every other layer, from the first on, sees a
-sliding window only; attention scores and logits are bounded by a tanh; and the scale of the scores is not tied to the
-size of the heads.
+Distinctive: Gemma with sandwich norms, alternating sliding-window layers, and tanh soft-capping of attention scores and
+logits.
+
+Each branch is normalized before and after. Every other layer, starting with the first, uses a sliding window.
+`query_pre_attn_scalar` sets the scale of the attention scores, independent of `head_dim`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from ligerzoo.models.config import WindowedConfig, check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(WindowedConfig):
-    """The numbers of a Gemma 2; defaults are Gemma-2-2B's.
+    """Configuration of Gemma 2. Defaults: Gemma-2-2B.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
+        sliding_window: tokens that a token attends to in a sliding-window layer, including itself; None for full
+            attention in every layer.
+        attention_bias: add biases to the query, key, value and output projections.
         query_pre_attn_scalar: attention scores are divided by its square root.
-        attn_logit_softcapping: the bound of attention scores; None for none.
-        final_logit_softcapping: the bound of logits; None for none.
+        attn_logit_softcapping: soft cap of the attention scores, `cap * tanh(score / cap)`; None for no cap.
+        final_logit_softcapping: soft cap of the logits; None for no cap.
     """
 
     vocab_size: int = 256000
@@ -58,7 +62,7 @@ class Gemma2Config(WindowedConfig):
         check_positive(self, "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 
     def slides(self, layer: int) -> bool:
-        """The first layer, the third, and so on."""
+        """Whether the layer uses a sliding window: layers 0, 2, 4 and so on do."""
         return layer % 2 == 0
 
 

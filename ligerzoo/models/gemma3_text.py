@@ -1,12 +1,13 @@
-"""Gemma 3 on text alone (Gemma Team 2025, "Gemma 3 Technical Report"), and EmbeddingGemma (Vera et al. 2025).
+"""Gemma 3, text only (Gemma Team 2025, "Gemma 3 Technical Report"), and EmbeddingGemma (Vera et al. 2025).
 
     tokens -> embedding * sqrt(H)
            -> L x [ x += norm(attention(norm(x)));  x += norm(mlp(norm(x))) ] -> norm -> head
 
-Distinctive, against Gemma 2: queries and keys are normalized head by head, in place of the bound on the scores; five
-layers with a sliding window go before each that sees all; and the two kinds have rotary positions of their own: of a
-large base, and rescaled for long contexts, in the full layers, and neither in the sliding ones. EmbeddingGemma's tokens
-also see those after them.
+Distinctive: Gemma 2 with QK-norm instead of score soft-capping, five sliding-window layers per full-attention layer.
+
+RMSNorm normalizes queries and keys per head. The two kinds of layer have separate rotary embeddings: full-attention
+layers use a large base, rescaled for long contexts; sliding-window layers use a small base without rescaling.
+EmbeddingGemma attends in both directions.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from ligerzoo.models.config import WindowedConfig, check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3DecoderConfig(WindowedConfig):
-    """The numbers of a Gemma 3's decoder; defaults are those that Gemma-3-4B leaves out where it has no others.
+    """Configuration of the Gemma 3 decoder. Defaults: those of transformers' Gemma3TextConfig.
+
+    The config.json of Gemma-3-4B relies on these defaults for the fields it leaves out.
 
     Attributes:
-        sliding_window: how many tokens a token sees in a sliding layer, itself included.
-        sliding_window_pattern: every so many-th layer sees all, where `layer_types` does not say.
-        rope_theta: base of the full layers' rotary positions.
-        rope_scaling: of the full layers' alone.
-        rope_local_base_freq: base of the sliding layers'.
-        attention_bias: biases on the projections to queries, keys, values and output.
+        sliding_window: tokens that a token attends to in a sliding-window layer, including itself.
+        sliding_window_pattern: n; every n-th layer uses full attention, unless `layer_types` is set.
+        rope_theta: rotary base of full-attention layers.
+        rope_scaling: rope scaling of full-attention layers only.
+        rope_local_base_freq: rotary base of sliding-window layers.
+        attention_bias: add biases to the query, key, value and output projections.
         query_pre_attn_scalar: attention scores are divided by its square root.
     """
 
@@ -65,18 +68,18 @@ class Gemma3DecoderConfig(WindowedConfig):
         check_theta(self.rope_local_base_freq, "rope_local_base_freq")
 
     def slides(self, layer: int) -> bool:
-        """All layers but the last of each pattern."""
+        """Whether the layer uses a sliding window: all but every `sliding_window_pattern`-th do."""
         return (layer + 1) % self.sliding_window_pattern != 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3TextConfig(Gemma3DecoderConfig):
-    """The numbers of a Gemma 3 on text alone.
+    """Configuration of Gemma 3, text only.
 
     Attributes:
-        sliding_window: of a bidirectional model, how many tokens a token sees on both sides together.
-        final_logit_softcapping: the bound of logits; None for none.
-        use_bidirectional_attention: tokens also see those after them.
+        sliding_window: for a bidirectional model, tokens that a token attends to on both sides together.
+        final_logit_softcapping: soft cap of the logits, `cap * tanh(logit / cap)`; None for no cap.
+        use_bidirectional_attention: tokens also attend to later tokens.
     """
 
     final_logit_softcapping: float | None = None
@@ -87,13 +90,13 @@ class Gemma3TextConfig(Gemma3DecoderConfig):
         check_positive(self, "final_logit_softcapping")
 
     def window(self, layer: int) -> int | None:
-        """How far a token sees in this layer, itself included, to each side that it sees; None for all."""
+        """Window to each attended side, in tokens including the current one; None for full attention."""
         window = super().window(layer)
         return window // 2 + 1 if window is not None and self.use_bidirectional_attention else window
 
 
 class Gemma3Text(CausalLM):
-    """Gemma 3 with a language-model head."""
+    """Gemma 3 with a language-model head, text only."""
 
     config: Gemma3TextConfig
 
@@ -106,7 +109,7 @@ class Gemma3Text(CausalLM):
 
 
 def gemma3_decoder(config: Gemma3DecoderConfig, *, is_causal: bool = True, **make: Unpack[Make]) -> Decoder:
-    """The decoder of Gemma 3, with images or without."""
+    """Builds the decoder that Gemma 3 uses with and without images."""
     c = config
     rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
     local_rotary = RotaryEmbedding(c.rotary_size, c.rope_local_base_freq)

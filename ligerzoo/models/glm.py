@@ -2,8 +2,10 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: Llama's block, with rotary positions on the first half of each head's features, neighbouring ones turning
-together (interleaved), and biases on the projections to queries, keys and values.
+Distinctive: Llama with interleaved rotary embedding on half of each head, and QKV biases.
+
+The first half of each head's features is rotated, in the pairs (2i, 2i + 1). The query, key and value projections have
+biases; the output projection has none.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from ligerzoo.models.config import PartialRotaryConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GlmConfig(PartialRotaryConfig):
-    """The numbers of a GLM-4; defaults are GLM-4-9B-Chat's.
+    """Configuration of GLM-4. Defaults: GLM-4-9B-Chat.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys and values; the output never has one.
+        attention_bias: add biases to the query, key and value projections; the output projection never has one.
     """
 
     vocab_size: int = 151552

@@ -2,7 +2,9 @@
 
     tokens -> embedding -> L x [ x += norm(attention(norm(x)));  x += norm(mlp(norm(x))) ] -> norm -> head
 
-Distinctive: GLM-4 whose branches are normalized before and after (sandwich norms, Ding et al. 2021, section 2.4).
+Distinctive: GLM-4 with sandwich norms: each branch is normalized before and after.
+
+Sandwich norms are from Ding et al. 2021, section 2.4.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ligerzoo.models.glm import GlmConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(GlmConfig):
-    """The numbers of a GLM-4-0414: those of a GLM-4."""
+    """Configuration of GLM-4-0414: the fields and defaults of GLM-4."""
 
 
 class Glm4(CausalLM):

@@ -1,10 +1,11 @@
-"""Granite 3, its dense models (Granite Team, IBM 2024, "Granite 3.0 Language Models").
+"""Granite 3, dense models (Granite Team, IBM 2024, "Granite 3.0 Language Models").
 
     tokens -> embedding * e -> L x [ x += r * attention(norm(x));  x += r * mlp(norm(x)) ] -> norm -> head / l
 
-Distinctive: a Llama with four numbers out of muP (Yang et al. 2022): multipliers of the embeddings (e), of what each
-branch adds to the residual stream (r) and of the attention scores (in place of one over the square root of a head's
-size), and a divisor of the logits (l).
+Distinctive: Llama with four muP multipliers: embeddings, attention scores, residual branches and logits.
+
+The multipliers follow muP (Yang et al. 2022): `e` multiplies the embeddings, `r` multiplies what each branch adds to
+the residual stream, `l` divides the logits, and one scales the attention scores in place of 1 / sqrt(head_dim).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ligerzoo.models.llama import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """The numbers of a Granite; defaults are Llama's, and multipliers of one.
+    """Configuration of Granite. Defaults: those of Llama, and 1 for every multiplier.
 
     Attributes:
-        embedding_multiplier: multiplies the embeddings.
-        attention_multiplier: multiplies the attention scores.
-        residual_multiplier: multiplies what attention and feed-forward add.
-        logits_scaling: divides the logits.
+        embedding_multiplier: factor of the embeddings.
+        attention_multiplier: factor of the attention scores, in place of 1 / sqrt(head_dim).
+        residual_multiplier: factor of the output of each attention and MLP branch.
+        logits_scaling: divisor of the logits; must be positive.
     """
 
     embedding_multiplier: float = 1.0

@@ -1,10 +1,10 @@
-"""Llama 2, 3, 3.1, 3.2 and the many models built alike (Touvron et al. 2023; Grattafiori et al. 2024).
+"""Llama 2, 3, 3.1, 3.2 and models with the same architecture (Touvron et al. 2023; Grattafiori et al. 2024).
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: pre-norm blocks with RMSNorm, rotary positions (in Llama 3.1 and 3.2 with frequencies rescaled for long
-contexts), queries in groups that share a key and a value, a SwiGLU feed-forward, and no biases unless the config asks
-for them.
+Distinctive: pre-norm blocks with RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases by default.
+
+Llama 3.1 and 3.2 rescale the rotary frequencies for long contexts. The config can add biases.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ligerzoo.models.config import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """The numbers of a Llama; defaults are Llama-2-7B's.
+    """Configuration of Llama. Defaults: Llama-2-7B.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
-        mlp_bias: biases on the three projections of the feed-forward.
+        attention_bias: add biases to the query, key, value and output projections.
+        mlp_bias: add biases to the gate, up and down projections.
     """
 
     attention_bias: bool = False

@@ -2,8 +2,9 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: a Mistral whose `layer_types` say which layers slide and which see everything, such as one of the latter
-before every three of the former.
+Distinctive: Mistral with `layer_types`: each layer uses either sliding-window or full attention.
+
+A typical pattern is one full-attention layer before every three sliding-window layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ligerzoo.models.mistral import Mistral, MistralConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MinistralConfig(MistralConfig):
-    """The numbers of a Ministral; defaults are those of a Mistral."""
+    """Configuration of Ministral. Defaults: those of Mistral, with a `head_dim` of 128."""
 
     head_dim: int | None = 128
 

@@ -1,9 +1,11 @@
-"""The text part of Ministral 3 (Liu et al. 2026).
+"""Ministral 3, text model (Liu et al. 2026).
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: a Mistral for contexts longer than those of its pretraining. YaRN stretches the rotary frequencies, and
-queries grow with their position, so that attention stays as sharp over more keys (as in Llama 4).
+Distinctive: Mistral with YaRN for long contexts, and queries scaled up with their position.
+
+YaRN stretches the rotary frequencies for contexts longer than those of pretraining. The query scaling keeps attention
+as sharp over more keys (as in Llama 4).
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ def _yarn() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Config(DecoderConfig):
-    """The numbers of a Ministral 3; defaults are those of transformers.
+    """Configuration of Ministral 3. Defaults: those of transformers' Ministral3Config.
 
     Attributes:
-        sliding_window: how many tokens a token sees, itself included; None for all before it.
-        rope_scaling: has, besides the parameters of its rope type, `llama_4_scaling_beta`, by which queries grow, see
-            `GrowingQueryAttention`; without it they do not.
+        sliding_window: tokens that a token attends to, including itself; None for full attention.
+        rope_scaling: the rope type and its parameters, and `llama_4_scaling_beta`, the `growth` of
+            `GrowingQueryAttention`. Without `llama_4_scaling_beta` queries are not scaled.
     """
 
     vocab_size: int = 131072
@@ -56,26 +58,26 @@ class Ministral3Config(DecoderConfig):
         is_zero = isinstance(growth, int | float) and not isinstance(growth, bool) and growth == 0
         if not (growth is None or is_zero or is_positive(growth)):
             raise ConfigError(
-                "not a possible value",
+                "invalid value",
                 where="rope_scaling, llama_4_scaling_beta",
                 got=repr(growth)[:200],
-                expected="a positive number, or 0 or null for queries that do not grow",
+                expected="a positive number, or 0 or null for no query scaling",
             )
 
     @property
     def query_growth(self) -> float:
-        """The `llama_4_scaling_beta` of `rope_scaling`."""
+        """The `llama_4_scaling_beta` of `rope_scaling`; 0 if absent."""
         return (self.rope_scaling or {}).get("llama_4_scaling_beta") or 0.0
 
 
 class GrowingQueryAttention(Attention):
-    """Attention whose queries, once turned, are multiplied by `1 + growth * ln(1 + floor(position / period))`.
+    """Attention that multiplies rotated queries by `1 + growth * ln(1 + floor(position / period))`.
 
     Args:
-        growth: 0 for queries that stay as they are.
-        period: how many positions have the same factor; the first so many have 1.
-        arguments: those of `Attention`.
-        options: those of `Attention`.
+        growth: 0 leaves queries unscaled.
+        period: number of consecutive positions that share a factor; positions below `period` have a factor of 1.
+        arguments: positional arguments of `Attention`.
+        options: keyword arguments of `Attention`.
     """
 
     def __init__(self, growth: float, period: int, *arguments: Any, **options: Any) -> None:

@@ -2,9 +2,11 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: a Llama whose attention slides: with a window w, which the first Mistral had and later ones do not, a token
-sees the last w tokens, itself included, and L layers carry what it knows up to L * w tokens on. Heads may be larger or
-smaller than hidden_size / num_attention_heads, and nothing has a bias.
+Distinctive: Llama with sliding-window attention in the first release, independent `head_dim`, and no biases.
+
+With a window of w, a token attends to the last w tokens, including itself, and L layers carry information up to L * w
+tokens ahead. The first Mistral uses a window; later ones use full attention. `head_dim` may differ from
+hidden_size / num_attention_heads.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ligerzoo.models.config import WindowedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(WindowedConfig):
-    """The numbers of a Mistral; defaults are those of the first Mistral-7B, for longer texts."""
+    """Configuration of Mistral. Defaults: the first Mistral-7B, with `max_position_embeddings` of 131072."""
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8

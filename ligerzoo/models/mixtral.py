@@ -1,9 +1,10 @@
 """Mixtral 8x7B and 8x22B (Jiang et al. 2024).
 
-    tokens -> embedding -> L x [ x += attention(norm(x));  x += mixture(norm(x)) ] -> norm -> head
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += moe(norm(x)) ] -> norm -> head
 
-Distinctive: a Mistral whose feed-forwards are mixtures of experts. A token goes to two of eight, and their weights, the
-router's probabilities, are scaled to add up to one.
+Distinctive: Mistral with MoE layers: each token uses two of eight experts, weights renormalized.
+
+The weights of a token's experts are the router's probabilities, divided by their sum.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from ligerzoo.models.mixture import MixtureConfig, MixtureLM
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MixtureConfig):
-    """The numbers of a Mixtral; defaults are those of Mixtral-8x7B, but for longer texts.
+    """Configuration of Mixtral. Defaults: Mixtral-8x7B, with `max_position_embeddings` of 131072.
 
     Attributes:
-        intermediate_size: the width of an expert.
-        router_jitter_noise: see `ligerzoo.layers.MoE`.
+        intermediate_size: intermediate features of each expert.
+        router_jitter_noise: multiplicative input noise of MoE layers in training, in [0, 1); see
+            `ligerzoo.layers.MoE`.
     """
 
     intermediate_size: int = 14336
@@ -39,10 +41,10 @@ class MixtralConfig(MixtureConfig):
         super().__post_init__()
         if self.router_jitter_noise >= 1:
             raise ConfigError(
-                "not a possible value",
+                "invalid value",
                 where="router_jitter_noise",
                 got=self.router_jitter_noise,
-                expected="0 to 1, without 1",
+                expected="a number in [0, 1)",
             )
 
 

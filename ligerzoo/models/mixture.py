@@ -1,5 +1,4 @@
-"""What decoders with mixtures of experts share: the numbers of the mixtures, and the loss that keeps their experts
-evenly busy."""
+"""Shared by mixture-of-experts (MoE) decoders: configuration of the MoE layers, and the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from ligerzoo.models.config import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(DecoderConfig):
-    """Of a decoder with mixtures of experts in the place of feed-forwards.
+    """Configuration of a decoder with MoE layers in place of MLPs.
 
     Attributes:
-        sliding_window: how many tokens a token sees, itself included; None for all before it.
-        num_experts: of each mixture.
-        num_experts_per_tok: how many of them each token goes to.
-        output_router_logits: make the load-balancing loss, `aux_loss`, and add it to the loss of the labels.
-        router_aux_loss_coef: what it is multiplied by before.
+        sliding_window: tokens that a token attends to, including itself; None for full attention.
+        num_experts: experts per MoE layer.
+        num_experts_per_tok: experts selected for each token.
+        output_router_logits: compute the load-balancing loss, `aux_loss`, and add it to the loss.
+        router_aux_loss_coef: factor of the load-balancing loss when it is added.
     """
 
     sliding_window: int | None = None
@@ -36,7 +35,7 @@ class MixtureConfig(DecoderConfig):
         super().__post_init__()
         if self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
-                "a token cannot go to more experts than there are",
+                "more experts per token than experts",
                 where="num_experts_per_tok",
                 got=self.num_experts_per_tok,
                 expected=f"at most num_experts, {self.num_experts}",
@@ -45,14 +44,14 @@ class MixtureConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PartlyMixtureConfig(MixtureConfig):
-    """Of a decoder that has mixtures in some layers and feed-forwards in the others (Qwen).
+    """Configuration of a decoder with MoE in some layers and a dense MLP in the others (Qwen).
 
     Attributes:
-        intermediate_size: the width of the feed-forwards.
-        moe_intermediate_size: the width of an expert.
-        norm_topk_prob: a token's weights are divided by their sum, so that they add up to one.
-        decoder_sparse_step: n; every n-th layer has a mixture.
-        mlp_only_layers: layers, counted from 0, that have none at any rate.
+        intermediate_size: intermediate features of a dense MLP.
+        moe_intermediate_size: intermediate features of each expert.
+        norm_topk_prob: divide a token's expert weights by their sum, so that they add up to one.
+        decoder_sparse_step: n; every n-th layer uses MoE.
+        mlp_only_layers: indices of layers that always use a dense MLP, counted from 0.
     """
 
     num_hidden_layers: int = 24
@@ -69,16 +68,16 @@ class PartlyMixtureConfig(MixtureConfig):
         layers = self.mlp_only_layers
         if not isinstance(layers, list | tuple) or not all(type(layer) is int for layer in layers):
             raise ConfigError(
-                "no layers", where="mlp_only_layers", got=repr(layers)[:200], expected="a list of whole numbers"
+                "invalid layer indices", where="mlp_only_layers", got=repr(layers)[:200], expected="a list of integers"
             )
 
     def has_mixture(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, has a mixture."""
+        """Whether this layer, counted from 0, uses MoE."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
 
 class MixtureLM(CausalLM):
-    """A causal language model with mixtures of experts, see `CausalLM`."""
+    """A causal language model with MoE layers; see `CausalLM`."""
 
     config: MixtureConfig
 
@@ -87,8 +86,10 @@ class MixtureLM(CausalLM):
         self.aux_loss_weight = config.router_aux_loss_coef
 
     def aux_loss(self, context: Context) -> Tensor | None:
-        """The load-balancing loss over the call's tokens, padding left out; None where the config does not ask for it
-        or no layer has a mixture."""
+        """Returns the load-balancing loss over the tokens of this forward, padding excluded.
+
+        None unless `config.output_router_logits` is set and at least one layer uses MoE.
+        """
         if not (self.config.output_router_logits and context.router_logits):
             return None
         return load_balancing_loss(context.router_logits, self.config.num_experts_per_tok, context.real_tokens())

@@ -2,8 +2,10 @@
 
     tokens -> embedding -> L x [ x += norm(attention(x));  x += norm(mlp(x)) ] -> norm -> head
 
-Distinctive: a branch is normalized after it and not before; queries, and keys, are normalized before they are turned,
-all heads together; norms round once, after their scale, and rotations are computed in fp32.
+Distinctive: post-norm blocks, QK-norm over all heads together, and fp32 rotary embedding.
+
+Each branch is normalized after it, not before. Queries and keys are normalized before rotation, all heads of a token as
+one vector. RMSNorm rounds once, after scaling. The rotation is computed in fp32.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from ligerzoo.models.config import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """The numbers of an OLMo 2; defaults are nearly OLMo-2-7B's.
+    """Configuration of OLMo 2. Defaults: those of transformers' Olmo2Config, close to OLMo-2-7B.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     vocab_size: int = 50304

@@ -2,9 +2,12 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: Llama's block; in the long-context models LongRoPE (Ding et al. 2024), which turns all tokens of a text by
-other frequencies once it is longer than the original context; in Phi-4-mini a rotation of the first three quarters of
-each head's features only; in Phi-3-mini-4k a sliding window in every layer.
+Distinctive: Llama with LongRoPE in long-context models, partial rotary embedding (Phi-4-mini), sliding window
+(Phi-3-mini-4k).
+
+LongRoPE (Ding et al. 2024) rotates all tokens of a sequence by different frequencies once the sequence is longer than
+the original context. Phi-4-mini rotates only the first three quarters of each head's features. Phi-3-mini-4k uses a
+sliding window in every layer.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from ligerzoo.models.config import PartialRotaryConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(PartialRotaryConfig):
-    """The numbers of a Phi-3; defaults are Phi-3-mini-4k's, but for its sliding window of 2047.
+    """Configuration of Phi-3. Defaults: Phi-3-mini-4k, without its sliding window of 2047 tokens.
 
     Attributes:
-        original_max_position_embeddings: the longest text that LongRoPE leaves its short factors, whatever
-            `rope_scaling` itself says.
-        sliding_window: how many tokens a token sees in any layer, itself included; None for all before it.
+        original_max_position_embeddings: longest sequence, in tokens, for which LongRoPE uses its short factors. It
+            overrides the entry of the same name in `rope_scaling`.
+        sliding_window: tokens that a token attends to in every layer, including itself; None for full attention.
     """
 
     vocab_size: int = 32064
@@ -64,8 +67,11 @@ class Phi3(CausalLM):
         self._longest_for_cache = c.original_max_position_embeddings if rotary.rope_type == "longrope" else None
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
-        """An empty cache, see `CausalLM.new_cache`. LongRoPE turns the keys of a longer text otherwise, so what is
-        cached of a text that has the original context at most is of no use beyond it."""
+        """Returns an empty KV cache; see `CausalLM.new_cache`.
+
+        With LongRoPE, keys cached within the original context become invalid once the sequence grows beyond it, since
+        longer sequences are rotated by other frequencies. `useful_until` marks that length.
+        """
         cache = super().new_cache(capacity)
         cache.useful_until = self._longest_for_cache
         return cache

@@ -1,9 +1,11 @@
-"""Qwen 1.5, 2 and 2.5, and what is built alike, such as Qwen2.5-Coder and QwQ (Yang et al. 2024).
+"""Qwen 1.5, 2 and 2.5, and models with the same architecture, such as Qwen2.5-Coder and QwQ (Yang et al. 2024).
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: Llama's block, with biases on the projections to queries, keys and values and on nothing else, and, in a
-few long-context models, a sliding window in the layers from a given one on.
+Distinctive: Llama with QKV biases; a few long-context models use a sliding window in later layers.
+
+Only the query, key and value projections have biases. The sliding window, if enabled, applies from layer
+`max_window_layers` on.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from ligerzoo.models.config import WindowedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
-    """The numbers of a Qwen2; defaults are those of transformers' Qwen2Config.
+    """Configuration of Qwen2. Defaults: those of transformers' Qwen2Config.
 
     Attributes:
-        use_sliding_window: whether any layer has the sliding window at all.
-        max_window_layers: the first layer that has it, if `layer_types` does not say which have; those before it see
-            everything, for all that their name says.
+        use_sliding_window: enable the sliding window.
+        max_window_layers: index of the first layer with a sliding window, unless `layer_types` is set. Despite the
+            name, the layers before it use full attention.
     """
 
     vocab_size: int = 151936
@@ -53,7 +55,7 @@ class Qwen2(CausalLM):
 
 
 def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding, **make: Unpack[Make]) -> Decoder:
-    """The decoder of Qwen2, and of what is built alike but for the rotary embedding."""
+    """Builds the Qwen2 decoder with the given rotary embedding."""
     c = config
 
     def norm() -> RMSNorm:

@@ -1,11 +1,12 @@
 """Qwen2.5-VL (Bai et al. 2025, "Qwen2.5-VL Technical Report").
 
-    pixels -> patches -> L' x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> 2 x 2 merged into one -> embeddings
-    tokens, and these in the places of images and videos -> Qwen2
+    pixels -> patches -> L' x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> merge 2 x 2 -> vision embeddings
+    tokens -> embedding, vision embeddings at image and video tokens -> Qwen2
 
-Distinctive, against Qwen2-VL: the tower's blocks are built as the decoder's, with RMSNorm and a gated feed-forward, and
-in all but a few of them patches see only a window of their frame, 8 x 8 patches; and a video's positions in time go by
-seconds, and not by frames.
+Distinctive: Qwen2-VL with windowed attention, RMSNorm and SwiGLU in the vision tower; video positions in seconds.
+
+The tower's blocks are built like the decoder's, with RMSNorm and a gated MLP. In all but a few blocks a patch attends
+only within a window of its frame, 8 x 8 patches. Temporal positions of a video count seconds instead of frames.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfi
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLVisionConfig(VisionTowerConfig):
-    """The numbers of the vision tower; defaults are those of transformers' Qwen2_5_VLVisionConfig.
+    """Configuration of the vision tower. Defaults: those of transformers' Qwen2_5_VLVisionConfig.
 
     Attributes:
-        hidden_size: the features of a patch.
-        intermediate_size: the width of the feed-forwards.
-        out_hidden_size: the features of a token, which are the decoder's.
-        window_size: the side of a window, in pixels; it is rounded down to whole tokens.
-        fullatt_block_indexes: the numbers of the blocks in which a patch sees all of its frame.
-        tokens_per_second: how many positions in time a video takes for each of its seconds.
+        hidden_size: features of a patch.
+        intermediate_size: intermediate features of an MLP.
+        out_hidden_size: features of an output token; equals the decoder's `hidden_size`.
+        window_size: side of an attention window, in pixels; rounded down to a multiple of a token's side.
+        fullatt_block_indexes: indices of the blocks in which a patch attends to its whole frame, counted from 0.
+        tokens_per_second: temporal positions per second of video.
     """
 
     hidden_size: int = 3584
@@ -47,14 +48,14 @@ class Qwen2_5VLVisionConfig(VisionTowerConfig):
         super().__post_init__()
         if self.window < 1:
             raise ConfigError(
-                "windows smaller than a token", where="vision_config, window_size", got=self.window_size,
+                "window smaller than one token", where="vision_config, window_size", got=self.window_size,
                 expected=f"at least patch_size * spatial_merge_size, {self.patch_size * self.spatial_merge_size}",
             )  # fmt: skip
         blocks = self.fullatt_block_indexes
         if not isinstance(blocks, list | tuple) or not all(type(block) is int and block >= 0 for block in blocks):
             raise ConfigError(
-                "no numbers of blocks", where="vision_config, fullatt_block_indexes", got=repr(blocks)[:200],
-                expected="a list of whole numbers",
+                "invalid block indices", where="vision_config, fullatt_block_indexes", got=repr(blocks)[:200],
+                expected="a list of integers, 0 or more",
             )  # fmt: skip
 
     @property
@@ -67,13 +68,13 @@ class Qwen2_5VLVisionConfig(VisionTowerConfig):
 
     @property
     def window(self) -> int:
-        """The side of a window, in tokens."""
+        """Side of an attention window, in tokens."""
         return self.window_size // self.spatial_merge_size // self.patch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLConfig(VisionLMConfig):
-    """The numbers of a Qwen2.5-VL."""
+    """Configuration of Qwen2.5-VL. Decoder defaults: those of `VisionLMConfig`."""
 
     vision_config: Qwen2_5VLVisionConfig = field(default_factory=lambda: Qwen2_5VLVisionConfig(out_hidden_size=8192))
 
@@ -94,33 +95,33 @@ class Qwen2_5VL(VisionLM):
         second_per_grid_ts: Tensor | Sequence[float] | None = None,
         **vision: Any,
     ) -> Tensor:
-        """As `VisionLM.embed`, which has the other arguments.
+        """Embeds tokens, images and videos; see `VisionLM.embed`.
 
         Args:
-            x: what `forward` has as `input_ids` or `inputs_embeds`.
-            context: where they stand.
-            second_per_grid_ts: (n,), the seconds from frame to frame of each video, a frame being one of its grid; 1
-                when None. (Transformers before 5.18 rounds them down to whole ones.)
-            vision: images and videos.
+            x: `input_ids` or `inputs_embeds` of `forward`.
+            context: positions and mask of these tokens.
+            second_per_grid_ts: (n,), seconds between consecutive temporal patches (`video_grid_thw[:, 0]`) of each
+                video; 1 when None. transformers before 5.18 rounds them down to integers.
+            vision: the image and video arguments of `VisionLM.embed`.
 
         Raises:
-            ValueError: seconds, patches, grids and tokens do not fit together.
+            ValueError: the numbers of seconds, patches, grids and vision tokens do not match.
         """
         grid = vision.get("video_grid_thw")
         videos = 0 if grid is None else len(grid)
         told = [1.0] * videos if second_per_grid_ts is None else second_per_grid_ts
-        # In fp64, to round once, as transformers does with a list.
+        # fp64, so that the product is rounded once, as in transformers, which passes a list.
         seconds = torch.as_tensor(told, dtype=torch.float64, device=x.device)
         if seconds.shape != (videos,):
             raise ValueError(
-                f"second_per_grid_ts has shape {tuple(seconds.shape)}; expected ({videos},), one for each video"
+                f"second_per_grid_ts has shape {tuple(seconds.shape)}; expected ({videos},), one value per video"
             )
         interval = (self.config.vision_config.tokens_per_second * seconds).float()
         return super().embed(x, context, frame_interval=interval, **vision)
 
 
 def vision_tower(config: Qwen2_5VLVisionConfig, **make: Unpack[Make]) -> WindowedVisionTower:
-    """The tower, from patches to embeddings of the decoder's size."""
+    """Builds the vision tower, from patches to embeddings of `out_hidden_size` features."""
     c = config
 
     def norm() -> RMSNorm:

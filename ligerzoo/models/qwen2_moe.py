@@ -1,11 +1,12 @@
 """Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B (Qwen Team 2024; Yang et al. 2024).
 
-    tokens -> embedding -> L x [ x += attention(norm(x));  x += mixture(norm(x)) + gated shared expert(norm(x)) ]
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += moe(norm(x)) + gated shared expert(norm(x)) ]
            -> norm -> head
 
-Distinctive: besides the experts that the router picks, every token goes through one that all share, which a gate of its
-own weighs. The weights of those picked do not add up to one. Queries, keys and values have biases. Single layers may
-have a plain feed-forward instead.
+Distinctive: Qwen2 with MoE layers plus a gated shared expert; expert weights are not renormalized.
+
+Every token also goes through one shared expert, scaled by a sigmoid gate. The weights of the selected experts do not
+add up to one. The query, key and value projections have biases. Some layers may use a dense MLP instead.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from ligerzoo.models.mixture import MixtureLM, PartlyMixtureConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(PartlyMixtureConfig, WindowedConfig):
-    """The numbers of a Qwen2 with mixtures; defaults are Qwen1.5-MoE-A2.7B's.
+    """Configuration of Qwen2-MoE. Defaults: Qwen1.5-MoE-A2.7B.
 
     Attributes:
-        shared_expert_intermediate_size: the width of the shared expert.
-        qkv_bias: biases on the projections to queries, keys and values.
-        max_window_layers: with a sliding window, every other layer slides, from the first on, among the first so many.
+        shared_expert_intermediate_size: intermediate features of the shared expert.
+        qkv_bias: add biases to the query, key and value projections.
+        max_window_layers: with a `sliding_window`, every other layer below this index uses it, starting with layer 0,
+            unless `layer_types` is set.
     """
 
     intermediate_size: int = 5632
@@ -57,7 +59,7 @@ class Qwen2MoeConfig(PartlyMixtureConfig, WindowedConfig):
 
 
 class Qwen2Moe(MixtureLM):
-    """Qwen2 with mixtures of experts and a language-model head."""
+    """Qwen2-MoE with a language-model head."""
 
     config: Qwen2MoeConfig
 

@@ -1,11 +1,13 @@
 """Qwen2-VL and QVQ (Wang et al. 2024, "Qwen2-VL").
 
-    pixels -> patches -> L' x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> 2 x 2 merged into one -> embeddings
-    tokens, and these in the places of images and videos -> Qwen2
+    pixels -> patches -> L' x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> merge 2 x 2 -> vision embeddings
+    tokens -> embedding, vision embeddings at image and video tokens -> Qwen2
 
-Distinctive: Qwen2, with images of any size and videos among its tokens. A vision transformer turns them into
-embeddings, patches having rotary positions of rows and columns and seeing their own frame alone; and the decoder's
-rotary positions are those in time, height and width, each of which turns some of the features (M-RoPE).
+Distinctive: Qwen2 with images and videos of any size, a vision transformer, and M-RoPE.
+
+The vision transformer turns images and videos into embeddings. Its patches have rotary positions by row and column, and
+attend only within their own frame. The decoder's rotary positions have three axes, time, height and width; each axis
+rotates some of the features (M-RoPE).
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfi
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig(VisionTowerConfig):
-    """The numbers of the vision tower; defaults are those of transformers' Qwen2VLVisionConfig.
+    """Configuration of the vision tower. Defaults: those of transformers' Qwen2VLVisionConfig.
 
     Attributes:
-        embed_dim: the features of a patch.
-        hidden_size: the features of a token, which are the decoder's.
-        mlp_ratio: the width of the feed-forwards, in `embed_dim`s.
+        embed_dim: features of a patch.
+        hidden_size: features of an output token; equals the decoder's `hidden_size`.
+        mlp_ratio: intermediate features of an MLP, as a multiple of `embed_dim`.
     """
 
     embed_dim: int = 1280
@@ -43,7 +45,7 @@ class Qwen2VLVisionConfig(VisionTowerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLConfig(VisionLMConfig):
-    """The numbers of a Qwen2-VL."""
+    """Configuration of Qwen2-VL. Decoder defaults: those of `VisionLMConfig`."""
 
     vision_config: Qwen2VLVisionConfig = field(default_factory=lambda: Qwen2VLVisionConfig(hidden_size=8192))
 
@@ -58,7 +60,7 @@ class Qwen2VL(VisionLM):
 
 
 def vision_tower(config: Qwen2VLVisionConfig, **make: Unpack[Make]) -> VisionTower:
-    """The tower, from patches to embeddings of the decoder's size."""
+    """Builds the vision tower, from patches to embeddings of `hidden_size` features."""
     c = config
 
     def norm() -> LayerNorm:

@@ -1,11 +1,12 @@
-"""Qwen3, its dense models (Yang et al. 2025).
+"""Qwen3, dense models (Yang et al. 2025).
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
-    attention: queries and keys of each head -> norm -> rotation -> scores
+    attention: queries and keys of each head -> norm -> rotary embedding -> scores
 
-Distinctive: Qwen2 with the biases dropped and QK-norm in their place: RMSNorm over the features of a head, the same
-weight for every head, before the rotation (Dehghani et al. 2023, section 2). A head's size is given, and all heads
-together need not have the size of the residual stream.
+Distinctive: Qwen2 with QK-norm instead of biases, and a `head_dim` independent of `hidden_size`.
+
+QK-norm is an RMSNorm over the features of each head before rotation, with one weight for all heads (Dehghani et al.
+2023, section 2). All heads together may be wider or narrower than `hidden_size`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ligerzoo.models.qwen2 import Qwen2Config
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """The numbers of a Qwen3; defaults are those of transformers' Qwen3Config.
+    """Configuration of Qwen3. Defaults: those of transformers' Qwen3Config.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     head_dim: int | None = 128

@@ -1,10 +1,10 @@
-"""The mixtures among Qwen3, such as Qwen3-30B-A3B and Qwen3-235B-A22B (Yang et al. 2025).
+"""Qwen3, MoE models, such as Qwen3-30B-A3B and Qwen3-235B-A22B (Yang et al. 2025).
 
-    tokens -> embedding -> L x [ x += attention(norm(x));  x += mixture(norm(x)) ] -> norm -> head
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += moe(norm(x)) ] -> norm -> head
 
-Distinctive: the heads of queries and keys are normalized before they are turned, with one scale for all heads, and
-feed-forwards are mixtures of many small experts, of which a token goes to eight. Single layers may have a plain
-feed-forward instead.
+Distinctive: Qwen3 with MoE layers of many small experts, eight per token.
+
+QK-norm is an RMSNorm per head before rotation, with one weight for all heads. Some layers may use a dense MLP instead.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ligerzoo.models.mixture import MixtureLM, PartlyMixtureConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(PartlyMixtureConfig):
-    """The numbers of a Qwen3 with mixtures; defaults are those of transformers.
+    """Configuration of Qwen3-MoE. Defaults: those of transformers' Qwen3MoeConfig.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
+        attention_bias: add biases to the query, key, value and output projections.
     """
 
     intermediate_size: int = 6144
@@ -46,7 +46,7 @@ class Qwen3MoeConfig(PartlyMixtureConfig):
 
 
 class Qwen3Moe(MixtureLM):
-    """Qwen3 with mixtures of experts and a language-model head."""
+    """Qwen3-MoE with a language-model head."""
 
     config: Qwen3MoeConfig
 

@@ -2,9 +2,10 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: Llama's block, but every fourth layer has no positions at all (NoPE, Kazemnejad et al. 2023): its queries
-and keys are not rotated, and causality alone tells it the order of the tokens (Yang et al. 2025, "RoPE to NoPE and
-back again").
+Distinctive: Llama with no position encoding in every fourth layer (NoPE).
+
+NoPE layers (Kazemnejad et al. 2023) do not rotate queries and keys; only the causal mask gives them the order of the
+tokens (Yang et al. 2025, "RoPE to NoPE and back again").
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from ligerzoo.models.config import WindowedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(WindowedConfig):
-    """The numbers of a SmolLM3; defaults are those of transformers' SmolLM3Config, which are nearly SmolLM3-3B's.
+    """Configuration of SmolLM3. Defaults: those of transformers' SmolLM3Config, close to SmolLM3-3B.
 
     Attributes:
-        attention_bias: biases on the projections to queries, keys, values and output.
-        mlp_bias: biases on the three projections of the feed-forward.
-        no_rope_layers: for each layer (and any beyond the last) 1 if it *has* rotary positions and 0 if it has none,
-            for all that the name says; None: as the interval has it.
-        no_rope_layer_interval: the last of every so many layers has no positions.
-        use_sliding_window: whether the layers without positions have the sliding window, if `layer_types` does not say
-            which layers have.
+        attention_bias: add biases to the query, key, value and output projections.
+        mlp_bias: add biases to the gate, up and down projections.
+        no_rope_layers: one flag per layer: despite the name, 1 for rotary positions and 0 for none. Flags beyond the
+            last layer are ignored. None: `no_rope_layer_interval` decides.
+        no_rope_layer_interval: n; every n-th layer has no rotary positions.
+        use_sliding_window: use the sliding window in the layers without rotary positions, unless `layer_types` is set.
     """
 
     vocab_size: int = 128256
@@ -58,14 +58,14 @@ class SmolLM3Config(WindowedConfig):
             or any(type(flag) is not int or flag not in (0, 1) for flag in flags)
         ):
             raise ConfigError(
-                "not a flag for each layer",
+                "invalid per-layer flags",
                 where="no_rope_layers",
                 got=repr(flags)[:200],
-                expected=f"a list of {self.num_hidden_layers}, each 0 or 1",
+                expected=f"a list of at least {self.num_hidden_layers} flags, each 0 or 1",
             )
 
     def rotates(self, layer: int) -> bool:
-        """Whether this layer has rotary positions."""
+        """Whether this layer, counted from 0, has rotary positions."""
         if self.no_rope_layers is None:
             return (layer + 1) % self.no_rope_layer_interval != 0
         return bool(self.no_rope_layers[layer])

@@ -43,5 +43,5 @@ def test_no_scaling_is_written_as_such() -> None:
 
 @pytest.mark.parametrize("growth", [-1, "0.1", True, float("inf"), [0.1]])
 def test_impossible_growth(growth: object) -> None:
-    with pytest.raises(ConfigError, match="llama_4_scaling_beta: not a possible value"):
+    with pytest.raises(ConfigError, match="llama_4_scaling_beta: invalid value"):
         Ministral3Config(rope_scaling={"rope_type": "default", "llama_4_scaling_beta": growth})

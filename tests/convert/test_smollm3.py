@@ -34,7 +34,7 @@ def test_layers_with_and_without_positions(entries: dict[str, Any], rotates: lis
     "flags", [[], [1, 1, 1], [1, 1, 1, 2], [1, 1, 1, -1], [1, 1, 1, True], [1, 1, 1, None], "1110", 4]
 )
 def test_flags_that_are_none(flags: object) -> None:
-    with pytest.raises(ConfigError, match=r"no_rope_layers: not a flag for each layer; .* a list of 4, each 0 or 1"):
+    with pytest.raises(ConfigError, match=r"no_rope_layers: invalid per-layer flags; .* a list of at least 4 flags"):
         config_from_hf({**SMOLLM3, "no_rope_layers": flags})
 
 

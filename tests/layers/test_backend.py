@@ -42,5 +42,5 @@ def test_every_layer_that_runs_a_kernel_has_one() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape('backend=\'cuda\'; expected "auto", "triton" or "torch"')):
         set_backend(Llama(CONFIG), "cuda")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Linear holds no layer of ligerzoo"):
+    with pytest.raises(ValueError, match="Linear contains no layer with a backend"):
         set_backend(nn.Linear(2, 2), "torch")

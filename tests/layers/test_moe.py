@@ -440,16 +440,16 @@ def test_it_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Router(H, 4, 5), "5 of 4 experts per token; expected 1 to 4"),
-        (lambda: Router(H, 4, 0), "0 of 4 experts per token; expected 1 to 4"),
+        (lambda: Router(H, 4, 5), "num_experts_per_token=5; expected 1 to num_experts=4"),
+        (lambda: Router(H, 4, 0), "num_experts_per_token=0; expected 1 to num_experts=4"),
         (lambda: Experts(H, 0, 4), "intermediate_size=0, num_experts=4; expected positive"),
         (lambda: Experts(H, I, -1), "num_experts=-1; expected positive"),
         (lambda: Experts(H, I, E, activation="relu"), "activation='relu'; expected one of 'silu'"),  # type: ignore[arg-type]
         (lambda: Experts(H, I, E, backend="cuda"), "backend='cuda'; expected"),  # type: ignore[arg-type]
-        (lambda: moe(jitter_noise=-0.1), "jitter_noise=-0.1; expected 0 to 1"),
-        (lambda: moe(jitter_noise=1.0), "jitter_noise=1.0; expected 0 to 1"),
-        (lambda: load_balancing_loss([], 2), "no router's logits"),
-        (lambda: load_balancing_loss([torch.zeros(6, E)], 2, torch.ones(2, 4)), r"\(2, 4\) of 6 tokens"),
+        (lambda: moe(jitter_noise=-0.1), r"jitter_noise=-0.1; expected a number in \[0, 1\)"),
+        (lambda: moe(jitter_noise=1.0), r"jitter_noise=1.0; expected a number in \[0, 1\)"),
+        (lambda: load_balancing_loss([], 2), "router_logits is empty"),
+        (lambda: load_balancing_loss([torch.zeros(6, E)], 2, torch.ones(2, 4)), r"shape \(2, 4\); expected 6 entries"),
     ],
 )
 def test_what_cannot_be(make: Callable[[], object], message: str) -> None:

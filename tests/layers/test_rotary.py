@@ -151,7 +151,7 @@ def test_equal_positions_need_no_sections() -> None:
 
 
 def test_sections_that_do_not_add_up() -> None:
-    with pytest.raises(ValueError, match=r"sections \(4, 6, 5\) of 16 angles"):
+    with pytest.raises(ValueError, match=r"sections \(4, 6, 5\); expected a sum of R/2 = 16"):
         sectioned(torch.ones(3, 1, 2, 16), [4, 6, 5])
 
 

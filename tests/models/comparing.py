@@ -1,4 +1,4 @@
-"""What tests against transformers compare, and how."""
+"""Comparison helpers for tests against transformers."""
 
 import json
 from collections.abc import Collection
@@ -16,18 +16,20 @@ from ligerzoo.convert.weights import DiskTensors, shapes_of
 from ligerzoo.models import CausalLM
 
 TOLERANCE = 2e-5
-"""Of the largest magnitude, in fp32 on a CPU."""
+"""Maximum error in fp32 on a CPU, relative to the largest magnitude."""
 
 GPU_TOLERANCE = 1e-4
-"""On a GPU, where sums run in other orders: against fp64 transformers' gradients stray by up to 6.0e-5 there, and
-ours by up to 6.4e-5 (an H200, Gemma 3 with few keys)."""
+"""Maximum error on a GPU, where sums are accumulated in other orders.
+
+On an H200, gradients of "gemma3 minimal config" differ from fp64 by up to 6.0e-5 in transformers and 6.4e-5 in ours.
+"""
 
 
 def assert_close(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
     error, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     tolerance = TOLERANCE if ours.device.type == "cpu" else GPU_TOLERANCE
-    assert error <= tolerance * scale, f"{what}: off by {error / scale:.1e} of the largest"
+    assert error <= tolerance * scale, f"{what}: error {error / scale:.1e} relative to the largest value"
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -35,7 +37,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_gradients(model: CausalLM, **inputs: Any) -> dict[str, Tensor]:
-    """Those of the loss; the model keeps none."""
+    """Returns the gradients of the loss, and clears those of the model."""
     model.zero_grad()
     model(**inputs).loss.backward()
     found = {name: gradient.clone() for name, gradient in gradients(model).items()}
@@ -46,13 +48,13 @@ def all_gradients(model: CausalLM, **inputs: Any) -> dict[str, Tensor]:
 def load_both(
     directory: Path, dtype: torch.dtype, device: str, theirs: Any = AutoModelForImageTextToText
 ) -> tuple[Any, PreTrainedModel]:
-    """Our model and transformers', which rounds as its eager attention does."""
+    """Loads our model and the transformers model, the latter with eager attention."""
     model = theirs.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     return AutoModel.from_pretrained(directory, dtype=dtype, device=device), model.to(device).eval()
 
 
 def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:
-    """Tensors by our parameters' names, as a weight table has them by transformers'."""
+    """Renames tensors from our parameter names to those of transformers, through the weight table."""
     shapes = shapes_of(tensors)
     layout = architecture_for(type(ours)).layout_of(theirs, shapes)
     return dict(DiskTensors(layout.pieces(shapes), tensors))
@@ -69,7 +71,10 @@ def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.
 
 
 def assert_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
-    """In bf16: fused kernels round less often than transformers' eager steps, so what they must not do is stray further
-    from the same weights in fp32. On a GPU the two round each in its own way, and errors of a few tokens are draws."""
+    """Asserts, in bf16, that our error against fp32 is at most that of transformers, up to a factor.
+
+    Fused kernels round less often than transformers' eager operations, so their results differ. On a GPU the rounding
+    of the two is independent, so that the errors of a few tokens vary more and the factor is larger.
+    """
     allowed = 1.05 if ours.device.type == "cpu" else 1.2
     assert (ours - truth).norm() <= allowed * (theirs - truth).norm()

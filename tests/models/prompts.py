@@ -1,4 +1,4 @@
-"""Prompts with images and videos, as a processor would make them."""
+"""Prompts with images and videos, in the format of a processor's output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMAGE, VIDEO = 90, 91  # tokens
+IMAGE, VIDEO = 90, 91  # token ids
 
-# A row is a list of numbers of random text tokens, and of grids of tokens between them.
+# A row lists, in order, numbers of random text tokens and (token id, grid) pairs of images and videos.
 
 Grid = tuple[int, int, int]
 Row = list[int | tuple[int, Grid]]
@@ -26,7 +26,7 @@ def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
 PROMPTS: dict[str, list[Row]] = {
     "text": [[40]],
     "images of one size": [[4, image(2, 4), 5, image(2, 4), 19]],
-    "a long video": [[12, video(12, 1, 2), 4]],  # beyond the text behind it
+    "a long video": [[12, video(12, 1, 2), 4]],  # its positions exceed those of the text after it
     "a padded batch": [
         [3, image(1, 3), 25],
         [22],
@@ -37,12 +37,12 @@ PROMPTS: dict[str, list[Row]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a processor would make of some rows.
+    """Model inputs for some rows.
 
     Attributes:
-        ids: (B, T).
-        mask: (B, T).
-        vision: what the model gets besides.
+        ids: token ids, (B, T).
+        mask: padding mask, (B, T); 0 for padding.
+        vision: the vision inputs of the model, by argument name.
     """
 
     ids: Tensor
@@ -82,6 +82,6 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
             vision[grid] = torch.tensor(grids[kind])
             vision[pixels] = torch.randn(int(vision[grid].prod(1).sum()), size)
     if grids[VIDEO] and "tokens_per_second" in vision_config:
-        # Whole ones, for transformers before 5.18 rounds them down.
+        # Integers, since transformers before 5.18 rounds them down.
         vision["second_per_grid_ts"] = torch.randint(1, 4, (len(grids[VIDEO]),)).float()
     return Prompt(ids, torch.tensor(real), vision)

@@ -151,7 +151,7 @@ def test_positions_in_time_go_by_seconds(
 def test_seconds_of_every_video(models: tuple[Qwen2_5VL, Any]) -> None:
     ours, _ = models
     ids = torch.ones(1, 4, dtype=torch.long, device=ours.device)
-    with pytest.raises(ValueError, match=r"second_per_grid_ts has shape \(1,\); expected \(2,\), one for each video"):
+    with pytest.raises(ValueError, match=r"second_per_grid_ts has shape \(1,\); expected \(2,\), one value per video"):
         ours(ids, video_grid_thw=torch.ones(2, 3, dtype=torch.long), second_per_grid_ts=[0.5])
     with pytest.raises(ValueError, match=r"shape \(1,\); expected \(0,\)"):
         ours(ids, second_per_grid_ts=[0.5])

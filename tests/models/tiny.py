@@ -1,7 +1,7 @@
-"""Tiny random checkpoints, and the ways in which real files differ from each other.
+"""Tiny random checkpoints that cover the ways in which real checkpoint files differ.
 
-The rows of an architecture are the CHECKPOINTS of `tiny_<model_type>.py`; `zoo.py` collects them, and the tests of this
-folder go through all.
+`CHECKPOINTS` in `tiny_<model_type>.py` lists those of an architecture. `zoo.py` collects them all, and the tests in
+this folder are parametrized over them.
 """
 
 import copy
@@ -26,18 +26,18 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Tiny:
-    """A checkpoint to be written.
+    """Description of a checkpoint that a test writes.
 
     Attributes:
-        name: what the row is about.
-        config: config.json, word for word.
-        tensors: what the files hold, made from all tensors of transformers' model (the tied head included).
-        shards: the number of files the tensors are spread over.
-        stored_dtype: of the tensors on disk.
-        tokens: the length of the sequences that the tests run.
-        by_transformers: its `save_pretrained` writes files and config.json, and so spells them.
-        stray: a file beside the checkpoint's own that nobody may read.
-        corrected: the entries of config.json that belie the files, as saving puts them right.
+        name: what the checkpoint covers; the test id.
+        config: exact content of config.json.
+        tensors: maps all tensors of the transformers model (including a tied head) to those that the files contain.
+        shards: number of weight files.
+        stored_dtype: dtype of the tensors on disk.
+        tokens: length of the test sequences.
+        by_transformers: transformers' `save_pretrained` writes the weights and config.json, in its own spelling.
+        stray: name of an additional file in the directory, which must not be read.
+        corrected: entries of config.json that contradict the weights, with the values that saving writes instead.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tiny:
 
     @property
     def depends_on_places(self) -> bool:
-        """Whether the largest position changes the rotations of all tokens, so that a neighbour changes a text."""
+        """Whether the largest position changes the rotation of all tokens: packed sequences then affect each other."""
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         return {scaling.get("rope_type"), scaling.get("type")} & {"dynamic", "longrope", "su"} != set()
 
@@ -76,8 +76,8 @@ class Tiny:
 
 
 def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
-    """transformers' model with weights large enough to show every mistake: the default 0.02 would hide most."""
-    its_own = copy.deepcopy(dict(config))  # for transformers writes its own spelling into what it is given
+    """A transformers model with random weights, larger than the default std of 0.02, which would hide most mistakes."""
+    its_own = copy.deepcopy(dict(config))  # transformers changes its argument in place
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     model = auto_class.from_config(AutoConfig.for_model(**its_own), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -85,13 +85,13 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
-            is_gate = parameter.shape == (1,)  # the tanh of which scales a branch
+            is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
     return model
 
 
 def write_shards(directory: Path, tensors: Tensors, shards: int = 1) -> None:
-    """Tensors spread over files at random, as shard boundaries are arbitrary."""
+    """Writes tensors to files chosen pseudorandomly, since shard boundaries are arbitrary."""
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return
@@ -102,7 +102,7 @@ def write_shards(directory: Path, tensors: Tensors, shards: int = 1) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-# What a file may hold instead of each tensor once
+# Variants of what the files contain
 
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:

@@ -1,4 +1,4 @@
-"""Gemma's checkpoints."""
+"""Tiny Gemma checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from tests.models.tiny import HEAD, Tiny, without
 from tests.models.variants import variant
 
-# Gemma's files say gelu and mean its approximation by tanh; some versions of transformers take them at their word.
+# Gemma's files say "gelu" but mean the tanh approximation; some versions of transformers apply the exact GELU.
 MEANS_TANH = AutoConfig.for_model("gemma", hidden_act="gelu").hidden_act == "gelu_pytorch_tanh"
 
 GEMMA: dict[str, Any] = {
@@ -30,7 +30,7 @@ GEMMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 1,
-    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
+    "pad_token_id": None,  # transformers gives the embedding of the padding token no gradient
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
     "rope_theta": 10000.0,
@@ -46,18 +46,18 @@ gemma = partial(variant, GEMMA, stored_dtype=torch.bfloat16, tensors=without(HEA
 def gemmas() -> Iterator[Tiny]:
     yield gemma("as on the hub")
     yield gemma(
-        "few keys",
-        {"num_attention_heads": 16},  # as many as there are key-value heads where config.json doesn't say
+        "minimal config",
+        {"num_attention_heads": 16},  # the default number of key-value heads
         absent=(
             "attention_bias", "head_dim", "hidden_act", "hidden_activation", "max_position_embeddings",
             "num_key_value_heads", "rms_norm_eps", "rope_scaling", "rope_theta", "torch_dtype",
         ),
         stored_dtype=torch.float32,
     )  # fmt: skip
-    # Heads that together are wider than the residual stream, and not of H / N
+    # All heads together are wider than hidden_size; head_dim is not hidden_size / num_attention_heads.
     yield gemma("saved by transformers", {"num_key_value_heads": 2}, shards=2, by_transformers=True)
     yield gemma(
-        "biases, no tie, scaled positions",
+        "biases, untied, rope scaling",
         {
             "attention_bias": True,
             "hidden_act": "gelu_pytorch_tanh",

@@ -1,4 +1,4 @@
-"""Gemma 2's checkpoints."""
+"""Tiny Gemma 2 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +29,7 @@ GEMMA2: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 3,
     "num_key_value_heads": 2,
-    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
+    "pad_token_id": None,  # transformers gives the embedding of the padding token no gradient
     "query_pre_attn_scalar": 22,
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000.0,
@@ -46,7 +46,7 @@ gemma2 = partial(variant, GEMMA2, tensors=without(HEAD))
 def gemma2s() -> Iterator[Tiny]:
     yield gemma2("as on the hub", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
     yield gemma2(
-        "few keys",
+        "minimal config",
         absent=(
             "attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_act",
             "hidden_activation", "max_position_embeddings", "num_key_value_heads", "query_pre_attn_scalar",
@@ -54,13 +54,13 @@ def gemma2s() -> Iterator[Tiny]:
         ),
     )  # fmt: skip
     unbounded = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    yield gemma2("no bounds, one key-value head", {**unbounded, "num_key_value_heads": 1})
+    yield gemma2("no soft caps, one key-value head", {**unbounded, "num_key_value_heads": 1})
     yield gemma2("saved by transformers", shards=2, by_transformers=True)
     yield gemma2(
-        "types of layers, biases, no tie",
+        "layer types, biases, untied",
         {
             "attention_bias": True,
-            "hidden_act": "relu",  # which nobody reads
+            "hidden_act": "relu",  # ignored
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
             "sliding_window": 2,

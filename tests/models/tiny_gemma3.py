@@ -1,4 +1,4 @@
-"""Gemma 3's checkpoints with images, and prompts with images."""
+"""Tiny Gemma 3 checkpoints with a vision tower, and prompts with images."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 3,
     "num_key_value_heads": 2,
-    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
-    "query_pre_attn_scalar": 352,  # for random norms make queries and keys twice as large as real ones do
+    "pad_token_id": None,  # transformers gives the embedding of the padding token no gradient
+    "query_pre_attn_scalar": 352,  # random norm weights make queries and keys twice as large as in trained models
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 12,
     "sliding_window_pattern": 2,
@@ -33,7 +33,7 @@ VISION: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
-    "patch_size": 4,  # 6 of which are a side, and leave some pixels over
+    "patch_size": 4,  # 6 patches per side, and some pixels left over
     "vision_use_head": False,
 }
 GEMMA3: dict[str, Any] = {
@@ -57,7 +57,7 @@ without_head = without(HEAD)
 def renamed(
     text: str, tower: str, projector: str, head: str = HEAD, then: Callable[[Tensors], Tensors] = without_head
 ) -> Callable[[Tensors], Tensors]:
-    """Names that begin with these in the place of what transformers 5 has (whose towers were once called more)."""
+    """Replaces the prefixes of transformers 5 by these. Both of its prefixes of the vision tower are replaced."""
     spellings = {
         "model.language_model.": text,
         "model.vision_tower.vision_model.": tower,
@@ -91,7 +91,7 @@ def gemma3(
     absent: tuple[str, ...] = (),
     **options: Any,
 ) -> Tiny:
-    """A checkpoint whose config.json is GEMMA3, but for some entries."""
+    """A checkpoint whose config.json is GEMMA3 with the given changes."""
     config = {
         **GEMMA3,
         "text_config": {k: v for k, v in {**TEXT, **(text or {})}.items() if k not in absent},
@@ -106,7 +106,7 @@ def gemma3s() -> Iterator[Tiny]:
         "as on the hub", top={"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16, shards=3, tensors=on_the_hub()
     )
     yield gemma3(
-        "few keys",
+        "minimal config",
         vision={"num_channels": 1, "num_hidden_layers": 1},
         top={"mm_tokens_per_image": 4},
         absent=(
@@ -116,10 +116,10 @@ def gemma3s() -> Iterator[Tiny]:
         ),
         tensors=on_the_hub(),
     )  # fmt: skip
-    yield gemma3("saved by transformers, with a head of the tower", vision={"vision_use_head": True}, shards=2,
+    yield gemma3("saved by transformers, classification head", vision={"vision_use_head": True}, shards=2,
         by_transformers=True)  # fmt: skip
     yield gemma3(
-        "as transformers 5 holds it",
+        "transformers 5 in-memory layout",
         {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {
@@ -133,23 +133,23 @@ def gemma3s() -> Iterator[Tiny]:
         tensors=without_head,
     )
     of_the_base_model = renamed("language_model.", "vision_tower.", "multi_modal_projector.")
-    yield gemma3("of the base model, a window shorter than an image", {"sliding_window": 5}, tensors=of_the_base_model)
+    yield gemma3("base model, sliding window shorter than an image", {"sliding_window": 5}, tensors=of_the_base_model)
     untied = {"tie_word_embeddings": False}
     yield gemma3(
-        "no tie, biases, bounds that nobody applies",
+        "untied, biases, ignored soft caps",
         {**untied, "attention_bias": True, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 7.0},
         top=untied,
         tensors=on_the_hub(dict),
     )
     yield gemma3(
-        "tied, for all that the files say",
+        "tied despite a different stored head",
         {"tie_word_embeddings": True},
         tensors=on_the_hub(with_another_head),
         corrected={"text_config": {**TEXT, **untied}, **untied},
     )
     other = {"layer_norm_eps": 0.1, "hidden_size": 20, "num_attention_heads": 1, "image_size": 12}
     yield gemma3(
-        "images beyond the vocabulary, another tower", {"num_key_value_heads": 1, "sliding_window": 40}, other,
+        "image token outside the vocabulary, other tower", {"num_key_value_heads": 1, "sliding_window": 40}, other,
         {"image_token_id": 105}, ("image_token_index",),
         tensors=renamed("model.language_model.", "model.vision_tower.vision_model.", "model.multi_modal_projector."),
     )  # fmt: skip
@@ -158,7 +158,7 @@ def gemma3s() -> Iterator[Tiny]:
 CHECKPOINTS = list(gemma3s())
 
 
-# Prompts: a row is a list of numbers of random text tokens, and of images between them
+# Prompts: a row lists, in order, numbers of random text tokens and images
 
 Row = list[int | str]
 
@@ -172,13 +172,13 @@ PROMPTS: dict[str, list[Row]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a processor would make of some rows.
+    """Model inputs for some rows.
 
     Attributes:
-        ids: (B, T).
-        mask: (B, T), 0 for padding.
-        types: (B, T), 1 for the tokens of images.
-        pixels: of all images; None for none.
+        ids: token ids, (B, T).
+        mask: padding mask, (B, T); 0 for padding.
+        types: (B, T), 1 for image tokens.
+        pixels: pixel values of all images, (n, C, height, width); None without images.
     """
 
     ids: Tensor
@@ -192,7 +192,7 @@ class Prompt:
 
 
 def prompt(rows: list[Row], config: Any, side: str = "left") -> Prompt:
-    """Random tokens and pixels for a model of this config (ours)."""
+    """Returns random tokens and pixels for a model with our config `config`."""
     image, v = [config.image_token_id] * config.mm_tokens_per_image, config.vision_config
     texts = [
         [token for n in row for token in (image if isinstance(n, str) else torch.randint(3, 87, (n,)).tolist())]

@@ -1,4 +1,4 @@
-"""Gemma 3's checkpoints of text alone."""
+"""Tiny text-only Gemma 3 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -28,7 +28,7 @@ GEMMA3_TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 4,
     "num_key_value_heads": 1,
-    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
+    "pad_token_id": None,  # transformers gives the embedding of the padding token no gradient
     "query_pre_attn_scalar": 22,
     "rms_norm_eps": 1e-06,
     "rope_local_base_freq": 10000,
@@ -50,8 +50,8 @@ gemma3 = partial(variant, GEMMA3_TEXT, tensors=without(HEAD))
 def gemma3s() -> Iterator[Tiny]:
     yield gemma3("as on the hub", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
     yield gemma3(
-        "few keys",
-        {"num_hidden_layers": 7},  # one of which sees all where config.json doesn't say which
+        "minimal config",
+        {"num_hidden_layers": 7},  # one of them uses full attention by default
         absent=(
             "attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation",
             "max_position_embeddings", "num_key_value_heads", "query_pre_attn_scalar", "rms_norm_eps",
@@ -59,11 +59,11 @@ def gemma3s() -> Iterator[Tiny]:
         ),
     )  # fmt: skip
     yield gemma3(
-        "scaled positions",
+        "rope scaling",
         {"rope_scaling": LINEAR, "rope_theta": 300.0, "rope_local_base_freq": 70.0, "num_key_value_heads": 2},
     )
     yield gemma3(
-        "scaled positions, as transformers 5 spells them",
+        "rope scaling, transformers 5 spelling",
         {
             "_sliding_window_pattern": 6,
             "dtype": "float32",
@@ -77,10 +77,10 @@ def gemma3s() -> Iterator[Tiny]:
     )
     yield gemma3("saved by transformers", {"rope_scaling": LINEAR}, shards=2, by_transformers=True)
     yield gemma3(
-        "bound, biases, no tie",
+        "soft cap, biases, untied",
         {
             "attention_bias": True,
-            "attn_logit_softcapping": 0.5,  # which nobody applies
+            "attn_logit_softcapping": 0.5,  # ignored
             "final_logit_softcapping": 7.0,
             "tie_word_embeddings": False,
         },

@@ -1,4 +1,4 @@
-"""GLM-4's checkpoints."""
+"""Tiny GLM-4 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -45,9 +45,9 @@ glm = partial(variant, GLM)
 
 def glms() -> Iterator[Tiny]:
     yield glm("plain")
-    yield glm("few keys", {"hidden_size": 16}, absent=FEW_KEYS)
+    yield glm("minimal config", {"hidden_size": 16}, absent=FEW_KEYS)
     yield glm(
-        "no biases, a quarter rotated, tied, bf16",
+        "no biases, a quarter of each head rotated, tied, bf16",
         {
             "attention_bias": False,
             "num_key_value_heads": 1,

@@ -1,4 +1,4 @@
-"""GLM-4-0414's checkpoints."""
+"""Tiny GLM-4-0414 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ glm4 = partial(variant, {**GLM, "architectures": ["Glm4ForCausalLM"], "model_typ
 
 def glm4s() -> Iterator[Tiny]:
     yield glm4("plain")
-    yield glm4("few keys", {"hidden_size": 16}, absent=FEW_KEYS)
+    yield glm4("minimal config", {"hidden_size": 16}, absent=FEW_KEYS)
     yield glm4("no biases", {"attention_bias": False, "rms_norm_eps": 1e-05, "num_key_value_heads": 1})
     yield glm4("saved by transformers, bf16", stored_dtype=torch.bfloat16, shards=2, by_transformers=True)
 

@@ -1,4 +1,4 @@
-"""Granite's checkpoints."""
+"""Tiny Granite checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -45,7 +45,7 @@ granite = partial(variant, GRANITE, tensors=without(HEAD))
 def granites() -> Iterator[Tiny]:
     yield granite("as on the hub", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
     yield granite(
-        "few keys",
+        "minimal config",
         absent=(
             "attention_bias", "attention_multiplier", "embedding_multiplier", "hidden_act", "logits_scaling",
             "max_position_embeddings", "mlp_bias", "num_key_value_heads", "residual_multiplier", "rms_norm_eps",
@@ -55,7 +55,7 @@ def granites() -> Iterator[Tiny]:
     )  # fmt: skip
     yield granite("saved by transformers", {"num_key_value_heads": 1}, shards=2, by_transformers=True)
     yield granite(
-        "biases, no tie, scaled positions",
+        "biases, untied, rope scaling",
         {
             "attention_bias": True,
             "head_dim": 12,

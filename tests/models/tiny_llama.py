@@ -1,4 +1,4 @@
-"""Llama's checkpoints."""
+"""Tiny Llama checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -65,7 +65,7 @@ llama = partial(variant, LLAMA)
 def llamas() -> Iterator[Tiny]:
     yield llama("plain")
     yield llama(
-        "2, few keys",
+        "2, minimal config",
         absent=(
             "attention_bias", "hidden_act", "initializer_range", "max_position_embeddings", "mlp_bias",
             "num_key_value_heads", "rms_norm_eps", "rope_scaling", "rope_theta", "tie_word_embeddings", "torch_dtype",
@@ -73,11 +73,11 @@ def llamas() -> Iterator[Tiny]:
         ),
     )  # fmt: skip
 
-    # Rotary positions, and the two spellings of config.json
+    # Rotary embedding, and the two spellings of config.json
     tied_llama3 = {"rope_scaling": LLAMA3_SCALING, "rope_theta": 500000.0, "tie_word_embeddings": True}
-    yield llama("3, tied, as transformers 4 spells it", tied_llama3, tensors=without(HEAD))
+    yield llama("3, tied, transformers 4 spelling", tied_llama3, tensors=without(HEAD))
     yield llama(
-        "3, tied, as transformers 5 spells it",
+        "3, tied, transformers 5 spelling",
         {
             "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 500000.0},
             "tie_word_embeddings": True,
@@ -89,39 +89,41 @@ def llamas() -> Iterator[Tiny]:
     )
     yield llama("3, tied, saved by transformers", tied_llama3, by_transformers=True)
     yield llama("linear", {"rope_scaling": {"type": "linear", "factor": 3.0}})
-    yield llama("dynamic, within", {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    yield llama("dynamic, within the context", {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
-    yield llama("dynamic, beyond", {"rope_scaling": dynamic, "max_position_embeddings": 32})
+    yield llama("dynamic, beyond the context", {"rope_scaling": dynamic, "max_position_embeddings": 32})
     yield llama("yarn", {"rope_scaling": YARN, "head_dim": 24})
-    yield llama("yarn, type spelled type", {"rope_scaling": {"type": "yarn", "factor": 2}, "head_dim": 24})
+    yield llama("yarn, rope type under type", {"rope_scaling": {"type": "yarn", "factor": 2}, "head_dim": 24})
     yield llama("yarn, attention factor", {"rope_scaling": {**YARN, "attention_factor": 0.7}, "head_dim": 24})
     yield llama("yarn, mscale", {"rope_scaling": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.4}, "head_dim": 24})
     yield llama("yarn, betas", {"rope_scaling": {**YARN, "beta_fast": 8, "beta_slow": 0.5}, "head_dim": 24})
     yield llama("yarn, not truncated", {"rope_scaling": {**YARN, "truncate": False}, "head_dim": 24})
-    yield llama("longrope, at its short context", {"rope_scaling": LONGROPE}, tokens=44)
-    yield llama("longrope, one beyond it", {"rope_scaling": LONGROPE}, tokens=45)
+    yield llama("longrope, original context length", {"rope_scaling": LONGROPE}, tokens=44)
+    yield llama("longrope, one token longer", {"rope_scaling": LONGROPE}, tokens=45)
     yield llama("longrope, attention factor", {"rope_scaling": {**LONGROPE, "attention_factor": 1.4, "factor": 16.0}})
     yield llama(
-        "longrope, context beside it",
+        "longrope, top-level original context",
         {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 500}, "original_max_position_embeddings": 32},
     )
-    yield llama("theta in whole numbers", {"rope_theta": 1000042})
+    yield llama("integer theta", {"rope_theta": 1000042})
     yield llama(
-        "theta twice", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 300.0}, "rope_theta": 7e5}
+        "two thetas", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 300.0}, "rope_theta": 7e5}
     )
-    yield llama("scaling twice", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3_SCALING})
+    yield llama(
+        "two rope scalings", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3_SCALING}
+    )
 
     # Shapes
     yield llama("attention bias", {"attention_bias": True})
     yield llama("mlp bias", {"mlp_bias": True})
     yield llama("both biases", {"attention_bias": True, "mlp_bias": True})
     for size in (6, 10, 24, 80):
-        yield llama(f"heads of {size}", {"head_dim": size})
-    yield llama("heads of 6, in full", {"hidden_size": 18, "num_attention_heads": 3, "num_key_value_heads": 3})
+        yield llama(f"head size {size}", {"head_dim": size})
+    yield llama("head size 6, derived", {"hidden_size": 18, "num_attention_heads": 3, "num_key_value_heads": 3})
     yield llama("one key-value head", {"num_key_value_heads": 1})
-    yield llama("as many key-value heads", {"num_key_value_heads": 4, "head_dim": 12})
+    yield llama("one key-value head per query head", {"num_key_value_heads": 4, "head_dim": 12})
     yield llama(
-        "small",
+        "smallest sizes",
         {
             "hidden_size": 2,
             "intermediate_size": 1,
@@ -135,30 +137,34 @@ def llamas() -> Iterator[Tiny]:
 
     # The head
     tied = {"tie_word_embeddings": True}
-    yield llama("tied, embedding alone", tied, tensors=without(HEAD))
-    yield llama("tied, head alone", tied, tensors=without(EMBEDDING))
-    yield llama("tied, both", tied, tensors=with_an_equal_head)
+    yield llama("tied, only the embedding stored", tied, tensors=without(HEAD))
+    yield llama("tied, only the head stored", tied, tensors=without(EMBEDDING))
+    yield llama("tied, both stored", tied, tensors=with_an_equal_head)
     untied = {"tie_word_embeddings": False}
-    yield llama("tied, both, of two values", tied, tensors=with_another_head, corrected=untied)
-    yield llama("not tied, but equal", tensors=with_an_equal_head)
+    yield llama("tied, both stored, different values", tied, tensors=with_another_head, corrected=untied)
+    yield llama("untied, equal values", tensors=with_an_equal_head)
     yield llama("base model", {**tied, "architectures": ["LlamaModel"]}, tensors=of_the_base_model)
 
     # Files
     half = torch.float16
-    yield llama("fp16, no dtype", absent=("torch_dtype",), stored_dtype=half)
-    yield llama("fp16, no dtype, fp32 buffers", absent=("torch_dtype",), stored_dtype=half, tensors=with_rotary_buffers)
+    yield llama("fp16, no dtype entry", absent=("torch_dtype",), stored_dtype=half)
+    yield llama(
+        "fp16, no dtype entry, fp32 buffers", absent=("torch_dtype",), stored_dtype=half, tensors=with_rotary_buffers
+    )
     yield llama("bf16", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
-    yield llama("two dtype keys", {"torch_dtype": "float32", "dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
-    yield llama("fp32 stored for fp16", {"torch_dtype": "float16"})
+    yield llama("two dtype entries", {"torch_dtype": "float32", "dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
+    yield llama("fp32 stored, fp16 in config.json", {"torch_dtype": "float16"})
     yield llama("3 shards", shards=3)
     yield llama("3 shards, saved by transformers", shards=3, by_transformers=True)
     yield llama("stray file", stray="consolidated.safetensors")
     yield llama("stray shard", stray="model-00001-of-00001.safetensors")
     yield llama("rotary buffers", tensors=with_rotary_buffers)
-    yield llama("a layer too many", tensors=with_another_layer)
+    yield llama("an extra layer", tensors=with_another_layer)
 
     # Entries of config.json
-    yield llama("nulls", dict.fromkeys(("head_dim", "num_key_value_heads", "pad_token_id", "quantization_config")))
+    yield llama(
+        "null entries", dict.fromkeys(("head_dim", "num_key_value_heads", "pad_token_id", "quantization_config"))
+    )
     yield llama(
         "unknown entries",
         {
@@ -171,7 +177,7 @@ def llamas() -> Iterator[Tiny]:
             "sliding_window": 3,
         },
     )
-    yield llama("several ends", {"eos_token_id": [2, 5, 7], "pad_token_id": 0})
+    yield llama("several eos tokens", {"eos_token_id": [2, 5, 7], "pad_token_id": 0})
 
 
 CHECKPOINTS = list(llamas())

@@ -1,4 +1,4 @@
-"""Ministral's checkpoints."""
+"""Tiny Ministral checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +23,9 @@ def ministrals() -> Iterator[Tiny]:
     ministral = partial(variant, MINISTRAL)
     yield ministral("plain")
     yield ministral("saved by transformers", {"num_key_value_heads": 1}, by_transformers=True, shards=3)
-    yield ministral("all layers slide", {"num_hidden_layers": 2}, absent=("layer_types",), stored_dtype=torch.bfloat16)
+    yield ministral(
+        "sliding window in all layers", {"num_hidden_layers": 2}, absent=("layer_types",), stored_dtype=torch.bfloat16
+    )
 
 
 CHECKPOINTS = list(ministrals())

@@ -1,4 +1,4 @@
-"""Checkpoints of Ministral 3's text part."""
+"""Tiny text checkpoints of Ministral 3."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,7 @@ MINISTRAL3 = {
     "dtype": "float32",
     "max_position_embeddings": 144,
     "model_type": "ministral3",
-    "pad_token_id": None,  # transformers' default, 11, gets no gradient as an input
+    "pad_token_id": None,  # transformers gives the embedding of its default, 11, no gradient
     "rope_parameters": ROPE,
 }
 
@@ -36,14 +36,14 @@ def ministrals() -> Iterator[Tiny]:
     ministral3 = partial(variant, MINISTRAL3)
     yield ministral3("plain")
     yield ministral3(
-        "no entry about rope",
+        "no rope entry",
         {"rope_theta": 55.0, "head_dim": 128, "num_attention_heads": 8},
         absent=("rope_parameters", "num_key_value_heads", "rms_norm_eps", "sliding_window", "tie_word_embeddings"),
         stored_dtype=torch.bfloat16,
     )
     yield ministral3("saved by transformers", {"num_key_value_heads": 1}, by_transformers=True, shards=2)
     yield ministral3(
-        "a window, tied, as transformers 4 spells it",
+        "sliding window, tied, transformers 4 spelling",
         {
             "rope_scaling": {key: value for key, value in ROPE.items() if key not in ("rope_theta", "rope_type")},
             "rope_theta": 400.0,
@@ -54,7 +54,7 @@ def ministrals() -> Iterator[Tiny]:
         tensors=without(HEAD),
     )
     of_queries = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 7}
-    yield ministral3("growing queries alone", {"rope_parameters": {"rope_type": "default", **of_queries}})
+    yield ministral3("query scaling only", {"rope_parameters": {"rope_type": "default", **of_queries}})
     from_the_context = {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.3}
     yield ministral3("no original context", {"rope_parameters": from_the_context, "max_position_embeddings": 24})
 

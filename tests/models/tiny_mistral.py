@@ -1,4 +1,4 @@
-"""Mistral's checkpoints."""
+"""Tiny Mistral checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -39,7 +39,7 @@ def mistrals() -> Iterator[Tiny]:
     mistral = partial(variant, MISTRAL)
     yield mistral("plain")
     yield mistral(
-        "7B",
+        "7B, minimal config",
         {"num_attention_heads": 16, "head_dim": 4},
         absent=(
             "attention_dropout", "hidden_act", "initializer_range", "max_position_embeddings", "num_key_value_heads",
@@ -47,14 +47,14 @@ def mistrals() -> Iterator[Tiny]:
         ),
         stored_dtype=torch.bfloat16,
     )  # fmt: skip
-    yield mistral("a window", {"sliding_window": 7, "num_key_value_heads": 1}, absent=("head_dim",))
+    yield mistral("sliding window", {"sliding_window": 7, "num_key_value_heads": 1}, absent=("head_dim",))
     yield mistral(
-        "a window, tied, as transformers 5 spells it",
+        "sliding window, tied, transformers 5 spelling",
         {"rope_parameters": YARN, "dtype": "float32", "sliding_window": 16, "tie_word_embeddings": True},
         absent=("rope_theta", "torch_dtype"),
         tensors=without(HEAD),
     )
-    yield mistral("a window, saved by transformers", {"sliding_window": 2}, by_transformers=True, shards=2)
+    yield mistral("sliding window, saved by transformers", {"sliding_window": 2}, by_transformers=True, shards=2)
     layer_types = ["full_attention", "sliding_attention"]
     yield mistral("layer types", {"sliding_window": 7, "layer_types": layer_types})
 

@@ -1,4 +1,4 @@
-"""Mixtral's checkpoints."""
+"""Tiny Mixtral checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,7 @@ def mixtrals() -> Iterator[Tiny]:
     mixtral = partial(variant, MIXTRAL, tensors=ON_THE_HUB)
     yield mixtral("plain")
     yield mixtral(
-        "8x7B",
+        "8x7B, minimal config",
         {"num_attention_heads": 8},
         absent=(
             "head_dim", "hidden_act", "initializer_range", "max_position_embeddings", "num_experts_per_tok",
@@ -36,12 +36,15 @@ def mixtrals() -> Iterator[Tiny]:
         ),
         stored_dtype=torch.bfloat16,
     )  # fmt: skip
-    yield mixtral("three experts, a window", {"num_experts_per_tok": 3, "sliding_window": 7, "num_key_value_heads": 1})
+    yield mixtral(
+        "three experts per token, sliding window",
+        {"num_experts_per_tok": 3, "sliding_window": 7, "num_key_value_heads": 1},
+    )
     yield variant(MIXTRAL, "saved by transformers", {"num_experts_per_tok": 4}, by_transformers=True)
     stacked = {"num_local_experts": 5, "num_experts": 4, "router_jitter_noise": 0.3}
-    yield variant(MIXTRAL, "stacked", stacked, tensors=with_steady_mixtures)
+    yield variant(MIXTRAL, "stacked experts", stacked, tensors=with_steady_mixtures)
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 3.0}
-    yield mixtral("balanced", {**balanced, "num_hidden_layers": 2, "num_local_experts": 6, "head_dim": 16})
+    yield mixtral("load-balancing loss", {**balanced, "num_hidden_layers": 2, "num_local_experts": 6, "head_dim": 16})
 
 
 CHECKPOINTS = list(mixtrals())

@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision's checkpoints, and prompts with images."""
+"""Tiny Llama 3.2 Vision checkpoints, and prompts with images."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ MLLAMA: dict[str, Any] = {
 
 
 def on_the_hub(tensors: Tensors) -> Tensors:
-    """Under the names of transformers 4, where transformers 5 has its own."""
+    """Renames tensors from transformers 5 to transformers 4."""
 
     def rename(name: str) -> str:
         name = name.replace("model.language_model.", "language_model.model.")
@@ -99,14 +99,14 @@ def mllamas() -> Iterator[Tiny]:
     yield mllama("saved by transformers", by_transformers=True, shards=2)
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}
     yield mllama(
-        "as transformers 5 holds it",
+        "transformers 5 in-memory layout",
         rope,
         top={"dtype": "float32"},
         absent=("rope_scaling", "rope_theta"),
         tensors=dict,
     )
     yield mllama(
-        "few keys",
+        "minimal config",
         {"rope_scaling": None},
         absent=(
             "cross_attention_layers", "dropout", "hidden_act", "initializer_range", "norm_eps",
@@ -117,11 +117,14 @@ def mllamas() -> Iterator[Tiny]:
     smaller = {"supported_aspect_ratios": [[2, 1], [1, 1], [1, 2]], "max_num_tiles": 2, "num_channels": 1}
     deeper = {"num_hidden_layers": 4, "num_global_layers": 1, "intermediate_layers_indices": [3, 0, 1]}
     yield mllama(
-        "another tower", {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "other vision tower", {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {**smaller, **deeper, "patch_size": 6, "attention_heads": 4, "norm_eps": 1e-2, "vision_output_dim": 96},
     )  # fmt: skip
-    yield mllama("one layer of images", {"cross_attention_layers": [2]})
-    yield mllama("images first", {"cross_attention_layers": [0, 1, 3], "num_key_value_heads": 4, "rms_norm_eps": 1e-2})
+    yield mllama("one cross-attention layer", {"cross_attention_layers": [2]})
+    yield mllama(
+        "cross-attention in the first layer",
+        {"cross_attention_layers": [0, 1, 3], "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    )
     one = {"intermediate_layers_indices": [2], "vision_output_dim": 48, "image_size": 4, "num_global_layers": 3}
     yield mllama("a tile of one patch", {"num_key_value_heads": 1}, one, stray="consolidated.safetensors")
 
@@ -129,7 +132,7 @@ def mllamas() -> Iterator[Tiny]:
 CHECKPOINTS = list(mllamas())
 
 
-# Prompts: a row is a list of numbers of random text tokens, and of arrangements of tiles of images between them
+# Prompts: a row lists, in order, numbers of random text tokens and tile arrangements (rows, columns) of images
 
 Row = list[int | tuple[int, int]]
 
@@ -143,7 +146,7 @@ PROMPTS: dict[str, list[Row]] = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a processor would make of some rows."""
+    """Model inputs for some rows: token ids and padding mask, both (B, T), and vision inputs by argument name."""
 
     ids: Tensor
     mask: Tensor
@@ -151,7 +154,10 @@ class Prompt:
 
 
 def prompt(rows: list[Row], config: Mapping[str, Any], side: str = "left", image_token: int = IMAGE) -> Prompt:
-    """Random texts and images, padded to the longest. A token sees the image before it and those right before that."""
+    """Returns random text and images, padded to the longest row.
+
+    A token attends to the last image before it, and to the images directly preceding that one.
+    """
     arrangements, tiles = [tuple(ratio) for ratio in config["supported_aspect_ratios"]], config["max_num_tiles"]
     longest = max(sum(piece if isinstance(piece, int) else 1 for piece in row) for row in rows)
     images = max(sum(not isinstance(piece, int) for piece in row) for row in rows)

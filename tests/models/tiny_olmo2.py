@@ -1,4 +1,4 @@
-"""OLMo 2's checkpoints."""
+"""Tiny OLMo 2 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +23,7 @@ OLMO2: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
-    "pad_token_id": None,  # for transformers keeps gradients from the embedding of padding
+    "pad_token_id": None,  # transformers gives the embedding of the padding token no gradient
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
     "rope_theta": 500000,
@@ -40,7 +40,7 @@ olmo2 = partial(variant, OLMO2)
 def olmo2s() -> Iterator[Tiny]:
     yield olmo2("as on the hub", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
     yield olmo2(
-        "few keys",
+        "minimal config",
         absent=(
             "attention_bias", "hidden_act", "max_position_embeddings", "num_key_value_heads", "rms_norm_eps",
             "rope_scaling", "rope_theta", "tie_word_embeddings", "torch_dtype",
@@ -48,7 +48,7 @@ def olmo2s() -> Iterator[Tiny]:
     )  # fmt: skip
     yield olmo2("saved by transformers", shards=2, by_transformers=True)
     yield olmo2(
-        "biases, tied, one key-value head, scaled positions",
+        "biases, tied, one key-value head, rope scaling",
         {
             "attention_bias": True,
             "head_dim": 12,

@@ -1,4 +1,4 @@
-"""Phi-3's checkpoints."""
+"""Tiny Phi-3 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -40,7 +40,7 @@ PHI3: dict[str, Any] = {
 }
 FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 3.0, 8.0, 20.0]}
 LONGROPE = {"rope_scaling": {"type": "longrope", **FACTORS}, "original_max_position_embeddings": 44}
-PARTIAL = {  # of Phi-4-mini
+PARTIAL = {  # as in Phi-4-mini
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 3.0, 8.0]},
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 32,
@@ -54,9 +54,9 @@ phi3 = partial(variant, PHI3)
 
 
 def phi3s() -> Iterator[Tiny]:
-    yield phi3("window")
+    yield phi3("sliding window")
     yield phi3(
-        "few keys, longrope",
+        "minimal config, longrope",
         {"rope_scaling": {"rope_type": "longrope", **FACTORS}, "max_position_embeddings": 8192},
         absent=(
             "attention_bias", "attention_dropout", "auto_map", "bos_token_id", "embd_pdrop", "eos_token_id",
@@ -64,9 +64,9 @@ def phi3s() -> Iterator[Tiny]:
             "rms_norm_eps", "rope_theta", "sliding_window", "tie_word_embeddings", "torch_dtype", "use_cache",
         ),
     )  # fmt: skip
-    yield phi3("longrope, at its short context", {**LONGROPE, "sliding_window": None}, tokens=44)
+    yield phi3("longrope, original context length", {**LONGROPE, "sliding_window": None}, tokens=44)
     su = {"type": "su", **FACTORS, "original_max_position_embeddings": 44}
-    yield phi3("longrope called su, one beyond", {**LONGROPE, "rope_scaling": su}, tokens=45)
+    yield phi3("longrope called su, one token longer", {**LONGROPE, "rope_scaling": su}, tokens=45)
     yield phi3("three quarters rotated, longrope, tied", PARTIAL, tensors=without(HEAD))
     yield phi3(
         "three quarters rotated, saved by transformers, bf16",

@@ -1,4 +1,4 @@
-"""Qwen2's checkpoints."""
+"""Tiny Qwen2 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -40,9 +40,9 @@ qwen2 = partial(variant, QWEN2)
 
 
 def qwen2s() -> Iterator[Tiny]:
-    yield qwen2("window switched off")
+    yield qwen2("sliding window disabled")
     yield qwen2(
-        "few keys",
+        "minimal config",
         {"hidden_size": 64, "num_attention_heads": 32},
         absent=(
             "attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "initializer_range",
@@ -50,11 +50,13 @@ def qwen2s() -> Iterator[Tiny]:
             "sliding_window", "tie_word_embeddings", "torch_dtype", "use_cache", "use_sliding_window",
         ),
     )  # fmt: skip
-    yield qwen2("window from the second layer", {"use_sliding_window": True, "num_key_value_heads": None})
-    yield qwen2("window in all layers", {"use_sliding_window": True, "max_window_layers": 0, "num_key_value_heads": 1})
-    yield qwen2("window, saved by transformers", {"use_sliding_window": True}, shards=3, by_transformers=True)
+    yield qwen2("sliding window from the second layer", {"use_sliding_window": True, "num_key_value_heads": None})
     yield qwen2(
-        "layer types, as transformers 5 spells it",
+        "sliding window in all layers", {"use_sliding_window": True, "max_window_layers": 0, "num_key_value_heads": 1}
+    )
+    yield qwen2("sliding window, saved by transformers", {"use_sliding_window": True}, shards=3, by_transformers=True)
+    yield qwen2(
+        "layer types, transformers 5 spelling",
         {
             "use_sliding_window": True,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's checkpoints."""
+"""Tiny Qwen2.5-VL checkpoints."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL's checkpoints."""
+"""Tiny Qwen2-VL checkpoints."""
 
 from typing import Any
 

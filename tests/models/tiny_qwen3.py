@@ -1,4 +1,4 @@
-"""Qwen3's checkpoints."""
+"""Tiny Qwen3 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -45,7 +45,7 @@ qwen3 = partial(variant, QWEN3)
 def qwen3s() -> Iterator[Tiny]:
     yield qwen3("plain")
     yield qwen3(
-        "few keys",
+        "minimal config",
         {"hidden_size": 16, "num_attention_heads": 32},
         absent=(
             "attention_bias", "attention_dropout", "head_dim", "hidden_act", "initializer_range",
@@ -57,8 +57,8 @@ def qwen3s() -> Iterator[Tiny]:
         "num_key_value_heads": 1, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
     }, tensors=without(HEAD), stored_dtype=torch.bfloat16)  # fmt: skip
     windowed = {"use_sliding_window": True, "sliding_window": 7, "attention_bias": True}
-    yield qwen3("biases, window", windowed)
-    yield qwen3("biases, window, saved by transformers", windowed, shards=2, by_transformers=True)
+    yield qwen3("biases, sliding window", windowed)
+    yield qwen3("biases, sliding window, saved by transformers", windowed, shards=2, by_transformers=True)
     yield qwen3("yarn", {"rope_scaling": YARN})
 
 

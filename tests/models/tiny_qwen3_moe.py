@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3 with mixtures."""
+"""Tiny Qwen3-MoE checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -51,7 +51,7 @@ def qwens() -> Iterator[Tiny]:
     qwen = partial(variant, QWEN3_MOE, tensors=ON_THE_HUB)
     yield qwen("plain")
     yield qwen(
-        "absent entries",
+        "minimal config",
         {"num_attention_heads": 8},
         absent=(
             "attention_bias", "decoder_sparse_step", "head_dim", "hidden_act", "initializer_range",
@@ -61,13 +61,15 @@ def qwens() -> Iterator[Tiny]:
         stored_dtype=torch.bfloat16,
     )  # fmt: skip
     some_layers = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
-    yield qwen("a window, mixtures in some layers", {**some_layers, "use_sliding_window": True})
-    yield qwen("no mixture", {"mlp_only_layers": [0], "attention_bias": True, "num_experts_per_tok": 8})
+    yield qwen("sliding window, MoE in some layers", {**some_layers, "use_sliding_window": True})
+    yield qwen("no MoE layer", {"mlp_only_layers": [0], "attention_bias": True, "num_experts_per_tok": 8})
     yield variant(QWEN3_MOE, "saved by transformers", {"num_experts": 3}, by_transformers=True, shards=2)
     stacked = {"num_local_experts": 8, "num_experts": 5, "mlp_only_layers": None}
-    yield variant(QWEN3_MOE, "stacked", stacked, tensors=with_steady_mixtures)
+    yield variant(QWEN3_MOE, "stacked experts", stacked, tensors=with_steady_mixtures)
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 3.0}
-    yield qwen("balanced", {**balanced, "num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts_per_tok": 2})
+    yield qwen(
+        "load-balancing loss", {**balanced, "num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts_per_tok": 2}
+    )
 
 
 CHECKPOINTS = list(qwens())

@@ -1,4 +1,4 @@
-"""SmolLM3's checkpoints."""
+"""Tiny SmolLM3 checkpoints."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -48,7 +48,7 @@ smollm3 = partial(variant, SMOLLM3)
 def smollm3s() -> Iterator[Tiny]:
     yield smollm3("plain, tied", tensors=without(HEAD))
     yield smollm3(
-        "few keys",
+        "minimal config",
         {"num_attention_heads": 8},
         absent=(
             "attention_bias", "attention_dropout", "hidden_act", "initializer_range", "layer_types",
@@ -59,16 +59,18 @@ def smollm3s() -> Iterator[Tiny]:
         tensors=without(HEAD),
     )  # fmt: skip
     windowed = {"use_sliding_window": True, "sliding_window": 7, "tie_word_embeddings": False}
-    yield smollm3("window without positions", {**windowed, "no_rope_layers": [0, 1, 1, 0]}, absent=("layer_types",))
     yield smollm3(
-        "every second without positions, window, saved by transformers",
+        "sliding window in NoPE layers", {**windowed, "no_rope_layers": [0, 1, 1, 0]}, absent=("layer_types",)
+    )
+    yield smollm3(
+        "NoPE in every second layer, sliding window, saved by transformers",
         {**windowed, "no_rope_layer_interval": 2, "mlp_bias": True},
         absent=("no_rope_layers", "layer_types"),
         stored_dtype=torch.bfloat16,
         by_transformers=True,
     )
     yield smollm3(
-        "window in a layer with positions, a longer list",
+        "sliding window in a RoPE layer, extra flags",
         {
             **windowed,
             "layer_types": ["sliding_attention", "full_attention"],
@@ -77,7 +79,7 @@ def smollm3s() -> Iterator[Tiny]:
             "num_key_value_heads": 1,
         },
     )
-    # Where there are no positions, a bias on the keys moves all scores of a query alike, and its gradient is noise.
+    # RoPE in all layers: without it a key bias shifts all scores of a query equally, and its gradient is only noise.
     yield smollm3("biases", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1] * 4})
 
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints that differ from one config.json by a few entries, and mixtures of experts in them."""
+"""Tiny checkpoints that change a few entries of a base config.json, and MoE weights for them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,17 +16,20 @@ def variant(
     absent: tuple[str, ...] = (),
     **options: Any,
 ) -> Tiny:
-    """A checkpoint whose config.json is `base`, but for some entries."""
+    """A checkpoint whose config.json is `base` with `changes` applied and `absent` removed."""
     config = {key: value for key, value in {**base, **(changes or {})}.items() if key not in absent}
     return Tiny(f"{base['model_type']} {name}", config, **options)
 
 
 def with_steady_mixtures(tensors: Tensors) -> Tensors:
-    """Mixtures of experts that bear rounding: random ones send one token in a hundred to another expert in bf16, and
-    add to the residual stream so much that the order in which k outputs are rounded and added shows in the logits.
+    """Changes MoE weights so that routing and logits are stable under bf16 rounding.
 
-    Here the stream's first features are the bits of a token's id, +2 and -2, for no layer adds to them. Routers read
-    them, and give the experts logits in steps, in another order for each value of the bits. Experts say less.
+    With random weights, bf16 rounding sends about 1 % of the tokens to another expert, and expert outputs are so large
+    that the order in which k of them are rounded and added shows in the logits.
+
+    Here the first features of the residual stream hold the bits of the token id, as +2 and -2; no layer adds to these
+    features. Routers read them and give the experts well-separated logits, in another order for each value of the bits.
+    Expert outputs are scaled down.
     """
     experts = max((len(tensor) for name, tensor in tensors.items() if name.endswith(".gate.weight")), default=1)
     bits = (experts - 1).bit_length()
@@ -50,8 +53,14 @@ def with_steady_mixtures(tensors: Tensors) -> Tensors:
 
 
 def on_the_hub(mixture: str, gate: str, up: str, down: str) -> Callable[[Tensors], Tensors]:
-    """Steady mixtures, the matrices of each expert under names of their own, and `mixture` for what is `mlp` in such a
-    layer."""
+    """Returns a function that splits stable MoE weights into one tensor per expert and projection.
+
+    Args:
+        mixture: name of the MoE layer in the checkpoint, in place of `mlp`.
+        gate: name of the gate projection.
+        up: name of the up projection.
+        down: name of the down projection.
+    """
 
     def split(tensors: Tensors) -> Tensors:
         apart: Tensors = {}
