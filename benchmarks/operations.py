@@ -1,5 +1,5 @@
-"""Every operation of ligerzoo.kernels against eager torch, torch's fused functions, torch.compile, liger-kernel and, for
-the loss head, cut-cross-entropy: time, memory and error in one run. `benchmarks.row` describes the method.
+"""Every operation of ligerzoo.kernels against eager torch, torch's fused functions, torch.compile, liger-kernel and, for the
+loss head, cut-cross-entropy: time, memory and error in one run. `benchmarks.row` describes the method.
 
     python -m benchmarks.operations --out benchmarks/results/operations.json
     python -m benchmarks.operations --device cpu --quick --out /tmp/operations.json
@@ -100,7 +100,7 @@ def logits_inputs(tokens: int, classes: int, peaked: bool) -> dict[str, Tensor]:
 
 
 def head_inputs(tokens: int, width: int, classes: int, peaked: bool, ignored: float = 0.0) -> dict[str, Tensor]:
-    """Hidden states and a head whose logits have variance 1. If peaked, hidden states point along their target's row."""
+    """Hidden states and a head with logits of variance 1. If peaked, hidden states point along their target's row."""
     weight = normal(classes, width, scale=width**-0.5)
     target = labels(tokens, classes, ignored)
     hidden = torch.randn(tokens, width)
@@ -556,7 +556,7 @@ def linear_jsd_row(tokens: int, width: int, classes: int) -> Row:
 
 # Mixture of experts
 
-# liger-kernel would autotune 200 configurations, for minutes. It reads this at import; set 1 and raise --patience to tune.
+# liger-kernel would autotune for minutes. It reads this variable at import; to tune, set 1 and raise --patience.
 LIGER_TUNING = f"LIGER_FUSED_MOE_AUTOTUNE={os.environ.setdefault('LIGER_FUSED_MOE_AUTOTUNE', '0')}"
 EXPERTS_GOALS = {
     "Qwen3-30B-A3B": {8192: Goal(of_peer=None, ms=4.6), 32768: Goal(of_peer=None, ms=16.0)},

@@ -93,7 +93,7 @@ class Row:
     variant: str = ""
     outputs: tuple[str, ...] = ("y",)
     shared: frozenset[str] = frozenset()
-    """Names of inputs without a token dimension, such as weights. The first dimension of the others is tokens or rows."""
+    """Names of inputs without a token dimension, such as weights. Other inputs have tokens or rows first."""
     tokens_at_once: int = 4096
     """The fp64 truth is computed for this many tokens at a time."""
 

@@ -1,5 +1,5 @@
-"""Scaling of the loss head with tokens and vocabulary: time and memory of linear cross entropy, forward and backward, of
-ligerzoo, torch.compile, liger-kernel and cut-cross-entropy.
+"""Scaling of the loss head with tokens and vocabulary: time and memory of linear cross entropy in ligerzoo,
+torch.compile, liger-kernel and cut-cross-entropy, forward and backward.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling.json
 
