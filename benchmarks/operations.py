@@ -1,5 +1,5 @@
-"""Every operation of ligerzoo.kernels against eager torch, torch's fused functions, torch.compile, liger-kernel and, for the
-loss head, cut-cross-entropy: time, memory and error in one run. `benchmarks.row` describes the method.
+"""Every operation of ligerzoo.kernels against eager torch, torch's fused functions, torch.compile, liger-kernel and
+cut-cross-entropy (loss head only): time, memory and error in one run. `benchmarks.row` describes the method.
 
     python -m benchmarks.operations --out benchmarks/results/operations.json
     python -m benchmarks.operations --device cpu --quick --out /tmp/operations.json
