@@ -24,6 +24,7 @@ case "$1 $2" in
     ;;
   "-m pip")
     seq 200
+    if [[ "$*" == *"$KILLED_AT"* ]]; then kill -KILL "$PPID"; fi
     if [[ "$*" == *"$FAILS"* ]]; then
       echo "no such package"
       exit 1
@@ -34,15 +35,18 @@ esac
 """
 
 
-def make(directory: Path, *, fails: str = "nothing", venv: str = "env") -> subprocess.CompletedProcess[str]:
-    """Runs `make VENV/installed` with a fake Python, whose `pip` fails if its arguments contain `fails`."""
+def make(
+    directory: Path, *, fails: str = "nothing", killed_at: str = "nothing", venv: str = "env"
+) -> subprocess.CompletedProcess[str]:
+    """Runs `make VENV/installed` with a fake Python. Its `pip` fails if its arguments contain `fails`, and kills the
+    installation if they contain `killed_at`."""
     python = directory / "fake-python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
     environment = directory / venv
     return subprocess.run(
         ["make", "--no-print-directory", f"PYTHON={python}", f"VENV={environment}", f"{environment}/installed"],
-        cwd=ROOT, env={**os.environ, "CALLS": str(directory / "calls"), "FAILS": fails},
+        cwd=ROOT, env={**os.environ, "CALLS": str(directory / "calls"), "FAILS": fails, "KILLED_AT": killed_at},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -72,6 +76,17 @@ def test_a_failed_installation_shows_the_log_and_starts_anew(step: str, tmp_path
     failed = make(tmp_path, fails=step)
     assert failed.returncode != 0
     assert "200\nno such package\n" in failed.stdout
+    assert_starts_anew(tmp_path)
+
+
+@needs_make
+@pytest.mark.parametrize("step", [" torch", "--editable"])
+def test_a_killed_installation_starts_anew(step: str, tmp_path: Path) -> None:
+    assert make(tmp_path, killed_at=step).returncode != 0
+    assert_starts_anew(tmp_path)
+
+
+def assert_starts_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "env" / "installed").exists()
     (tmp_path / "env" / "leftover").touch()
     assert make(tmp_path).returncode == 0

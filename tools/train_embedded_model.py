@@ -2,8 +2,8 @@
 
     python tools/train_embedded_model.py --out ligerzoo/assets/tiny-python-llama
 
-trains a byte-level BPE tokenizer and the model, and writes a checkpoint of at most 8 MB in Hugging Face format. The loss
-curve goes to training.json (and to loss.png, if matplotlib is installed). Takes a few minutes on an H200. On a CPU:
+trains a byte-level BPE tokenizer and the model, and writes a checkpoint of at most 8 MB in Hugging Face format. The
+loss curve goes to training.json (and to loss.png, if matplotlib is installed). Takes minutes on an H200. On a CPU:
 
     python tools/train_embedded_model.py --device cpu --steps 20 --batch 2 --out /tmp/tiny-python-llama
 

@@ -232,8 +232,8 @@ class Evaluation:
 def evaluate(
     model: torch.nn.Module, batches: Iterable[Batch], processor: Processor, device: str
 ) -> tuple[float, float]:
-    """Returns the mean loss, and the share of answers that greedy generation gets right: every token is the argmax given
-    the tokens before it."""
+    """Returns the mean loss, and the share of answers that greedy generation gets right: every token is the argmax
+    given the tokens before it."""
     model.eval()
     losses, right = [], []
     for batch in batches:
