@@ -96,7 +96,7 @@ def main() -> None:
                 times[name].append(seconds(name, directory))
 
     medians = {
-        name: [statistics.median(column) for column in zip(*turns, strict=True)] for name, turns in times.items()
+        name: [statistics.median(column) for column in zip(*rounds, strict=True)] for name, rounds in times.items()
     }
     compact = {"gib": size / 2**30, "median_import_and_load_s": medians}
     raw: dict[str, Any] = {

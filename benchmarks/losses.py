@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.operations import BOTH, GIB, kl_between, normal, widened
+from benchmarks.operations import BOTH, GIB, kl_between, normal, upcast
 from benchmarks.row import OURS, Floor, Function, Goal, Provider, Row
 from benchmarks.suite import Size, suite_command
 
@@ -33,7 +33,7 @@ SHARED = frozenset({"weight", "ref_weight"})
 
 
 def token_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return widened(F.linear(hidden, weight)).log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    return upcast(F.linear(hidden, weight)).log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
 
 def nll(logps: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def gspo(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old
 
 
 def jsd(hidden: Tensor, weight: Tensor, target: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Tensor:
-    log_q, log_p = (widened(F.linear(*head)).log_softmax(-1) for head in ((hidden, weight), (ref_hidden, ref_weight)))
+    log_q, log_p = (upcast(F.linear(*head)).log_softmax(-1) for head in ((hidden, weight), (ref_hidden, ref_weight)))
     log_m = ((log_p.exp() + log_q.exp()) / 2).log()
     return ((kl_between(log_p, log_m) + kl_between(log_q, log_m)) / 2).mean()
 

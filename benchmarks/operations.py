@@ -67,7 +67,7 @@ def with_eps(apply: Function) -> Function:
     return lambda *inputs: apply(*inputs, EPS)
 
 
-def as_it_is(apply: Function) -> Function:
+def unchanged(apply: Function) -> Function:
     return apply
 
 
@@ -109,7 +109,7 @@ def head_inputs(tokens: int, width: int, classes: int, peaked: bool, ignored: fl
     return {"hidden": hidden.bfloat16().requires_grad_(), "weight": weight, "target": target}
 
 
-def widened(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -121,7 +121,7 @@ NORM_GOALS = {(16384, 4096): Goal(of_floor=1.25), (2048, 4096): Goal(ms=0.080)}
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = widened(x)
+    wide = upcast(x)
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
@@ -140,7 +140,7 @@ def torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Ten
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    wide = widened(x)
+    wide = upcast(x)
     centered = wide - wide.mean(-1, keepdim=True)
     normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     return (normalized * weight + bias).to(x.dtype)
@@ -223,7 +223,7 @@ def gate_row(formula: Function, liger: str, tokens: int, width: int) -> Row:
         {
             OURS: ours(formula.__name__),
             **plain(formula),
-            "liger-kernel": ligers(liger, as_it_is, OVER_INPUTS, overwrites=True),
+            "liger-kernel": ligers(liger, unchanged, OVER_INPUTS, overwrites=True),
         },
         Floor(3 * size, 8 * size),
     )
@@ -283,7 +283,7 @@ def rope_row(batch: int, tokens: int, heads: int, kv_heads: int, head_size: int)
 
 
 def softmax(x: Tensor) -> Tensor:
-    return widened(x).softmax(-1).to(x.dtype)
+    return upcast(x).softmax(-1).to(x.dtype)
 
 
 def torch_softmax(x: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def softmax_row(tokens: int, classes: int) -> Row:
             OURS: ours("softmax"),
             **plain(softmax),
             "torch": Provider(lambda: torch_softmax),
-            "liger-kernel": ligers("LigerSoftmaxFunction", as_it_is),
+            "liger-kernel": ligers("LigerSoftmaxFunction", unchanged),
         },
         Floor(2 * size, 5 * size),
     )
@@ -311,7 +311,7 @@ def softmax_row(tokens: int, classes: int) -> Row:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(widened(logits), target)
+    return F.cross_entropy(upcast(logits), target)
 
 
 def liger_cross_entropy(apply: Function) -> Function:
@@ -349,7 +349,7 @@ def cross_entropy_row(tokens: int, classes: int, peaked: bool) -> Row:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    return widened(logits).log_softmax(-1)
+    return upcast(logits).log_softmax(-1)
 
 
 def kl_between(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -461,7 +461,7 @@ def linear_cross_entropy_row(
             "torch": Provider(lambda: torch_linear_cross_entropy),
             "torch linear_cross_entropy": Provider(torchs_chunked),
             "liger-kernel": ligers("LigerFusedLinearCrossEntropyFunction", first_result),
-            "cut-cross-entropy": cut_cross_entropy(as_it_is),
+            "cut-cross-entropy": cut_cross_entropy(unchanged),
         },
         Floor(product, 3 * product, "FLOPs"),
         goal or Goal(of_peer=0.95, of_floor=1.10, extra_mib=extra, directions=BOTH),
@@ -481,7 +481,7 @@ def mostly_ignored_row(tokens: int, width: int, classes: int) -> Row:
 
 def token_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     logits = F.linear(hidden, weight)
-    return -F.cross_entropy(widened(logits), target, reduction="none")
+    return -F.cross_entropy(upcast(logits), target, reduction="none")
 
 
 def torch_token_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -544,7 +544,7 @@ def linear_jsd_row(tokens: int, width: int, classes: int) -> Row:
         {
             OURS: ours("linear_jsd"),
             **plain(linear_jsd),
-            "liger-kernel": ligers("LigerFusedLinearJSDFunction", as_it_is),
+            "liger-kernel": ligers("LigerFusedLinearJSDFunction", unchanged),
         },
         Floor(2 * product, 4 * product, "FLOPs"),
         Goal(of_peer=0.82, of_floor=1.15, extra_mib=GIB, directions=BOTH),

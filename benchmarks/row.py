@@ -209,21 +209,21 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _get_ready(
+def _prepare(
     row: Row, provider: Provider, inputs: Mapping[str, Tensor], truth: Truth, device: str, patience: float
 ) -> tuple[dict[str, Any], Step]:
     """Loads, compiles and runs a provider in both directions. Returns its errors and memory, and the step to time."""
     function = provider.load()
 
-    def lend(tensors: Iterable[Tensor]) -> list[Tensor]:
+    def without_aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
         if not provider.overwrites:
             return list(tensors)
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
     with _time_limit(patience):
-        outputs = as_tuple(Step(function, lend(inputs.values()), []).forward())
+        outputs = as_tuple(Step(function, without_aliases(inputs.values()), []).forward())
         upstream = [dy.to(y.dtype) for dy, y in zip(truth.upstream, outputs, strict=True)]
-        step = Step(function, lend(inputs.values()), lend(upstream))
+        step = Step(function, without_aliases(inputs.values()), without_aliases(upstream))
         outputs, gradients = step.forward_backward()
         synchronize(device)
     names = [*row.outputs, *(f"d{name}" for name, t in inputs.items() if t.requires_grad)]
@@ -265,7 +265,7 @@ def measure_row(row: Row, *, device: str, machine: Machine, seconds: float, pati
             entries[name] = {"error": "needs a GPU"}
             continue
         try:
-            entries[name], steps[name] = _get_ready(row, provider, inputs, truth, device, patience)
+            entries[name], steps[name] = _prepare(row, provider, inputs, truth, device, patience)
         except Exception as error:
             entries[name] = {"error": reason(error)}
     del truth

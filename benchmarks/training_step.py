@@ -83,7 +83,7 @@ def text(vocab_size: int, batch: int, length: int) -> Inputs:
     return {"input_ids": ids, "labels": ids}
 
 
-def pictures(batch: int, length: int, *, count: int = 4, side: int = 896) -> Inputs:
+def images(batch: int, length: int, *, count: int = 4, side: int = 896) -> Inputs:
     """Rows of four images of 896 x 896 pixels, each between its start and end token, followed by text."""
     config = models.Qwen2VLConfig()
     rows = side // config.vision_config.patch_size
@@ -113,7 +113,7 @@ WORKLOADS = {
         config=models.Qwen2VLConfig(**QWEN2_VL_2B),
         hf_class="AutoModelForImageTextToText",
         liger=("apply_liger_kernel_to_qwen2_vl", {"rope": True, "swiglu": True, "layer_norm": True}),
-        inputs=pictures,
+        inputs=images,
         for_transformers=lambda inputs: {
             "mm_token_type_ids": (inputs["input_ids"] == models.Qwen2VLConfig.image_token_id).int(),
             "image_grid_thw": inputs["image_grid_thw"].cuda(),
@@ -145,7 +145,7 @@ def with_ligerzoo(workload: Workload, checkpoint: Path) -> nn.Module:
 
 # liger-kernel patches transformers' module: plain transformers runs first, and once.
 ONCE = {"transformers": with_transformers}
-IN_TURN = {"ligerzoo": with_ligerzoo, "transformers + liger-kernel": with_liger}
+ALTERNATING = {"ligerzoo": with_ligerzoo, "transformers + liger-kernel": with_liger}
 
 
 def trained(model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
@@ -192,25 +192,25 @@ def profile(model: nn.Module, inputs: Inputs) -> str:
 
 def compare(workload: Workload, checkpoint: Path, inputs: Inputs, rounds: int) -> dict[str, Any]:
     """Returns every provider's medians over its rounds."""
-    turns: dict[str, list[dict[str, float]]] = {}
+    figures: dict[str, list[dict[str, float]]] = {}
     theirs = {**inputs, **workload.for_transformers(inputs)}
 
-    def turn(name: str, load: Callable[[Workload, Path], nn.Module]) -> None:
+    def measure_round(name: str, load: Callable[[Workload, Path], nn.Module]) -> None:
         of_the_provider = inputs if load is with_ligerzoo else theirs
         try:
-            turns.setdefault(name, []).append(measure(lambda: load(workload, checkpoint), of_the_provider))
+            figures.setdefault(name, []).append(measure(lambda: load(workload, checkpoint), of_the_provider))
         except (ImportError, torch.OutOfMemoryError) as error:
             print(f"{name}: {error}")
 
     for name, load in ONCE.items():
-        turn(name, load)
+        measure_round(name, load)
     for _ in range(rounds):
-        for name, load in IN_TURN.items():
-            turn(name, load)
+        for name, load in ALTERNATING.items():
+            measure_round(name, load)
     return {
-        name: {key: statistics.median(turn[key] for turn in results) for key in results[0]}
-        | {"all_ms": [turn["ms"] for turn in results]}
-        for name, results in turns.items()
+        name: {key: statistics.median(result[key] for result in results) for key in results[0]}
+        | {"all_ms": [result["ms"] for result in results]}
+        for name, results in figures.items()
         if results
     }
 
