@@ -51,11 +51,12 @@ def with_small_models(code: str) -> str:
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
