@@ -1,23 +1,38 @@
-# `make demo` and `make test` do everything on a machine that has Python 3.11 or newer and a C compiler.
+# `make demo` and `make test` do everything on a machine with Python 3.11 or newer and a C compiler.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
+.DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test lint clean
+.NOTPARALLEL:
+.PHONY: help demo test test-thorough lint clean
+
+help:
+	@echo 'make demo           install, then run both demos (no GPU needed)'
+	@echo 'make test           install, then run the test suite'
+	@echo 'make test-thorough  the same with the slow tests'
+	@echo 'make lint           ruff and mypy'
+	@echo 'make clean          remove $(VENV) and all caches'
+	@echo
+	@echo 'Options: PYTHON=python3.12 (the Python to use), VENV=.venv (the environment), WORKERS=2 (test processes)'
 
 demo: $(VENV)/installed
 	$(BIN)/ligerzoo demo
 	$(BIN)/ligerzoo demo --vision
 
-# The first run puts the Triton kernels themselves on the CPU, through Triton's interpreter; the second tests everything else.
+# The first run executes the Triton kernels on the CPU, in Triton's interpreter. The second tests everything else.
 test: $(VENV)/installed-dev
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/kernels
-	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	$(PYTEST)
+
+test-thorough: $(VENV)/installed-dev
+	TRITON_INTERPRET=1 $(PYTEST) --run-slow tests/kernels
+	$(PYTEST) --run-slow
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
@@ -25,20 +40,12 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV).incomplete build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-# torch comes first, so that its pin is what everything after it finds in place.
-$(VENV)/torch: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "ligerzoo needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
+$(VENV)/installed: constraints.txt pyproject.toml
+	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' vision
 	@touch $@
 
-$(VENV)/installed: $(VENV)/torch pyproject.toml
-	$(PIP) --editable '.[vision]'
-	@touch $@
-
-$(VENV)/installed-dev: $(VENV)/torch pyproject.toml
-	$(PIP) --editable '.[test,dev]'
+$(VENV)/installed-dev: constraints.txt pyproject.toml
+	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' test,dev
 	@touch $@

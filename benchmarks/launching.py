@@ -1,9 +1,9 @@
-"""What a call costs the host: microseconds of Python for a small forward, and for a forward and backward.
+"""Host time per call: microseconds for a small forward, and for forward and backward.
 
     python -m benchmarks.launching --out benchmarks/results/launching.json
 
-The tensors are so small that a GPU waits for the host all the time. Operations that training calls in every layer, ours
-beside torch's own and liger-kernel's.
+The tensors are so small that the GPU always waits for the host. Compares the operations that training calls in every
+layer with torch's own and liger-kernel's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def liger(name: str, *options: Any) -> Function:
 
 
 def cases(device: str) -> dict[str, tuple[list[Tensor], dict[str, Callable[[], Function]]]]:
-    """For each operation its inputs, and who computes it."""
+    """Returns for each operation its inputs and its providers."""
     x, y, weight = leaf(64, 256, device=device), leaf(64, 256, device=device), leaf(256, device=device)
     bias = leaf(256, device=device)
     q, k = leaf(1, 64, 4, 64, device=device), leaf(1, 64, 2, 64, device=device)
@@ -89,7 +89,7 @@ def cases(device: str) -> dict[str, tuple[list[Tensor], dict[str, Callable[[], F
 
 
 def microseconds(call: Callable[[], object], device: str) -> float:
-    """The median over rounds of the time of a call, the host's and what it has to wait for."""
+    """Returns the median over rounds of the wall-clock time of a call."""
     for _ in range(WARMUP):
         call()
     rounds = []
@@ -125,9 +125,9 @@ def main() -> None:
         for provider, load in providers.items():
             try:
                 results[name][provider] = measure(load(), inputs, arguments.device)
-            except Exception as error:  # a peer that is not installed, or does not run here
+            except Exception as error:  # a peer that is not installed or fails on this machine
                 results[name][provider] = {"error": str(error).split("\n", 1)[0]}
-    write_result(arguments.out, {"what": __doc__, "operations": results})
+    write_result(arguments.out, {"what": __doc__, "operations": results}, {"operations": results})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Loading a Llama-3-8B shape to the GPU: ligerzoo, the same safetensors files read raw, and transformers.
+"""Loading a model of Llama-3-8B's shape to the GPU: ligerzoo, transformers, and safetensors alone.
 
     python -m benchmarks.loading --out benchmarks/results/loading.json
 
-Random bf16 weights are written once in Hugging Face format (15 GiB), and read once before anything is timed, so that
-all find them in the page cache. Each load has a process of its own; the providers take turns for several rounds. Timed
-is the load alone, from the call until everything is on the GPU, and the import of the provider apart from it.
+Random bf16 weights are saved once in Hugging Face format (15 GiB) and read once before timing, so that every provider
+reads from the page cache. Each load runs in a new process; providers alternate for several rounds. Import and load are
+timed separately; the load ends when all weights are on the GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LLAMA_8B = LlamaConfig(
 )
 
 
-# What each provider's process runs: its import, and then its load of DIRECTORY.
+# Each provider's import, and its load of DIRECTORY.
 PROVIDERS = {
     "raw safetensors": (
         "from pathlib import Path; from safetensors.torch import load_file",
@@ -54,7 +54,7 @@ PROVIDERS = {
 
 
 def seconds(provider: str, directory: Path) -> tuple[float, float]:
-    """The import and the load of one fresh process, CUDA's own start left out."""
+    """Times the import and the load in a new process, without CUDA's initialization."""
     imports, load = PROVIDERS[provider]
     program = f"""
 import time, torch
@@ -96,19 +96,19 @@ def main() -> None:
                 times[name].append(seconds(name, directory))
 
     medians = {
-        name: [statistics.median(column) for column in zip(*turns, strict=True)] for name, turns in times.items()
+        name: [statistics.median(column) for column in zip(*rounds, strict=True)] for name, rounds in times.items()
     }
-    result: dict[str, Any] = {
+    compact = {"gib": size / 2**30, "median_import_and_load_s": medians}
+    raw: dict[str, Any] = {
         "what": __doc__,
-        "gib": size / 2**30,
+        **compact,
         "shards": len(shards),
         "saving_s": saving,
         "import_and_load_s": times,
-        "median_import_and_load_s": medians,
         "load, ligerzoo / raw safetensors": medians["ligerzoo"][1] / medians["raw safetensors"][1],
         "import and load, ligerzoo / transformers": sum(medians["ligerzoo"]) / sum(medians["transformers"]),
     }
-    write_result(arguments.out, result)
+    write_result(arguments.out, raw, compact)
 
 
 if __name__ == "__main__":

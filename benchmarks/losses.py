@@ -1,11 +1,11 @@
-"""The post-training losses of ligerzoo.losses against liger-kernel's chunked losses: time, memory and numerics in one
-run (how: `benchmarks.row`).
+"""The post-training losses of ligerzoo.losses against liger-kernel's chunked losses: time, memory and error in one run.
+`benchmarks.row` describes the method.
 
     python -m benchmarks.losses --out benchmarks/results/losses.json
     python -m benchmarks.losses --device cpu --quick --out /tmp/losses.json
 
-8 rows of 1024 tokens, the head of Llama-3-8B, bf16. A reference model's or teacher's head is part of what is timed. The
-floor is the operations of the products: three with the head, and a fourth with a reference's or teacher's.
+8 rows of 1024 tokens, the head of Llama-3-8B, bf16. The head of a reference model or teacher is part of the timed call.
+The floor counts the FLOPs of the GEMMs: three with the head, and one with the head of a reference or teacher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.operations import BOTH, GIB, kl_between, normal, widened
+from benchmarks.operations import BOTH, GIB, kl_between, normal, upcast
 from benchmarks.row import OURS, Floor, Function, Goal, Provider, Row
 from benchmarks.suite import Size, suite_command
 
@@ -29,11 +29,11 @@ BETA, GAMMA = 0.1, 0.5
 SHARED = frozenset({"weight", "ref_weight"})
 
 
-# The formulas, over all logits
+# The formulas, on all logits
 
 
 def token_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return widened(F.linear(hidden, weight)).log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    return upcast(F.linear(hidden, weight)).log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
 
 def nll(logps: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def gspo(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old
 
 
 def jsd(hidden: Tensor, weight: Tensor, target: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Tensor:
-    log_q, log_p = (widened(F.linear(*head)).log_softmax(-1) for head in ((hidden, weight), (ref_hidden, ref_weight)))
+    log_q, log_p = (upcast(F.linear(*head)).log_softmax(-1) for head in ((hidden, weight), (ref_hidden, ref_weight)))
     log_m = ((log_p.exp() + log_q.exp()) / 2).log()
     return ((kl_between(log_p, log_m) + kl_between(log_q, log_m)) / 2).mean()
 
@@ -91,7 +91,7 @@ def jsd(hidden: Tensor, weight: Tensor, target: Tensor, ref_hidden: Tensor, ref_
 
 
 def ours(name: str, call: Callable[[Any, Any], Function]) -> Provider:
-    """`call` makes a function of a row's inputs from one of ligerzoo.losses, and `sequence_logps`."""
+    """`call` turns a function of ligerzoo.losses, and `sequence_logps`, into a function of the row's inputs."""
 
     def load() -> Function:
         losses = importlib.import_module("ligerzoo.losses")
@@ -101,7 +101,7 @@ def ours(name: str, call: Callable[[Any, Any], Function]) -> Provider:
 
 
 def ligers(name: str, call: Callable[[Any], Function], **options: Any) -> Provider:
-    """`call` makes a function of a row's inputs from one of liger-kernel's modules."""
+    """`call` turns one of liger-kernel's modules into a function of the row's inputs."""
 
     def load() -> Function:
         return call(getattr(importlib.import_module("liger_kernel.chunked_loss"), name)(**options))
@@ -190,7 +190,7 @@ def head_inputs(batch: int, length: int, width: int, classes: int) -> dict[str, 
 
 
 def with_reference(*shape: int) -> dict[str, Tensor]:
-    """A reference near the model, as it is in training."""
+    """Adds a reference model close to the policy, as in training."""
     inputs = head_inputs(*shape)
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
     return {**inputs, "ref_hidden": hidden + 0.1 * torch.randn_like(hidden), "ref_weight": weight.clone()}

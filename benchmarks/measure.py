@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, how they time, and how a result is written down."""
+"""Code shared by the benchmarks: the environment, timing, and writing results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ L2_FLUSH = 256 * 2**20  # bytes, more than any GPU's L2 cache holds
 
 
 def environment() -> dict[str, str]:
-    """The machine and the versions that a result holds for."""
+    """The GPU and the package versions that a result was measured with."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -28,17 +28,38 @@ def environment() -> dict[str, str]:
     return {"gpu": gpu, "cuda": str(torch.version.cuda), **versions}
 
 
-def save_result(path: Path, result: Mapping[str, Any]) -> str:
-    """Writes the result, with the environment, as JSON, and returns that."""
-    content = json.dumps({"environment": environment(), **result}, indent=2) + "\n"
+def save_result(path: Path, raw: Mapping[str, Any], compact: Mapping[str, Any]) -> None:
+    """Writes two JSON files: `compact`, which `benchmarks.report` reads and git tracks, and everything measured.
+
+    Args:
+        path: of the compact file. `raw` goes next to it, with the suffix `.raw.json`, which git ignores.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
-    return content
+    where = {"environment": environment()}
+    path.with_suffix(".raw.json").write_text(json.dumps({**where, **raw}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(compact_json({**where, **compact}) + "\n", encoding="utf-8")
 
 
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes the result, with the environment, as JSON and prints it."""
-    print(save_result(path, result))
+def write_result(path: Path, raw: Mapping[str, Any], compact: Mapping[str, Any]) -> None:
+    """`save_result`, and prints the compact file."""
+    save_result(path, raw, compact)
+    print(path.read_text(encoding="utf-8"))
+
+
+def compact_json(value: Any, depth: int = 2, indent: str = "") -> str:
+    """JSON with a line for each entry down to `depth`, and numbers of at most six significant digits."""
+    if isinstance(value, float):
+        return json.dumps(float(f"{value:.6g}"))
+    if isinstance(value, list | tuple):
+        entries, brackets = [compact_json(item, depth - 1, indent + "  ") for item in value], "[]"
+    elif isinstance(value, Mapping):
+        entries = [f"{json.dumps(key)}: {compact_json(item, depth - 1, indent + '  ')}" for key, item in value.items()]
+        brackets = "{}"
+    else:
+        return json.dumps(value)
+    if depth > 0 and entries:
+        return f"{brackets[0]}\n{indent}  " + f",\n{indent}  ".join(entries) + f"\n{indent}{brackets[1]}"
+    return brackets[0] + ", ".join(entries) + brackets[1]
 
 
 def synchronize(device: str) -> None:
@@ -47,7 +68,7 @@ def synchronize(device: str) -> None:
 
 
 def _timed(function: Callable[[], object], device: str) -> Callable[[], float]:
-    """Calls the function; the result tells, once the device is done, how many milliseconds that took."""
+    """Calls the function. The returned callable gives the milliseconds, once the device has finished."""
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
@@ -63,26 +84,26 @@ def _timed(function: Callable[[], object], device: str) -> Callable[[], float]:
 def interleaved(
     functions: Mapping[str, Callable[[], object]], *, device: str, rounds: int, flush: bool = True
 ) -> dict[str, float]:
-    """The median milliseconds of each function; they take turns, so that a GPU that slows down slows all of them."""
+    """Returns the median milliseconds of each function. Calls alternate, so that a slower GPU slows all."""
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in functions}
     cache = torch.empty(L2_FLUSH if flush and device == "cuda" else 0, dtype=torch.int8, device=device)
     for _ in range(rounds):
         for name, function in functions.items():
-            cache.zero_()  # what the last call left in the L2 cache
+            cache.zero_()  # flushes the L2 cache
             readings[name].append(_timed(function, device))
     synchronize(device)
     return {name: statistics.median(read() for read in column) for name, column in readings.items()}
 
 
 def milliseconds(function: Callable[[], object], *, warmup: int, repeats: int) -> float:
-    """The median time of a call on the GPU, by events around each."""
+    """Returns the median time of a call on the GPU, measured with CUDA events."""
     for _ in range(warmup):
         function()
     return interleaved({"": function}, device="cuda", rounds=repeats, flush=False)[""]
 
 
 def medians_within(seconds: float, functions: Mapping[str, Callable[[], object]], *, device: str) -> dict[str, float]:
-    """`interleaved` for as many rounds as the time allows, 3 to 200."""
+    """Runs `interleaved` for as many rounds as fit into `seconds`, 3 to 200."""
     synchronize(device)
     begin = time.perf_counter()
     interleaved(functions, device=device, rounds=1)
@@ -91,8 +112,8 @@ def medians_within(seconds: float, functions: Mapping[str, Callable[[], object]]
 
 
 def sustained(seconds: float, function: Callable[[], object], *, device: str) -> float:
-    """The milliseconds of a call among calls without a pause, for that long after as long a time to warm up."""
-    for _ in range(2):  # the first loads and tunes
+    """Returns the milliseconds of a call in back-to-back calls for `seconds`, after a warm-up of the same length."""
+    for _ in range(2):  # the first call loads and tunes
         synchronize(device)
         begin = time.perf_counter()
         function()

@@ -1,11 +1,11 @@
-"""Every operation of ligerzoo.kernels against plain eager torch, torch's own, torch.compile, liger-kernel and, for the
-loss head, cut-cross-entropy: time, memory and numerics in one run (how: `benchmarks.row`).
+"""Every operation of ligerzoo.kernels against eager torch, torch's fused functions, torch.compile, liger-kernel and
+cut-cross-entropy (loss head only): time, memory and error in one run. `benchmarks.row` describes the method.
 
     python -m benchmarks.operations --out benchmarks/results/operations.json
     python -m benchmarks.operations --device cpu --quick --out /tmp/operations.json
 
-bf16 inputs. Losses are measured on random logits, and on peaked ones as a trained model has them. The goals are those
-of the project, and each row says whether it meets its own.
+bf16 inputs. Losses are measured on random logits and on peaked ones, as a trained model has. Each row has goals and
+reports whether it meets them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.row import IGNORED, OURS, Direction, Floor, Function, Goal, Prov
 from benchmarks.suite import Size, suite_command
 
 EPS = 1e-6
-HIGHEST_BOOST = 20.0  # of the right class in a peaked softmax: some tokens stay a guess, some are certain
+HIGHEST_BOOST = 20.0  # largest boost of the target's logit in a peaked softmax: from uncertain to certain tokens
 GIB = 1024.0  # in MiB
 
 
@@ -36,7 +36,7 @@ GIB = 1024.0  # in MiB
 
 
 def ours(name: str, *positional: Any, **options: Any) -> Provider:
-    """A function of ligerzoo.kernels, options after the inputs."""
+    """A function of ligerzoo.kernels, called with the inputs and then the options."""
 
     def load() -> Function:
         function: Function = getattr(importlib.import_module("ligerzoo.kernels"), name)
@@ -46,7 +46,7 @@ def ours(name: str, *positional: Any, **options: Any) -> Provider:
 
 
 def plain(formula: Function, compiled: Function | None = None) -> dict[str, Provider]:
-    """The formula as it stands, and it or another compiled."""
+    """The formula in eager mode, and it (or `compiled`) under torch.compile."""
 
     def compile() -> Function:
         return torch.compile(compiled or formula, fullgraph=True, dynamic=False)
@@ -55,7 +55,7 @@ def plain(formula: Function, compiled: Function | None = None) -> dict[str, Prov
 
 
 def ligers(name: str, call: Callable[[Function], Function], note: str = "", overwrites: bool = False) -> Provider:
-    """`call` makes a function of a row's inputs from the `apply` of one of liger-kernel's autograd.Functions."""
+    """One of liger-kernel's autograd.Functions. `call` turns its `apply` into a function of the row's inputs."""
 
     def load() -> Function:
         return call(getattr(importlib.import_module("liger_kernel.ops"), name).apply)
@@ -67,7 +67,7 @@ def with_eps(apply: Function) -> Function:
     return lambda *inputs: apply(*inputs, EPS)
 
 
-def as_it_is(apply: Function) -> Function:
+def unchanged(apply: Function) -> Function:
     return apply
 
 
@@ -79,7 +79,7 @@ def first_result(apply: Function) -> Function:
 
 
 def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """Normally distributed, in bf16 and differentiable."""
+    """Random normal, bf16, requires grad."""
     return (torch.randn(shape) * scale + shift).bfloat16().requires_grad_()
 
 
@@ -100,7 +100,7 @@ def logits_inputs(tokens: int, classes: int, peaked: bool) -> dict[str, Tensor]:
 
 
 def head_inputs(tokens: int, width: int, classes: int, peaked: bool, ignored: float = 0.0) -> dict[str, Tensor]:
-    """Logits of variance 1, and in a peaked softmax more where the hidden state points along its label's row."""
+    """Hidden states and a head with logits of variance 1. If peaked, hidden states point along their target's row."""
     weight = normal(classes, width, scale=width**-0.5)
     target = labels(tokens, classes, ignored)
     hidden = torch.randn(tokens, width)
@@ -109,8 +109,8 @@ def head_inputs(tokens: int, width: int, classes: int, peaked: bool, ignored: fl
     return {"hidden": hidden.bfloat16().requires_grad_(), "weight": weight, "target": target}
 
 
-def widened(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 what is fp64."""
+def upcast(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -121,7 +121,7 @@ NORM_GOALS = {(16384, 4096): Goal(of_floor=1.25), (2048, 4096): Goal(ms=0.080)}
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = widened(x)
+    wide = upcast(x)
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
@@ -140,7 +140,7 @@ def torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Ten
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    wide = widened(x)
+    wide = upcast(x)
     centered = wide - wide.mean(-1, keepdim=True)
     normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     return (normalized * weight + bias).to(x.dtype)
@@ -162,7 +162,7 @@ def norm_input(name: str, tokens: int, width: int) -> Tensor:
 def norm_row(
     formula: Function, builtin: Function, liger: Provider, passes: tuple[int, int], tokens: int, width: int
 ) -> Row:
-    """`passes`: how many tensors of the size of x the two directions read and write at least."""
+    """`passes`: the fewest reads and writes of x-sized tensors, forward and forward + backward."""
     size = 2 * tokens * width
     names = list(inspect.signature(formula).parameters)
     return Row(
@@ -195,7 +195,7 @@ add_rms_norm_row = partial(
     add_rms_norm,
     torch_add_rms_norm,
     ligers("LigerFusedAddRMSNormFunction", with_eps),
-    (4, 8),  # the gradients of x and residual are one
+    (4, 8),  # x and residual have the same gradient
 )
 layer_norm_row = partial(norm_row, layer_norm, torch_layer_norm, ligers("LigerLayerNormFunction", with_eps), (2, 5))
 
@@ -223,7 +223,7 @@ def gate_row(formula: Function, liger: str, tokens: int, width: int) -> Row:
         {
             OURS: ours(formula.__name__),
             **plain(formula),
-            "liger-kernel": ligers(liger, as_it_is, OVER_INPUTS, overwrites=True),
+            "liger-kernel": ligers(liger, unchanged, OVER_INPUTS, overwrites=True),
         },
         Floor(3 * size, 8 * size),
     )
@@ -245,7 +245,7 @@ def our_rope(function: Function) -> Function:
 
 
 def liger_rope(apply: Function) -> Function:
-    """It takes the heads before the tokens, as attention does, and looks for memory in our order."""
+    """Takes (B, N, T, D) with the memory layout of (B, T, N, D)."""
 
     def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         q, k = apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -283,7 +283,7 @@ def rope_row(batch: int, tokens: int, heads: int, kv_heads: int, head_size: int)
 
 
 def softmax(x: Tensor) -> Tensor:
-    return widened(x).softmax(-1).to(x.dtype)
+    return upcast(x).softmax(-1).to(x.dtype)
 
 
 def torch_softmax(x: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def softmax_row(tokens: int, classes: int) -> Row:
             OURS: ours("softmax"),
             **plain(softmax),
             "torch": Provider(lambda: torch_softmax),
-            "liger-kernel": ligers("LigerSoftmaxFunction", as_it_is),
+            "liger-kernel": ligers("LigerSoftmaxFunction", unchanged),
         },
         Floor(2 * size, 5 * size),
     )
@@ -311,7 +311,7 @@ def softmax_row(tokens: int, classes: int) -> Row:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(widened(logits), target)
+    return F.cross_entropy(upcast(logits), target)
 
 
 def liger_cross_entropy(apply: Function) -> Function:
@@ -349,7 +349,7 @@ def cross_entropy_row(tokens: int, classes: int, peaked: bool) -> Row:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    return widened(logits).log_softmax(-1)
+    return upcast(logits).log_softmax(-1)
 
 
 def kl_between(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ def divergence_row(formula: Function, liger: Provider, tokens: int, classes: int
     size = 2 * tokens * classes
 
     def inputs() -> dict[str, Tensor]:
-        """Of a peaked pair both know the label, the teacher by another boost."""
+        """In a peaked pair student and teacher boost the same target by different amounts."""
         student = logits_inputs(tokens, classes, peaked)
         teacher = torch.randn(tokens, classes)
         if peaked:
@@ -434,7 +434,7 @@ def torch_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -
 
 
 def torchs_chunked() -> Function:
-    """`F.linear_cross_entropy` of torch 2.13 and later, which never makes all logits when it gets options."""
+    """`F.linear_cross_entropy` of torch 2.13 and later. With options it never materializes all logits."""
     if not hasattr(F, "linear_cross_entropy"):
         raise NotImplementedError(f"torch {torch.__version__} has no F.linear_cross_entropy")
     return partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
@@ -461,7 +461,7 @@ def linear_cross_entropy_row(
             "torch": Provider(lambda: torch_linear_cross_entropy),
             "torch linear_cross_entropy": Provider(torchs_chunked),
             "liger-kernel": ligers("LigerFusedLinearCrossEntropyFunction", first_result),
-            "cut-cross-entropy": cut_cross_entropy(as_it_is),
+            "cut-cross-entropy": cut_cross_entropy(unchanged),
         },
         Floor(product, 3 * product, "FLOPs"),
         goal or Goal(of_peer=0.95, of_floor=1.10, extra_mib=extra, directions=BOTH),
@@ -473,7 +473,7 @@ def linear_cross_entropy_row(
 
 
 def mostly_ignored_row(tokens: int, width: int, classes: int) -> Row:
-    """Three tokens of four have no label, as in a chat where only answers count."""
+    """75 % of the targets are ignored, as in a chat where only answers have labels."""
     full = linear_cross_entropy_row(tokens, width, classes, peaked=False)
     goal = Goal(of_peer=0.95, of_row=(full.name, 0.30), extra_mib=full.goal.extra_mib, directions=BOTH)
     return linear_cross_entropy_row(tokens, width, classes, peaked=False, ignored=0.75, goal=goal)
@@ -481,7 +481,7 @@ def mostly_ignored_row(tokens: int, width: int, classes: int) -> Row:
 
 def token_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     logits = F.linear(hidden, weight)
-    return -F.cross_entropy(widened(logits), target, reduction="none")
+    return -F.cross_entropy(upcast(logits), target, reduction="none")
 
 
 def torch_token_logps(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -544,7 +544,7 @@ def linear_jsd_row(tokens: int, width: int, classes: int) -> Row:
         {
             OURS: ours("linear_jsd"),
             **plain(linear_jsd),
-            "liger-kernel": ligers("LigerFusedLinearJSDFunction", as_it_is),
+            "liger-kernel": ligers("LigerFusedLinearJSDFunction", unchanged),
         },
         Floor(2 * product, 4 * product, "FLOPs"),
         Goal(of_peer=0.82, of_floor=1.15, extra_mib=GIB, directions=BOTH),
@@ -554,9 +554,9 @@ def linear_jsd_row(tokens: int, width: int, classes: int) -> Row:
     )
 
 
-# Mixtures of experts
+# Mixture of experts
 
-# liger-kernel would try 200 configurations, for minutes. It reads this at import: with 1 and more --patience, it may.
+# liger-kernel would autotune for minutes. It reads this variable at import; to tune, set 1 and raise --patience.
 LIGER_TUNING = f"LIGER_FUSED_MOE_AUTOTUNE={os.environ.setdefault('LIGER_FUSED_MOE_AUTOTUNE', '0')}"
 EXPERTS_GOALS = {
     "Qwen3-30B-A3B": {8192: Goal(of_peer=None, ms=4.6), 32768: Goal(of_peer=None, ms=16.0)},
@@ -565,7 +565,7 @@ EXPERTS_GOALS = {
 
 
 def experts_mlp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """One expert after the other."""
+    """Loops over the experts."""
     y = torch.zeros_like(x)
     for expert, (into, out) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
         token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -575,7 +575,7 @@ def experts_mlp(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: 
 
 
 def grouped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """All experts in one `F.grouped_mm`, of tokens sorted by expert."""
+    """All experts in one `F.grouped_mm`, on tokens sorted by expert."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     experts = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(sorted_ids, experts, right=True).int()
@@ -623,12 +623,12 @@ def experts_row(model: str, tokens: int, experts: int, width: int, intermediate:
 
 
 def visible_pairs(tokens: int, window: int) -> int:
-    """How many pairs of query and key there are."""
+    """Counts the visible (query, key) pairs."""
     return sum(min(i + 1, window) for i in range(tokens))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float | None) -> Tensor:
-    """One head after the other, its scores made again in backward."""
+    """Loops over the heads, with activation checkpointing."""
 
     def head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -649,7 +649,7 @@ def our_attention(window: int, softcap: float | None) -> Function:
     from ligerzoo.layers import Context, attend
 
     @functools.cache
-    def context(tokens: int, device: torch.device) -> Context:  # which all layers of a forward share
+    def context(tokens: int, device: torch.device) -> Context:  # shared by all layers of a forward
         return Context(torch.empty(1, tokens, device=device))
 
     def attend_windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -660,7 +660,7 @@ def our_attention(window: int, softcap: float | None) -> Function:
 
 
 def flex_attention(window: int, softcap: float | None) -> Function:
-    """As its documentation has it."""
+    """FlexAttention as its documentation recommends."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -724,7 +724,7 @@ def attention_row(
 
 
 def rows(size: Size) -> Iterator[Row]:
-    """Every row, its dimensions passed through `size`."""
+    """Yields every row. `size` maps each dimension, to shrink a quick run."""
 
     def sized(build: Callable[..., Row], *shape: int, **options: Any) -> Row:
         return build(*map(size, shape), **options)

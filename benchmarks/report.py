@@ -1,9 +1,9 @@
-"""Figures from the benchmarks' results: the README's tables, and plots.
+"""Writes the tables and plots of README.md and docs/benchmarks.md from the results in benchmarks/results.
 
-    python -m benchmarks.report            # rewrites the README between its markers, and draws
-    python -m benchmarks.report --check    # exits with 1 if the README says something else than the results
+    python -m benchmarks.report            # rewrites the pages between their markers, and the plots
+    python -m benchmarks.report --check    # exits with 1 if a page or plot differs from the results
 
-What has no results is left out.
+A benchmark without results is left out.
 """
 
 from __future__ import annotations
@@ -13,27 +13,36 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.measure import PACKAGES
-from benchmarks.row import OURS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from benchmarks.row import OURS, compare
 
 Json = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+RESULTS = Path("benchmarks/results")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-COMMANDS = (
-    "operations", "losses", "launching", "scaling", "training_step", "training_step --model qwen2_vl_2b", "loading"
-)  # fmt: skip
-STEPS = {"training_step": "of Llama-3.2-1B's shape", "training_step_qwen2_vl_2b": "of Qwen2-VL-2B's, with pictures"}
+STEPS = {"training_step": "Llama-3.2-1B shape", "training_step_qwen2_vl_2b": "Qwen2-VL-2B shape, 4 images"}
 SUITES = ("operations", "losses", "launching", "scaling", *STEPS, "loading")
+MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
-COLORS = {OURS: "#d1495b", "torch.compile": "#00798c", "liger-kernel": "#edae49", "cut-cross-entropy": "#66666e"}
+HIGHLIGHTS = (
+    "rms norm 16384 x 4096",
+    "rms norm 2048 x 4096",
+    "swiglu 16384 x 14336",
+    "cross entropy 8192 x 128256",
+    "linear cross entropy 8192 x 4096 x 128256",
+    "linear cross entropy 8192 x 4096 x 128256, 75% ignored",
+    "linear cross entropy 8192 x 2304 x 256000",
+    "experts mlp 8192 x 128 x 2048 x 768 x 8, Qwen3-30B-A3B",
+    "attention 16384 x 32 x 8 x 128, Mistral, window 4096",
+    "dpo 8 x 1024 x 4096 x 128256",
+    "grpo 8 x 1024 x 4096 x 128256",
+)
+"""The rows of the README's table and plot: some where we lead, and some where we trail."""
 
 
 def read_results(directory: Path) -> dict[str, Json]:
@@ -44,7 +53,7 @@ def read_results(directory: Path) -> dict[str, Json]:
     }
 
 
-# Tables
+# Formatting
 
 
 def paragraph(text: str) -> str:
@@ -60,7 +69,7 @@ def bold(text: str, condition: bool) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits; nothing for no figure."""
+    """Three digits; empty for None."""
     if value is None:
         return ""
     digits = 2 if value < 10 else 1 if value < 100 else 0
@@ -68,7 +77,7 @@ def number(value: float | None) -> str:
 
 
 def measured_on(*results: Json) -> str:
-    """The GPU and the versions of all these results, which may differ."""
+    """The GPUs and package versions of these results."""
 
     def values(key: str) -> str:
         found = dict.fromkeys(result["environment"].get(key, "not installed") for result in results)
@@ -78,48 +87,52 @@ def measured_on(*results: Json) -> str:
     return f"{values('gpu')}; {versions}"
 
 
-def step_figures(step: Json, what: str, providers: Sequence[str]) -> list[list[str]]:
-    """The time and the memory of a whole training step."""
+# Whole models
+
+
+def step_lines(step: Json, what: str) -> list[list[str]]:
+    """The time and the memory of a training step."""
     found, shape = step["providers"], step["shape"]
 
     def compared(what: str, key: str, show: Callable[[Json], str]) -> list[str]:
         best = min(provider[key] for provider in found.values())
-        return [what, *(bold(show(found[n]), found[n][key] == best) if n in found else "" for n in providers)]
+        return [what, *(bold(show(found[n]), found[n][key] == best) if n in found else "" for n in MODEL_PROVIDERS)]
 
     def speed(figures: Json) -> str:
         return f"{figures['ms']:.0f} ms, {round(figures['tokens_per_s'], -2):,.0f} tokens/s"
 
-    title = f"training step {what}, {shape['batch']} x {shape['length']} tokens of text, bf16, fused AdamW"
+    title = f"training step, {what}, {shape['batch']} x {shape['length']} text tokens"
     memory = compared("its peak memory", "peak_gib", lambda figures: f"{figures['peak_gib']:.1f} GiB")
     return [compared(title, "ms", speed), memory]
 
 
+def loading_line(loading: Json) -> list[str]:
+    seconds = {name: sum(parts) for name, parts in loading["median_import_and_load_s"].items()}
+    best = min(seconds[name] for name in MODEL_PROVIDERS if name in seconds)
+    cells = [bold(f"{seconds[n]:.1f} s", seconds[n] == best) if n in seconds else "" for n in MODEL_PROVIDERS]
+    return [f"import and load to the GPU, Llama-3-8B shape, {loading['gib']:.0f} GiB", *cells]
+
+
+def model_table(results: Mapping[str, Json]) -> str:
+    """Training steps and loading; empty without results."""
+    lines = [line for name, what in STEPS.items() if name in results for line in step_lines(results[name], what)]
+    if "loading" in results:
+        lines.append(loading_line(results["loading"]))
+    return table(["", *MODEL_PROVIDERS], lines) if lines else ""
+
+
 def model_figures(results: Mapping[str, Json]) -> list[str]:
-    """Whole training steps, and loading."""
-    loading = results.get("loading")
-    if loading is None and not STEPS.keys() & results.keys():
+    used = [results[name] for name in (*STEPS, "loading") if name in results]
+    if not used:
         return []
-    providers = (OURS, "transformers + liger-kernel", "transformers")
-    lines = []
-    for name, what in STEPS.items():
-        if name in results:
-            lines += step_figures(results[name], what, providers)
-    if loading is not None:
-        seconds = {name: sum(parts) for name, parts in loading["median_import_and_load_s"].items()}
-        what = f"import and load to the GPU, Llama-3-8B shape, {loading['gib']:.0f} GiB, warm page cache"
-        best = min(seconds[name] for name in providers if name in seconds)
-        cells = [bold(f"{seconds[n]:.1f} s", seconds[n] == best) if n in seconds else "" for n in providers]
-        lines.append([what, *cells])
-    links = {name: f"the step {what}" for name, what in STEPS.items()} | {"loading": "loading"}
-    present = [f"[{text}](benchmarks/results/{name}.json)" for name, text in links.items() if name in results]
-    where = measured_on(*(results[name] for name in links if name in results))
-    parts = [
-        paragraph(f"Whole models, each row measured in one run ({', '.join(present)}; {where}):"),
-        table(["", *providers], lines),
-    ]
-    if loading is not None:
-        parts.append(f"Reading the same safetensors files raw takes {seconds['raw safetensors']:.1f} s.")
+    parts = ["## Whole models", paragraph(f"bf16 weights, fused AdamW. {measured_on(*used)}."), model_table(results)]
+    if "loading" in results:
+        raw = sum(results["loading"]["median_import_and_load_s"]["raw safetensors"])
+        parts.append(f"The files are in the page cache. Reading them with safetensors alone takes {raw:.1f} s.")
     return parts
+
+
+# Operations and losses
 
 
 def label(row: Json) -> str:
@@ -128,79 +141,93 @@ def label(row: Json) -> str:
 
 
 def measured(rows: Iterable[Json]) -> list[Json]:
-    """The rows in which we have figures."""
+    """The rows in which ligerzoo was measured."""
     return [row for row in rows if "forward_backward_ms" in row.get("providers", {}).get(OURS, {})]
 
 
-def shown(rows: Iterable[Json]) -> list[Json]:
-    """Those, less the peaked twins of rows of random logits."""
-    kept: list[Json] = []
-    for row in measured(rows):
-        twins = [other for other in kept if (other["op"], other["shape"]) == (row["op"], row["shape"])]
-        if row["variant"] != "peaked" or not twins:
-            kept.append(row)
-    return kept
+def compared(row: Json) -> Json:
+    """Our forward and backward against the fastest provider and the floor."""
+    return compare(row["providers"], "forward_backward", row["floor"]["forward_backward_ms"])
 
 
-def operation_line(row: Json, peers: Sequence[str]) -> list[str]:
-    comparison, ours = row["comparison"]["forward_backward"], row["providers"][OURS]
-    ratio, extra = comparison["ours / fastest peer"], ours.get("extra_mib")
+def last_columns(row: Json) -> list[str]:
+    comparison, extra = compared(row), row["providers"][OURS].get("extra_mib")
+    ratio = comparison["ours / fastest peer"]
     return [
-        label(row),
-        *(number(row["providers"].get(name, {}).get("forward_backward_ms")) for name in (OURS, *peers)),
         "" if ratio is None else bold(f"{ratio:.2f}", ratio <= 1),
         f"{comparison['ours / floor']:.2f}",
         "" if extra is None else f"{extra:.0f}",
     ]
 
 
+def operation_line(row: Json, peers: Sequence[str]) -> list[str]:
+    def times(provider: str) -> str:
+        entry = row["providers"].get(provider, {})
+        return f"{number(entry['forward_ms'])} / {number(entry['forward_backward_ms'])}" if entry else ""
+
+    return [label(row), *map(times, (OURS, *peers)), *last_columns(row)]
+
+
+def operation_table(what: str, rows: Sequence[Json]) -> str:
+    peers = [name for name in PEERS if any(name in row["providers"] for row in rows)]
+    header = [what, OURS, *peers, "/ fastest", "/ floor", "extra MiB"]
+    return table(header, [operation_line(row, peers) for row in rows])
+
+
 def operation_figures(result: Json) -> list[str]:
     rows, rates = measured(result["rows"]), result["rates"]
-    peers = [name for name in PEERS if any("errors" in row["providers"].get(name, {}) for row in rows)]
     about = (
-        "Operations, bf16, forward and backward in ms ([all figures](benchmarks/results/operations.json), forward alone"
-        f" and peaked logits among them; {measured_on(result)}). The last columns: our time over the fastest peer's, "
-        f"eager torch included, and over the floor, the fewest bytes at the {rates['copy_tb_s']:.2f} TB/s of a copy "
-        f"or the fewest operations at {rates['floor_tflop_s']:.0f} TFLOP/s (in this run the GPU kept up "
-        f"{rates['bf16_tflop_s']:.0f} in a large product of random matrices); and our memory above inputs and "
-        "gradients. The fastest is emphasized. Forward and backward of the smaller norms take less time on the GPU "
-        "than to launch from Python, so that those rows tell of the host and differ from run to run."
+        f"bf16. {measured_on(result)}. The floor takes the {rates['copy_tb_s']:.2f} TB/s of a copy and "
+        f"{rates['floor_tflop_s']:.0f} TFLOP/s; a large GEMM of random matrices reached "
+        f"{rates['bf16_tflop_s']:.0f} TFLOP/s in this run."
     )
     return [
+        "## Operations",
         paragraph(about),
-        operation_table("operation", rows, peers),
+        operation_table("operation", rows),
         exactness(rows),
-        "![Time over the floor, by operation](benchmarks/results/operations.svg)",
+        f"![Time over the floor, by operation](../{RESULTS}/operations.svg)",
     ]
 
 
-def operation_table(what: str, rows: Sequence[Json], peers: Sequence[str]) -> str:
-    header = [what, OURS, *peers, "/ fastest", "/ floor", "extra MiB"]
-    return table(header, [operation_line(row, peers) for row in shown(rows)])
-
-
-def loss_figures(result: Json) -> list[str]:
-    about = (
-        "Post-training losses, rows x tokens x hidden size x vocabulary, bf16, forward and backward in ms, with the "
-        "head of the reference model or teacher that DPO, KTO and JSD have "
-        f"([figures](benchmarks/results/losses.json); {measured_on(result)}); the last columns as above:"
-    )
-    return [paragraph(about), operation_table("loss", measured(result["rows"]), ["liger-kernel"])]
-
-
 def exactness(rows: Iterable[Json]) -> str:
-    """How our worst relative error compares with eager torch's; not of a loss, where one number errs by luck."""
-    ratios = {}
-    for row in rows:
-        eager = row["providers"].get("eager", {}).get("errors", {})
-        for name, error in row["providers"][OURS]["errors"].items():
-            if name != "loss" and eager.get(name):
-                ratios[f"{name} of {label(row)}"] = error / eager[name]
+    """Our largest relative error compared with eager torch's; empty if no row has one."""
+    ratios = {
+        f"{name} of {label(row)}": ratio
+        for row in rows
+        for name, ratio in row.get("largest error, ligerzoo / eager", {}).items()
+    }
     if not ratios:
         return ""
     worst = max(ratios, key=lambda name: ratios[name])
     most = f"at most {ratios[worst]:.2f} times eager torch's ({worst})"
     return paragraph(f"Against fp64, the error of our outputs and gradients is {most}.")
+
+
+def loss_figures(result: Json) -> list[str]:
+    about = (
+        f"Rows x tokens x hidden size x vocabulary, bf16. {measured_on(result)}. DPO, KTO and JSD include the head of "
+        "the reference model or teacher."
+    )
+    return ["## Post-training losses", paragraph(about), operation_table("loss", measured(result["rows"]))]
+
+
+def scaling_figures(result: Json) -> list[str]:
+    """The loss head by tokens and vocabulary: milliseconds, forward and backward, and extra MiB."""
+    rows = measured(result["rows"])
+    providers = [name for name in (OURS, *PEERS) if any(name in row["providers"] for row in rows)]
+
+    def cell(entry: Json) -> str:
+        return f"{number(entry['forward_backward_ms'])} / {number(entry.get('extra_mib'))}" if entry else ""
+
+    return [
+        "## Scaling of the loss head",
+        paragraph(f"Forward and backward in ms / extra MiB, peaked logits, bf16. {measured_on(result)}."),
+        table(
+            ["tokens x hidden size x vocabulary", *providers],
+            ([label(row), *(cell(row["providers"].get(name, {})) for name in providers)] for row in rows),
+        ),
+    ]
 
 
 def launch_figures(result: Json) -> list[str]:
@@ -217,138 +244,134 @@ def launch_figures(result: Json) -> list[str]:
         )
         return [name.replace("_", " "), *cells]
 
-    about = f"([figures](benchmarks/results/launching.json); {measured_on(result)})"
     return [
-        paragraph(
-            f"What a call on small tensors costs the host, forward / forward and backward, in microseconds {about}:"
-        ),
+        "## Host time per call",
+        paragraph(f"Tiny tensors, forward / forward and backward, in microseconds. {measured_on(result)}."),
         table(["operation", *providers], (line(*operation) for operation in result["operations"].items())),
     ]
 
 
-def scaling_figures(result: Json) -> list[str]:
-    about = f"([figures](benchmarks/results/scaling.json); {measured_on(result)})"
-    return [
-        paragraph(f"The loss head as texts and vocabularies grow {about}:"),
-        "![Time and memory of the loss head by tokens and vocabulary](benchmarks/results/scaling.svg)",
-    ]
+# Pages
 
 
-def figures(results: Mapping[str, Json]) -> str:
-    """What stands between the README's markers."""
+def all_figures(results: Mapping[str, Json]) -> str:
+    """The figures of docs/benchmarks.md."""
     parts = model_figures(results)
-    if "operations" in results:
-        parts += operation_figures(results["operations"])
-    if "losses" in results:
-        parts += loss_figures(results["losses"])
-    if "launching" in results:
-        parts += launch_figures(results["launching"])
-    if "scaling" in results:
-        parts += scaling_figures(results["scaling"])
-    *commands, last = (f"`python -m benchmarks.{command}`" for command in COMMANDS)
-    parts.append(
-        paragraph(
-            f"{', '.join(commands)} and {last} measure again, on a machine with a GPU and the packages compared with; "
-            "`python -m benchmarks.report` then writes this section and its plots."
-        )
-    )
+    for name, figures in (
+        ("operations", operation_figures),
+        ("losses", loss_figures),
+        ("scaling", scaling_figures),
+        ("launching", launch_figures),
+    ):
+        if name in results:
+            parts += figures(results[name])
     return "\n\n".join(part for part in parts if part)
 
 
-def with_figures(readme: str, results: Mapping[str, Json]) -> str:
-    """The README with its figures renewed."""
-    before, rest = readme.split(BEGIN)
+def highlights(results: Mapping[str, Json]) -> list[Json]:
+    rows = [row for name in ("operations", "losses") for row in measured(results.get(name, {}).get("rows", ()))]
+    return [row for wanted in HIGHLIGHTS for row in rows if label(row) == wanted]
+
+
+def readme_figures(results: Mapping[str, Json]) -> str:
+    """The figures of the README: two tables and a plot."""
+    used = [results[name] for name in (*STEPS, "loading", "operations", "losses") if name in results]
+    parts = [paragraph(f"bf16. {measured_on(*used)}.") if used else "", model_table(results)]
+    if rows := highlights(results):
+
+        def line(row: Json) -> list[str]:
+            peer = compared(row)["fastest peer"]
+            times = [row["providers"][name]["forward_backward_ms"] if name else None for name in (OURS, peer)]
+            return [label(row), number(times[0]), f"{number(times[1])} {peer or ''}".strip(), *last_columns(row)]
+
+        header = ["forward and backward, ms", OURS, "fastest other", "/ fastest", "/ floor", "extra MiB"]
+        parts += [
+            table(header, map(line, rows)),
+            f"![Time over the floor, by operation]({RESULTS}/highlights.svg)",
+        ]
+    return "\n\n".join(part for part in parts if part)
+
+
+PAGES: dict[str, Callable[[Mapping[str, Json]], str]] = {
+    "README.md": readme_figures,
+    "docs/benchmarks.md": all_figures,
+}
+
+
+def with_figures(page: str, figures: str) -> str:
+    """The page with its figures replaced."""
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{figures(results)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}"
 
 
 # Plots
 
-
-def save_plot(path: Path, size: tuple[float, float], grid: tuple[int, int], draw: Callable[[Any], None]) -> None:
-    """Draws into an SVG that is the same for the same figures."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context({"svg.hashsalt": "ligerzoo", "svg.fonttype": "none", "font.size": 9}):
-        figure, axes = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
-        draw(axes)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+STYLE = """\
+text { font: 12px sans-serif; fill: #222 } .label { text-anchor: end } .small { font-size: 10px }
+.ours { fill: #d1495b } .peer { fill: #b8b8b8 } .floor { stroke: #222 }"""
+LABELS, BARS, NOTES, LINE, HEAD = 400, 300, 140, 28, 40  # widths of the columns, heights of a row and of the legend
+LONGEST = 4  # times the floor; a longer bar is cut off there
 
 
-def draw_operations(result: Json, path: Path) -> None:
-    """Of each operation our time and the fastest peer's, over the floor."""
-    rows = shown(result["rows"])[::-1]  # the first on top
+def bar_chart(rows: Sequence[Json]) -> str:
+    """An SVG with two bars for each row: our time and the fastest provider's, forward and backward, over the floor."""
 
-    def draw(axes: Any) -> None:
-        axis: Axes = axes[0, 0]
-        ours = [row["comparison"]["forward_backward"]["ours / floor"] for row in rows]
-        ratios = [row["comparison"]["forward_backward"]["ours / fastest peer"] for row in rows]
-        peers = [mine / ratio if ratio else 0 for mine, ratio in zip(ours, ratios, strict=True)]
-        places = range(len(rows))
-        axis.barh([place + 0.2 for place in places], ours, 0.4, color=COLORS[OURS], label=OURS)
-        axis.barh([place - 0.2 for place in places], peers, 0.4, color="#b8b8b8", label="fastest peer")
-        axis.axvline(1, color="black", linewidth=1, label="floor")
-        axis.set_yticks(list(places), [label(row) for row in rows])
-        axis.set_xlabel("time of forward and backward, over the floor")
-        axis.margins(y=0.01)
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    def bar(kind: str, top: int, value: float | None, note: str) -> str:
+        if value is None:
+            return ""
+        width = BARS / LONGEST * min(value, LONGEST)
+        return (
+            f'<rect class="{kind}" x="{LABELS}" y="{top}" width="{width:.0f}" height="10"/>'
+            f'<text class="small" x="{LABELS + width + 4:.0f}" y="{top + 9}">{value:.2f} {note}</text>'
+        )
 
-    save_plot(path, (8, 1 + 0.3 * len(rows)), (1, 1), draw)
+    def row_group(place: int, row: Json) -> str:
+        comparison = compared(row)
+        ours, ratio = comparison["ours / floor"], comparison["ours / fastest peer"]
+        peer = bar("peer", 14, ours / ratio if ratio else None, comparison["fastest peer"] or "")
+        name = f'<text class="label" x="{LABELS - 8}" y="18">{escape(label(row))}</text>'
+        return f'<g transform="translate(0 {HEAD + LINE * place})">{name}{bar("ours", 3, ours, "")}{peer}</g>'
 
-
-def draw_scaling(result: Json, path: Path) -> None:
-    """Time and memory by tokens (at the vocabulary with most rows), and by vocabulary (likewise)."""
-    rows = measured(result["rows"])
-    quantities = {"forward_backward_ms": "ms, forward and backward", "extra_mib": "MiB above inputs and gradients"}
-
-    def draw(axes: Any) -> None:
-        for column, (varies, what) in enumerate({0: "tokens", 2: "vocabulary"}.items()):
-            fixed = [row["shape"][2 - varies] for row in rows]
-            line = [row for row in rows if row["shape"][2 - varies] == max(fixed, key=fixed.count)]
-            line.sort(key=lambda row: row["shape"][varies])
-            for axis, (key, unit) in zip(axes[:, column], quantities.items(), strict=True):
-                for name, color in COLORS.items():
-                    points = [
-                        (row["shape"][varies], max(1.0, row["providers"][name][key]))
-                        for row in line
-                        if key in row["providers"].get(name, {})
-                    ]
-                    if points:
-                        axis.plot(*zip(*points, strict=True), color=color, marker="o", label=name)
-                axis.set(xscale="log", yscale="log", xlabel=what, ylabel=unit)
-                sizes = [row["shape"][varies] for row in line]
-                axis.set_xticks(sizes, [str(size) for size in sizes])
-                axis.minorticks_off()
-        axes[0, 0].legend()
-
-    save_plot(path, (8, 6), (2, 2), draw)
+    width, height = LABELS + BARS + NOTES, HEAD + LINE * len(rows) + 8
+    floor = LABELS + BARS // LONGEST
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{LABELS}" y="14">time of forward and backward over the floor, lower is better</text>',
+        f'<rect class="ours" x="{LABELS}" y="22" width="10" height="10"/>'
+        f'<text x="{LABELS + 14}" y="31">ligerzoo</text>',
+        f'<rect class="peer" x="{LABELS + 90}" y="22" width="10" height="10"/>'
+        f'<text x="{LABELS + 104}" y="31">fastest other (bars end at {LONGEST})</text>',
+        *(row_group(place, row) for place, row in enumerate(rows)),
+        f'<line class="floor" x1="{floor}" x2="{floor}" y1="{HEAD}" y2="{height - 8}"/>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
 
 
-PLOTS: dict[str, Callable[[Json, Path], None]] = {"operations": draw_operations, "scaling": draw_scaling}
+def outputs(root: Path) -> dict[Path, str]:
+    """The content of every file that this program writes."""
+    results = read_results(root / RESULTS)
+    contents = {
+        root / name: with_figures((root / name).read_text(encoding="utf-8"), figures(results))
+        for name, figures in PAGES.items()
+    }
+    plots = {"highlights": highlights(results), "operations": measured(results.get("operations", {}).get("rows", ()))}
+    return contents | {root / RESULTS / f"{name}.svg": bar_chart(rows) for name, rows in plots.items() if rows}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the README is out of date")
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="directory of README.md, docs and benchmarks/results")
     arguments = parser.parse_args(argv)
 
-    results = read_results(arguments.results)
-    readme = arguments.readme.read_text(encoding="utf-8")
-    renewed = with_figures(readme, results)
-    if arguments.check:
-        if renewed != readme:
-            sys.exit(f"{arguments.readme} is out of date: python -m benchmarks.report")
-        return
-    arguments.readme.write_text(renewed, encoding="utf-8")
-    for name, draw in PLOTS.items():
-        if name in results:
-            draw(results[name], arguments.results / f"{name}.svg")
+    for path, content in outputs(arguments.root).items():
+        if not arguments.check:
+            path.write_text(content, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != content:
+            sys.exit(f"{path} is out of date. Run python -m benchmarks.report")
 
 
 if __name__ == "__main__":

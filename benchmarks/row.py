@@ -1,15 +1,14 @@
-"""One row of a benchmark: an operation at one shape, and everything that computes it, compared.
+"""One row of a benchmark: an operation at one shape, and the providers that compute it.
 
-`measure_row` measures the `Provider`s of a `Row` in
+`measure_row` measures for each `Provider` of a `Row`:
 
-- numerics: the relative error (of norms) of each output and gradient against the row's formula in fp64;
-- time: medians of forward (no gradients recorded) and of forward + backward, the providers taking turns within one
-  loop, a call between two events with the L2 cache flushed before it;
-- memory: what one forward + backward takes at its peak above what was allocated before it, that is above inputs and
-  upstream gradients, and above the gradients it returns: `max_memory_allocated` less both;
-- whether our own forward + backward ever waits for the GPU (`torch.cuda.set_sync_debug_mode("error")`).
+- error: the relative error (of norms) of each output and gradient against the row's formula in fp64;
+- time: medians of forward (gradients not recorded) and of forward + backward. Providers alternate within one loop; each
+  call is timed with CUDA events after the L2 cache is flushed;
+- memory: the peak of one forward + backward above inputs, upstream gradients and the gradients it returns;
+- host syncs: whether our forward + backward waits for the GPU (`torch.cuda.set_sync_debug_mode("error")`).
 
-A provider that is missing, fails or does not get ready in time is an entry that says so.
+If a provider is not installed, fails or takes too long to compile, its entry has an "error".
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Provider:
-    """Something that computes a row; `load` imports it, and its result takes the row's inputs."""
+    """An implementation of a row's operation. `load` imports it and returns a function of the row's inputs."""
 
     load: Callable[[], Function]
     note: str = ""
     needs_gpu: bool = False
     overwrites: bool = False
-    """Whether it writes into its inputs or upstream gradients, and so gets copies of its own."""
+    """Whether it writes into its inputs or upstream gradients. If so, it gets copies."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The fewest bytes, or else operations, that the two directions need."""
+    """The fewest bytes or FLOPs that the two directions need."""
 
     forward: float
     forward_backward: float
@@ -55,7 +54,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates that floors are computed with, and that of a product measured in the same run."""
+    """The rates used for floors, and the rate of a GEMM measured in the same run."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -68,35 +67,35 @@ class Machine:
 
 @dataclass(frozen=True)
 class Goal:
-    """The most that our part of a row may take. What is relative to peers or the floor holds in `directions`."""
+    """Upper bounds on our time and memory. Bounds relative to peers or the floor apply to `directions`."""
 
     of_peer: float | None = 1.0
     of_floor: float | None = None
     ms: float | None = None
     extra_mib: float | None = None
     of_row: tuple[str, float] | None = None
-    """Of the time that another row, which comes before, takes us."""
+    """(name of an earlier row, largest ratio of our time to our time there)."""
     directions: tuple[Direction, ...] = DIRECTIONS
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation at one shape. Which inputs are differentiated, their `requires_grad` says."""
+    """One operation at one shape. Inputs with `requires_grad` are differentiated."""
 
     op: str
     shape: tuple[int, ...]
     inputs: Callable[[], dict[str, Tensor]]
     formula: Function
-    """Plain torch on the inputs in any dtype: in fp64 it is the truth."""
+    """The operation in plain torch, for any dtype. Its fp64 result is the truth."""
     providers: Mapping[str, Provider]
     floor: Floor
     goal: Goal = field(default_factory=Goal)
     variant: str = ""
     outputs: tuple[str, ...] = ("y",)
     shared: frozenset[str] = frozenset()
-    """The inputs that all tokens share, weights above all. The others have tokens (or texts) as first dimension."""
+    """Names of inputs without a token dimension, such as weights. Other inputs have tokens or rows first."""
     tokens_at_once: int = 4096
-    """In how large parts the truth, in fp64, is computed."""
+    """The fp64 truth is computed for this many tokens at a time."""
 
     @property
     def name(self) -> str:
@@ -109,7 +108,7 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Truth:
-    """Outputs and gradients in fp64, and the upstream gradients that they belong to (1 for a loss)."""
+    """Outputs and gradients in fp64, and the upstream gradients used (1 for a loss)."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -117,7 +116,7 @@ class Truth:
 
 
 def find_truth(row: Row, inputs: Mapping[str, Tensor]) -> Truth:
-    """The row's formula in fp64, some tokens at a time: their means are weighted by how many of them count."""
+    """Computes the formula in fp64, chunk by chunk. Means over chunks are weighted by their number of valid tokens."""
     exact = {
         name: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         for name, t in inputs.items()
@@ -157,7 +156,7 @@ def _relative_error(actual: Tensor, truth: Tensor) -> float:
 
 
 class Step:
-    """A provider's function on its inputs, in both directions."""
+    """A provider's function and inputs: runs forward, and forward + backward."""
 
     def __init__(self, function: Function, inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
         self.function, self.inputs, self.upstream = function, inputs, upstream
@@ -178,7 +177,7 @@ def _extra_mib(step: Step) -> float:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     _, gradients = step.forward_backward()
-    given = {t.data_ptr() for t in (*step.inputs, *step.upstream)}  # a gradient may have been written there
+    given = {t.data_ptr() for t in (*step.inputs, *step.upstream)}  # a gradient may alias one of them
     made = {g.data_ptr(): g.nbytes for g in gradients if g.data_ptr() not in given}
     return (torch.cuda.max_memory_allocated() - before - sum(made.values())) / 2**20
 
@@ -210,21 +209,21 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _get_ready(
+def _prepare(
     row: Row, provider: Provider, inputs: Mapping[str, Tensor], truth: Truth, device: str, patience: float
 ) -> tuple[dict[str, Any], Step]:
-    """Loads, compiles and runs a provider in both directions; its errors and memory, and the step to be timed."""
+    """Loads, compiles and runs a provider in both directions. Returns its errors and memory, and the step to time."""
     function = provider.load()
 
-    def lend(tensors: Iterable[Tensor]) -> list[Tensor]:
+    def without_aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
         if not provider.overwrites:
             return list(tensors)
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
     with _time_limit(patience):
-        outputs = as_tuple(Step(function, lend(inputs.values()), []).forward())
+        outputs = as_tuple(Step(function, without_aliases(inputs.values()), []).forward())
         upstream = [dy.to(y.dtype) for dy, y in zip(truth.upstream, outputs, strict=True)]
-        step = Step(function, lend(inputs.values()), lend(upstream))
+        step = Step(function, without_aliases(inputs.values()), without_aliases(upstream))
         outputs, gradients = step.forward_backward()
         synchronize(device)
     names = [*row.outputs, *(f"d{name}" for name, t in inputs.items() if t.requires_grad)]
@@ -239,22 +238,22 @@ def _get_ready(
 
 
 def reason(error: Exception) -> str:
-    """Why a provider has no figures, in one line."""
+    """Returns the error in one line."""
     if isinstance(error, ModuleNotFoundError):
         return f"not installed: {error.name}"
     return f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
 
 
 def measure_row(row: Row, *, device: str, machine: Machine, seconds: float, patience: float = 45.0) -> dict[str, Any]:
-    """Everything about one row, as JSON has it.
+    """Measures one row and returns its JSON.
 
     Args:
-        seconds: about how long each direction is timed.
-        patience: the seconds a provider may take to load, compile, tune and run for the first time.
+        seconds: approximate time spent on timing each direction.
+        patience: seconds a provider may take to load, compile, tune and run for the first time.
     """
     torch.manual_seed(0)
     if device == "cuda":
-        torch.compiler.reset()  # a function compiled for many shapes would fall back to eager
+        torch.compiler.reset()  # otherwise a function compiled for many shapes falls back to eager
         torch.cuda.empty_cache()
     with torch.device(device):
         inputs = row.inputs()
@@ -266,7 +265,7 @@ def measure_row(row: Row, *, device: str, machine: Machine, seconds: float, pati
             entries[name] = {"error": "needs a GPU"}
             continue
         try:
-            entries[name], steps[name] = _get_ready(row, provider, inputs, truth, device, patience)
+            entries[name], steps[name] = _prepare(row, provider, inputs, truth, device, patience)
         except Exception as error:
             entries[name] = {"error": reason(error)}
     del truth
@@ -292,10 +291,10 @@ def measure_row(row: Row, *, device: str, machine: Machine, seconds: float, pati
 
 
 def compare(entries: Mapping[str, Mapping[str, Any]], direction: Direction, floor: float) -> dict[str, Any]:
-    """The fastest peer, and our time over its and over the floor; None where there is no figure."""
+    """The fastest peer, our time over its time, and our time over the floor. None if a time is missing."""
     times = {name: entry[f"{direction}_ms"] for name, entry in entries.items() if f"{direction}_ms" in entry}
     ours = times.get(OURS)
-    times = {name: time for name, time in times.items() if not name.startswith(OURS)}  # nor its variants
+    times = {name: time for name, time in times.items() if not name.startswith(OURS)}  # without our variants
     fastest = min(times, key=lambda name: times[name], default=None)
     return {
         "fastest peer": fastest,
@@ -305,7 +304,7 @@ def compare(entries: Mapping[str, Mapping[str, Any]], direction: Direction, floo
 
 
 def verdicts(goal: Goal, result: Mapping[str, Any], before: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each goal of a row with what was measured and whether that meets it; without a figure it does not."""
+    """Each goal of a row with the measured value and whether it is met. A goal without a value is not met."""
     found: list[dict[str, Any]] = []
 
     def judge(what: str, value: float | None, most: float) -> None:

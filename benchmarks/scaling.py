@@ -1,10 +1,10 @@
-"""The loss head as texts and vocabularies grow: linear cross entropy of ligerzoo, torch.compile, liger-kernel and
-cut-cross-entropy, forward and backward, in time and memory.
+"""Scaling of the loss head with tokens and vocabulary: time and memory of linear cross entropy in ligerzoo,
+torch.compile, liger-kernel and cut-cross-entropy, forward and backward.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling.json
 
-Hidden size 4096, bf16, a peaked softmax as a trained model has it: 2048 to 65536 tokens at Llama 3's vocabulary of
-128256, and vocabularies of 32000 to 256000 at 8192 tokens. Measured as in `benchmarks.operations`.
+Hidden size 4096, bf16, peaked logits: 2048 to 65536 tokens at Llama 3's vocabulary of 128256, and vocabularies of 32000
+to 256000 at 8192 tokens. Measured as in `benchmarks.operations`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A suite of rows from the command line: measures one after the other, writes the JSON, prints a line for each."""
+"""Command line of a suite: measures its rows one after the other, writes the results, prints a line for each row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Size = Callable[[int], int]
 
 
 NOMINAL_FLOPS = {"NVIDIA H200": 750e12}
-"""Of a large product in bf16, per second, where the floors' rate is agreed on: what a GPU makes of its power differs
-from one to the next, from a moment to seconds and from matrix to matrix, by a fifth."""
+"""FLOP/s that compute-bound floors assume. Measured rates of a large bf16 GEMM vary by a fifth between GPUs, with the
+length of the run and with the matrices' values, so that a fixed rate makes runs comparable."""
 
 
 def measure_machine(device: str, size: Size) -> Machine:
-    """The rates of a copy of 1 GiB, and of the product of two matrices of 8192 x 8192 in bf16, for seconds each."""
+    """Measures the bandwidth of a 1 GiB copy and the FLOP/s of an 8192 x 8192 bf16 GEMM, for seconds each."""
     n = size(8192)
     source = torch.empty(8, n, n, dtype=torch.bfloat16, device=device).zero_()
     target = torch.empty_like(source)
@@ -39,7 +39,7 @@ def measure_machine(device: str, size: Size) -> Machine:
 def measure_suite(
     rows: Sequence[Row], *, out: Path, what: str, device: str, size: Size, seconds: float, patience: float
 ) -> None:
-    """Measures the rows one after the other and writes what there is after each, so that no crash loses the others."""
+    """Measures the rows one after the other and writes the results after each, so that a crash loses one row only."""
     machine = measure_machine(device, size)
     rates = {
         "copy_tb_s": machine.bytes_per_second / 1e12,
@@ -55,13 +55,38 @@ def measure_suite(
         except Exception as error:
             result = {"name": row.name, "error": reason(error)}
         results[row.name] = result
-        save_result(out, {"what": what, "rates": rates, "rows": list(results.values())})
+        raw = {"what": what, "rates": rates, "rows": list(results.values())}
+        save_result(out, raw, {"rates": rates, "rows": [compact_row(result) for result in results.values()]})
     for result in results.values():
         print(summary(result))
 
 
+def compact_row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a row's result that `benchmarks.report` reads."""
+    if "error" in result:
+        return {"name": result["name"], "error": result["error"]}
+    kept = ("forward_ms", "forward_backward_ms", "extra_mib")
+    providers = {
+        name: {key: entry[key] for key in kept if key in entry}
+        for name, entry in result["providers"].items()
+        if "error" not in entry and (name == OURS or not name.startswith(OURS))
+    }
+    compact = {key: result[key] for key in ("op", "shape", "variant")} | {"providers": providers}
+    compact["floor"] = {key: result["floor"][key] for key in kept if key in result["floor"]}
+    if ratios := error_ratios(result["providers"]):
+        worst = max(ratios, key=lambda name: ratios[name])
+        compact["largest error, ligerzoo / eager"] = {worst: ratios[worst]}
+    return compact
+
+
+def error_ratios(providers: Mapping[str, Any]) -> dict[str, float]:
+    """Our error over eager torch's, by output and gradient. Skips losses: the error of one number is luck."""
+    ours, eager = (providers.get(name, {}).get("errors", {}) for name in (OURS, "eager"))
+    return {name: error / eager[name] for name, error in ours.items() if name != "loss" and eager.get(name)}
+
+
 def summary(result: Mapping[str, Any]) -> str:
-    """One row in one line, for the terminal."""
+    """Returns one line about a row, for the terminal."""
     if "error" in result:
         return f"{result['name']}: {result['error']}"
     parts = []
@@ -77,13 +102,13 @@ def summary(result: Mapping[str, Any]) -> str:
 def suite_command(
     rows: Callable[[Size], Iterable[Row]], *, what: str, out: Path, seconds: float, argv: Sequence[str] | None = None
 ) -> None:
-    """The command line of a suite."""
+    """Parses the command line and measures the suite."""
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=out)
-    parser.add_argument("--only", metavar="NAME", default="", help="only the rows whose name contains this")
+    parser.add_argument("--only", metavar="NAME", default="", help="measure only rows whose name contains NAME")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--quick", action="store_true", help="tiny shapes and hardly any time: does everything run?")
-    parser.add_argument("--patience", type=float, default=45.0, help="seconds that a provider may compile and tune for")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, short timings: checks that everything runs")
+    parser.add_argument("--patience", type=float, default=45.0, help="seconds a provider may compile and tune for")
     arguments = parser.parse_args(argv)
 
     def size(n: int) -> int:

@@ -1,11 +1,11 @@
-"""A whole training step of a model: ligerzoo against transformers, with and without liger-kernel.
+"""A training step of a whole model: ligerzoo against transformers, with and without liger-kernel.
 
     python -m benchmarks.training_step
     python -m benchmarks.training_step --model qwen2_vl_2b
 
-bf16 weights and AdamW states, random tokens and pictures. Plain transformers runs once, before liger-kernel patches it;
-the others take turns for several rounds in the same process. Each turn loads the same checkpoint anew, so that its peak
-memory is its own and the first losses can be compared.
+bf16 weights and AdamW states, random tokens and images. Plain transformers runs once, before liger-kernel patches it;
+the other providers alternate for several rounds in the same process. Each round reloads the same checkpoint, so that
+peak memory is per provider and the first losses are comparable.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of some shape, and a batch for it.
+    """A model and its batch.
 
     Attributes:
-        model: ligerzoo's, without its weights.
-        hf_class: what loads its checkpoint in transformers.
-        liger: what patches that model with liger-kernel, and the options to do so.
-        inputs: makes the batch, of so many rows of so many tokens of text.
-        for_transformers: what transformers wants besides.
-        batch, length: the batch's usual size.
+        model: the ligerzoo class.
+        config: its config.
+        hf_class: the transformers class that loads the checkpoint.
+        liger: the liger-kernel function that patches the transformers model, and its options.
+        inputs: (batch, length) -> the batch; `length` counts text tokens per row.
+        for_transformers: inputs -> the extra inputs that transformers needs.
+        batch, length: the default size of the batch.
     """
 
     model: Callable[..., models.CausalLM]
@@ -82,8 +83,8 @@ def text(vocab_size: int, batch: int, length: int) -> Inputs:
     return {"input_ids": ids, "labels": ids}
 
 
-def pictures(batch: int, length: int, *, count: int = 4, side: int = 896) -> Inputs:
-    """Rows with four pictures of 896 x 896 pixels, each between two tokens that say so, and behind them the text."""
+def images(batch: int, length: int, *, count: int = 4, side: int = 896) -> Inputs:
+    """Rows of four images of 896 x 896 pixels, each between its start and end token, followed by text."""
     config = models.Qwen2VLConfig()
     rows = side // config.vision_config.patch_size
     around, within = torch.tensor([config.vision_start_token_id]), torch.tensor([config.vision_end_token_id])
@@ -112,7 +113,7 @@ WORKLOADS = {
         config=models.Qwen2VLConfig(**QWEN2_VL_2B),
         hf_class="AutoModelForImageTextToText",
         liger=("apply_liger_kernel_to_qwen2_vl", {"rope": True, "swiglu": True, "layer_norm": True}),
-        inputs=pictures,
+        inputs=images,
         for_transformers=lambda inputs: {
             "mm_token_type_ids": (inputs["input_ids"] == models.Qwen2VLConfig.image_token_id).int(),
             "image_grid_thw": inputs["image_grid_thw"].cuda(),
@@ -142,13 +143,13 @@ def with_ligerzoo(workload: Workload, checkpoint: Path) -> nn.Module:
     return AutoModel.from_pretrained(checkpoint, device="cuda")
 
 
-# liger-kernel replaces functions of transformers' module: plain transformers goes first and only once.
+# liger-kernel patches transformers' module: plain transformers runs first, and once.
 ONCE = {"transformers": with_transformers}
-IN_TURN = {"ligerzoo": with_ligerzoo, "transformers + liger-kernel": with_liger}
+ALTERNATING = {"ligerzoo": with_ligerzoo, "transformers + liger-kernel": with_liger}
 
 
 def trained(model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
-    """A step of training, which returns the loss."""
+    """Returns a function that does one training step and returns the loss."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -163,8 +164,8 @@ def trained(model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def measure(model: Callable[[], nn.Module], inputs: Inputs) -> dict[str, float]:
-    """One turn: the median step, the peak memory, and the loss before the first step."""
-    gc.collect()  # for transformers' models lie in reference cycles
+    """One round: the median step time, the peak memory, and the loss before the first step."""
+    gc.collect()  # transformers' models are part of reference cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step = trained(model(), inputs)
@@ -179,7 +180,7 @@ def measure(model: Callable[[], nn.Module], inputs: Inputs) -> dict[str, float]:
 
 
 def profile(model: nn.Module, inputs: Inputs) -> str:
-    """Where the time of a step goes, by kernel."""
+    """Returns the profiler's table of GPU time by kernel for one step."""
     step = trained(model, inputs)
     for _ in range(3):
         step()
@@ -190,26 +191,26 @@ def profile(model: nn.Module, inputs: Inputs) -> str:
 
 
 def compare(workload: Workload, checkpoint: Path, inputs: Inputs, rounds: int) -> dict[str, Any]:
-    """Every provider's medians over its turns."""
-    turns: dict[str, list[dict[str, float]]] = {}
+    """Returns every provider's medians over its rounds."""
+    figures: dict[str, list[dict[str, float]]] = {}
     theirs = {**inputs, **workload.for_transformers(inputs)}
 
-    def turn(name: str, load: Callable[[Workload, Path], nn.Module]) -> None:
+    def measure_round(name: str, load: Callable[[Workload, Path], nn.Module]) -> None:
         of_the_provider = inputs if load is with_ligerzoo else theirs
         try:
-            turns.setdefault(name, []).append(measure(lambda: load(workload, checkpoint), of_the_provider))
+            figures.setdefault(name, []).append(measure(lambda: load(workload, checkpoint), of_the_provider))
         except (ImportError, torch.OutOfMemoryError) as error:
             print(f"{name}: {error}")
 
     for name, load in ONCE.items():
-        turn(name, load)
+        measure_round(name, load)
     for _ in range(rounds):
-        for name, load in IN_TURN.items():
-            turn(name, load)
+        for name, load in ALTERNATING.items():
+            measure_round(name, load)
     return {
-        name: {key: statistics.median(turn[key] for turn in results) for key in results[0]}
-        | {"all_ms": [turn["ms"] for turn in results]}
-        for name, results in turns.items()
+        name: {key: statistics.median(result[key] for result in results) for key in results[0]}
+        | {"all_ms": [result["ms"] for result in results]}
+        for name, results in figures.items()
         if results
     }
 
@@ -217,12 +218,12 @@ def compare(workload: Workload, checkpoint: Path, inputs: Inputs, rounds: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORKLOADS, default="llama_1b")
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/training_step[_MODEL].json")
-    parser.add_argument("--batch", type=int, help="rows")
-    parser.add_argument("--length", type=int, help="tokens of text in a row")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/training_step[_MODEL].json")
+    parser.add_argument("--batch", type=int, help="rows of the batch")
+    parser.add_argument("--length", type=int, help="text tokens per row")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--profile", action="store_true", help="also write, beside the result, where ligerzoo's step spends its time"
+        "--profile", action="store_true", help="also write a profile of ligerzoo's step to OUT.profile.txt"
     )
     arguments = parser.parse_args()
     workload: Workload = WORKLOADS[arguments.model]
@@ -238,9 +239,12 @@ def main() -> None:
         providers = compare(workload, checkpoint, inputs, arguments.rounds)
         ours, peer = providers["ligerzoo"], providers.get("transformers + liger-kernel")
         ratios = {key: ours[key] / peer[key] for key in ("ms", "peak_gib")} if peer else {}
-        shape = {"model": arguments.model, "config": asdict(workload.config), "batch": batch, "length": length}
-        result = {"what": __doc__, "shape": shape, "providers": providers, "ligerzoo / liger-kernel": ratios}
-        write_result(out, result)
+        shape = {"batch": batch, "length": length}
+        raw_shape = {"model": arguments.model, "config": asdict(workload.config), **shape}
+        raw = {"what": __doc__, "shape": raw_shape, "providers": providers, "ligerzoo / liger-kernel": ratios}
+        kept = ("ms", "tokens_per_s", "peak_gib")
+        compact = {name: {key: figures[key] for key in kept} for name, figures in providers.items()}
+        write_result(out, raw, {"shape": shape, "providers": compact})
         if arguments.profile:
             out.with_suffix(".profile.txt").write_text(profile(with_ligerzoo(workload, checkpoint), inputs))
 

@@ -1,18 +1,20 @@
-"""The benchmarks' bookkeeping, with providers made for it, and that the README says what the results say."""
+"""The benchmarks' bookkeeping, with fake providers, and the pages and plots written from the results."""
 
 import importlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import losses, operations, report, scaling
-from benchmarks.measure import interleaved
+from benchmarks.measure import compact_json, interleaved
 from benchmarks.row import (
     DIRECTIONS,
     OURS,
@@ -26,7 +28,7 @@ from benchmarks.row import (
     measure_row,
     verdicts,
 )
-from benchmarks.suite import measure_suite, suite_command, summary
+from benchmarks.suite import compact_row, measure_suite, suite_command, summary
 
 MACHINE = Machine(bytes_per_second=1e9, flops_per_second=1e9, measured_flops_per_second=1e9)
 
@@ -191,9 +193,40 @@ def test_a_row_that_cannot_be_made_costs_no_other(tmp_path: Path) -> None:
     broken = Row("broken", (1,), no_inputs, scaled, good.providers, good.floor)
     out = tmp_path / "results.json"
     measure_suite([broken, good], out=out, what="", device="cpu", size=lambda n: min(n, 8), seconds=0.001, patience=10)
-    first, second = json.loads(out.read_text())["rows"]
+    first, second = json.loads(out.with_suffix(".raw.json").read_text())["rows"]
     assert first == {"name": "broken 1", "error": "MemoryError: too large"}
     assert second["name"] == "scaled 5 x 3"
+    failed, compact = json.loads(out.read_text())["rows"]
+    assert failed == first
+    assert (compact["op"], compact["shape"]) == ("scaled", [5, 3])
+
+
+def test_a_compact_row_has_what_the_tables_need() -> None:
+    result = measure(
+        ligerzoo=Provider(lambda: scaled), eager=Provider(lambda: scaled), fails=Provider(lambda: fails),
+        **{f"{OURS}, another way": Provider(lambda: scaled)},
+    )  # fmt: skip
+    result["providers"][OURS]["errors"] = {"y": 2e-3, "dx": 3e-3, "loss": 1.0}
+    result["providers"]["eager"]["errors"] = {"y": 2e-3, "dx": 1e-3, "loss": 1e-9}
+    compact = compact_row(result)
+    assert compact["providers"].keys() == {OURS, "eager"}
+    assert compact["providers"][OURS].keys() == {"forward_ms", "forward_backward_ms"}
+    assert compact["floor"] == {"forward_ms": 1.0, "forward_backward_ms": 3.0}
+    assert compact["largest error, ligerzoo / eager"] == {"dx": pytest.approx(3.0)}
+    assert report.compared(compact) == result["comparison"]["forward_backward"]
+
+
+def test_compact_json_is_json_with_a_line_for_each_row() -> None:
+    value = {"rows": [{"a": [1, 2.0], "b": None}, {"c": "x\n"}], "empty": {}, "figure": 1018.474609375}
+    text = compact_json(value)
+    assert text.splitlines()[2] == '    {"a": [1, 2.0], "b": null},'
+    assert json.loads(text) == value | {"figure": 1018.47}
+
+
+def test_the_committed_results_are_compact() -> None:
+    committed = [path for path in (report.ROOT / report.RESULTS).glob("*.json") if ".raw" not in path.suffixes]
+    assert committed
+    assert sum(len(path.read_text().splitlines()) for path in committed) < 400
 
 
 def test_the_suites_have_a_row_of_every_goal() -> None:
@@ -213,61 +246,88 @@ def test_the_losses_measured_are_the_formulas(formula: Callable[..., Tensor]) ->
     small = losses.loss_row(formula, 8, 6, 8, 40)
     result = measure_row(small, device="cpu", machine=MACHINE, seconds=0.001)
     assert max(result["providers"][OURS]["errors"].values()) < 0.1  # in bf16; another formula would err by about 1
-    table = "\n".join(report.loss_figures({"environment": {"gpu": "some GPU"}, "rows": [result]}))
+    rows = [compact_row(result)]
+    table = "\n".join(report.loss_figures({"environment": {"gpu": "some GPU"}, "rows": rows}))
     assert f"| {formula.__name__} 8 x 6 x 8 x 40 |" in table
 
 
-def test_the_readme_is_up_to_date() -> None:
+def test_the_pages_and_plots_are_up_to_date() -> None:
     report.main(["--check"])
 
 
-def test_the_report_rewrites_the_readme_and_draws_the_same_again(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+def test_the_report_rewrites_the_pages_and_draws_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = [tmp_path / name for name in report.PAGES]
+    for page in pages:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    monkeypatch.setattr(report, "HIGHLIGHTS", ("cross entropy 128 x 500",))
+    results = tmp_path / report.RESULTS
     suites = {"operations": (operations.rows, "cross_entropy 128 x 500"), "scaling": (scaling.rows, "128 x 64 x")}
     for name, (rows, only) in suites.items():
-        where = ["--out", str(tmp_path / f"{name}.json"), "--device", "cpu"]
+        where = ["--out", str(results / f"{name}.json"), "--device", "cpu"]
         suite_command(rows, what="", out=Path(), seconds=1.0, argv=["--quick", "--only", only, *where])
-    arguments = ["--readme", str(readme), "--results", str(tmp_path)]
+    arguments = ["--root", str(tmp_path)]
     with pytest.raises(SystemExit, match="out of date"):
         report.main([*arguments, "--check"])
 
     drawn = []
     for _ in range(2):
         report.main(arguments)
-        drawn.append([path.read_text() for path in sorted(tmp_path.glob("*.svg"))])
-    text = readme.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n")
-    assert text.endswith(f"{report.END}\nafter\n")
-    assert "old" not in text
-    assert "| cross entropy 128 x 500 |" in text
-    assert "| cross entropy 128 x 500, peaked |" not in text  # its random twin stands for it
-    assert "Whole models" not in text
+        drawn.append([path.read_text() for path in sorted(results.glob("*.svg"))])
+    readme, docs = (page.read_text() for page in pages)
+    for text in (readme, docs):
+        assert text.startswith(f"before\n{report.BEGIN}\n")
+        assert text.endswith(f"{report.END}\nafter\n")
+        assert "old" not in text
+        assert "| cross entropy 128 x 500 |" in text
+        assert "Whole models" not in text
+    assert "| cross entropy 128 x 500, peaked |" in docs
+    assert "peaked" not in readme
+    assert "## Scaling of the loss head" in docs
     assert len(drawn[0]) == 2
     assert drawn[0] == drawn[1]
-    assert "<dc:date>" not in drawn[0][0]
+    for plot in drawn[0]:
+        ElementTree.fromstring(plot)
     report.main([*arguments, "--check"])
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "benchmarks/results/highlights.svg"])
+def test_a_page_that_differs_from_the_results_is_found(name: str, tmp_path: Path) -> None:
+    for path in ("README.md", "docs/benchmarks.md", str(report.RESULTS)):
+        source, target = report.ROOT / path, tmp_path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    report.main(["--root", str(tmp_path), "--check"])
+    content = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(content.replace("1.92", "1.91"))
+    with pytest.raises(SystemExit, match="out of date"):
+        report.main(["--root", str(tmp_path), "--check"])
+
+
+def test_every_highlight_was_measured() -> None:
+    rows = report.highlights(report.read_results(report.ROOT / report.RESULTS))
+    assert tuple(map(report.label, rows)) == report.HIGHLIGHTS
 
 
 def test_a_lead_is_bold_and_a_missing_figure_is_empty() -> None:
     entries: dict[str, Any] = {
-        OURS: {"forward_backward_ms": 0.5, "errors": {"y": 2e-3}, "extra_mib": 3.0},
-        "torch": {"forward_backward_ms": 1.0, "errors": {"y": 1e-3}},
-        "liger-kernel": {"error": "not installed: liger_kernel"},
+        OURS: {"forward_ms": 0.2, "forward_backward_ms": 0.5, "extra_mib": 3.0},
+        "torch": {"forward_ms": 0.25, "forward_backward_ms": 1.0},
     }
     line = {
         "op": "add_one",
         "shape": [2, 3],
         "variant": "",
         "providers": entries,
-        "comparison": {"forward_backward": compare(entries, "forward_backward", 0.25)},
+        "floor": {"forward_ms": 0.1, "forward_backward_ms": 0.25},
     }
     assert report.operation_line(line, ["torch", "liger-kernel"]) == [
-        "add one 2 x 3", "0.500", "1.00", "", "**0.50**", "2.00", "3",
+        "add one 2 x 3", "0.200 / 0.500", "0.250 / 1.00", "", "**0.50**", "2.00", "3",
     ]  # fmt: skip
     assert report.exactness([line]) == ""
-    entries["eager"] = entries["torch"]
+    line["largest error, ligerzoo / eager"] = {"y": 2.0}
     assert "at most 2.00 times eager torch's (y of add one 2 x 3)" in report.exactness([line])
 
 
@@ -283,12 +343,12 @@ def test_the_figures_of_whole_models() -> None:
     }
     seconds = {"raw safetensors": [0.0, 3.0], OURS: [0.1, 2.0], "transformers": [8.0, 2.0]}
     loading = {"environment": environment, "gib": 15.0, "median_import_and_load_s": seconds}
-    text = report.figures({"training_step": step, "loading": loading})
+    text = report.all_figures({"training_step": step, "loading": loading})
     assert "GPU; torch 2.11.0, liger-kernel 0.8.5" in text.replace("\n", " ")
     assert "| **200 ms, 81,800 tokens/s** |  | 300 ms, 54,600 tokens/s |" in text
     assert "| its peak memory | 20.0 GiB |  | **19.0 GiB** |" in text
     assert "| **2.1 s** |  | 10.0 s |" in text
-    assert "Reading the same safetensors files raw takes 3.0 s." in text
+    assert "with safetensors alone takes 3.0 s." in text
 
 
 def test_what_a_launch_costs() -> None:
@@ -296,5 +356,5 @@ def test_what_a_launch_costs() -> None:
     slower = {"forward_us": 12.6, "forward_backward_us": 80.0}
     operations = {"rms_norm": {"ligerzoo": entry, "torch": slower, "liger-kernel": {"error": "not installed"}}}
     figures = report.launch_figures({"environment": {"gpu": "some GPU"}, "operations": operations})
-    assert "some GPU" in figures[0]
-    assert figures[1].splitlines()[-1] == "| rms norm | 11 / **60** | 13 / 80 |  |"
+    assert "some GPU" in figures[1]
+    assert figures[2].splitlines()[-1] == "| rms norm | 11 / **60** | 13 / 80 |  |"

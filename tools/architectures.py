@@ -1,9 +1,10 @@
-"""The README's table of architectures, from what their files say of themselves.
+"""Writes the README's table of architectures, from the docstrings of ligerzoo/models.
 
-python -m tools.architectures            # rewrites it
-python -m tools.architectures --check    # exits with 1 if the README has another
+python -m tools.architectures            # rewrites the table
+python -m tools.architectures --check    # exits with 1 if the README's table differs
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,10 +14,18 @@ README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 
 
+def without_references(checkpoints: str) -> str:
+    """Drops references such as "(Yang et al. 2024)"; `ligerzoo info --architectures` shows them."""
+    return re.sub(r" \([^()]*\b(19|20)\d\d\b[^()]*\)", "", checkpoints)
+
+
 def with_table(readme: str) -> str:
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
-    rows = [f"| `{known.class_name}` | {known.checkpoints} | {known.distinctive} |" for known in architectures()]
+    rows = [
+        f"| `{known.class_name}` | {without_references(known.checkpoints)} | {known.distinctive} |"
+        for known in architectures()
+    ]
     table = "\n".join(["| class | checkpoints | distinctive |", "|---|---|---|", *rows])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
@@ -27,4 +36,4 @@ if __name__ == "__main__":
     if "--check" not in sys.argv:
         README.write_text(wanted, encoding="utf-8")
     elif wanted != present:
-        sys.exit(f"{README.name}: another table of architectures; run python -m tools.architectures")
+        sys.exit(f"{README.name}: the table of architectures is out of date. Run python -m tools.architectures")

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What only a GPU can show of the kernels. Each step leaves its log under OUT (default: build/on_gpu). Where pytest-timeout
-# is installed, TEST_TIMEOUT gives a test so many seconds.
+# Tests and benchmarks that need a GPU. Each step writes its log to OUT (default: build/on_gpu). TEST_TIMEOUT limits each
+# test to that many seconds (needs pytest-timeout).
 #
 #   tools/on_gpu.sh suite        the whole test suite
-#   tools/on_gpu.sh slow         the tests beyond 2^31 elements
-#   tools/on_gpu.sh sanitizer    compute-sanitizer's memcheck and racecheck over the kernels' small tests
-#   tools/on_gpu.sh benchmarks   every operation against its peers; operations.json, launching.json and scaling.json in OUT
+#   tools/on_gpu.sh slow         the slow tests, such as tensors of more than 2^31 elements
+#   tools/on_gpu.sh sanitizer    compute-sanitizer's memcheck and racecheck on the small kernel tests
+#   tools/on_gpu.sh benchmarks   operations against their peers: operations.json, launching.json, scaling.json in OUT
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${OUT:-build/on_gpu}
@@ -17,7 +17,7 @@ case ${1:-} in
   suite) "${pytest[@]}" --numprocesses "${WORKERS:-8}" tests "${@:2}" |& tee "$out/suite.log" | tail -40 ;;
   slow) "${pytest[@]}" --run-slow -m slow tests "${@:2}" |& tee "$out/slow.log" | tail -40 ;;
   sanitizer)
-    # Without torch's cache every tensor is an allocation of its own, and what lies beside it is no one's.
+    # Without torch's caching allocator every tensor is a separate allocation, so an access beyond its end is detected.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck; do
       compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 --launch-timeout 600 \

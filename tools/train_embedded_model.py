@@ -1,16 +1,14 @@
-"""Trains the model that the package carries: a small Llama on the source of Python's standard library.
+"""Trains the demo's text model: a small Llama on the source of Python's standard library.
 
     python tools/train_embedded_model.py --out ligerzoo/assets/tiny-python-llama
 
-makes its own byte-level BPE tokenizer and writes a checkpoint of at most 8 MB in Hugging Face format, with the loss
-curve in training.json (and in loss.png, where matplotlib is installed). On an H200 that takes a few minutes. To see it
-run on a CPU:
+trains a byte-level BPE tokenizer and the model, and writes a checkpoint of at most 8 MB in Hugging Face format. The
+loss curve goes to training.json (and to loss.png, if matplotlib is installed). Takes minutes on an H200. On a CPU:
 
     python tools/train_embedded_model.py --device cpu --steps 20 --batch 2 --out /tmp/tiny-python-llama
 
-The standard library is little to learn from, some nine megabytes, so the model sees it many times over. Dropout keeps
-it from learning it by heart, and what is stored is the running average of the weights where it was best on modules held
-out from training.
+The standard library has about nine megabytes, so training runs for many epochs. Dropout limits memorization. The
+checkpoint holds the moving average of the weights at its best loss on held-out modules.
 """
 
 import argparse
@@ -41,14 +39,14 @@ BOS, EOS = "<s>", "</s>"
 VOCABULARY = 3072
 CONTEXT = 512
 
-# Tests, other people's packages, and tables that only look like Python.
+# Tests, third-party packages, and tables in the form of Python code.
 SKIPPED_DIRECTORIES = {
     "test", "tests", "idle_test", "site-packages", "dist-packages",
     "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo",
 }  # fmt: skip
 SKIPPED_FILES = ("html/entities.py", "_sysconfigdata*.py", "config-*/*.py", "__phello__/*.py")
 
-# A line break takes the next line's indentation with it, so that most lines of Python begin with a single token.
+# A line break and the next line's indentation are one piece, so that most lines of Python begin with one token.
 PIECES = Regex(r"\n+ *| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+| +(?= )|\s")
 
 PROMPTS = (
@@ -60,7 +58,7 @@ PROMPTS = (
 
 
 def source_files(root: Path) -> list[Path]:
-    """Every module of the standard library that was written to be read, in a fixed order."""
+    """Returns the source modules of the standard library, in a fixed order."""
     files = [
         path
         for path in root.rglob("*.py")
@@ -71,7 +69,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: any text can be encoded, and decodes to itself."""
+    """Trains a byte-level BPE tokenizer. Any text encodes, and decodes to itself."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(PIECES, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -89,12 +87,12 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 class Windows:
-    """A stream of tokens, seen through windows of CONTEXT tokens: BOS, and what follows from the beginning of a line.
+    """Windows of CONTEXT tokens over a token stream. A window is BOS and the tokens from the start of a line.
 
     Args:
-        tokenizer: encodes the texts; its line breaks are tokens of their own, with the next line's indentation.
+        tokenizer: encodes the texts. A line break and the next line's indentation are one token.
         texts: joined by EOS and BOS.
-        device: where the stream is kept and windows are made.
+        device: device of the stream and the windows.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], device: str) -> None:
@@ -105,11 +103,11 @@ class Windows:
         is_break = torch.tensor([text.startswith("\n") for text in spellings], device=device)
         is_outdented = torch.tensor([text.strip("\n") == "" for text in spellings], device=device)
         breaks = is_break[self.stream[:-CONTEXT]].nonzero().flatten()
-        # An indented line brings its line break along: without it, nothing would tell a method from a function.
+        # A window over an indented line starts with the line break, which holds the indentation.
         self.beginnings = breaks + is_outdented[self.stream[breaks]].long()
 
     def at(self, beginnings: Tensor) -> Tensor:
-        """(B,) places in the stream -> (B, CONTEXT) token ids."""
+        """(B,) positions in the stream -> (B, CONTEXT) token ids."""
         tokens = self.stream[beginnings[:, None] + torch.arange(CONTEXT - 1, device=beginnings.device)]
         return F.pad(tokens, (1, 0), value=self.bos)
 
@@ -119,7 +117,7 @@ class Windows:
         return self.at(self.beginnings[chosen])
 
     def all(self, batch: int) -> Iterator[Tensor]:
-        """The whole stream once, in batches of windows side by side."""
+        """Yields the whole stream once, in batches of adjacent windows."""
         places = torch.arange(0, len(self.stream) - CONTEXT + 1, CONTEXT - 1, device=self.stream.device)
         yield from map(self.at, places.split(batch))
 
@@ -134,14 +132,14 @@ class Evaluation:
 
 
 def add_dropout(model: Llama, probability: float) -> None:
-    """Drops outputs of every attention and feed-forward during training; the zoo's own layers have no dropout."""
+    """Adds dropout to the outputs of attention and MLP in training; ligerzoo's layers have none."""
     for layer in model.model.layers:
         for module in (layer.self_attn, layer.mlp):
             module.register_forward_hook(lambda module, _, out: F.dropout(out, probability, training=module.training))
 
 
 def learning_rate_at(progress: float, warmup: float = 0.03, final: float = 0.02) -> float:
-    """The factor on the learning rate: a linear warm-up, then half a cosine down to `final`."""
+    """The factor on the learning rate: linear warm-up, then cosine decay to `final`."""
     if progress < warmup:
         return progress / warmup
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
@@ -158,7 +156,7 @@ def evaluate(model: torch.nn.Module, windows: Windows, batch: int) -> float:
 def train(
     model: Llama, training: Windows, held_out: Windows, options: argparse.Namespace
 ) -> tuple[dict[str, Tensor], list[Evaluation]]:
-    """Trains the model; returns the averaged weights that were best on the held-out stream, and the loss curve."""
+    """Trains the model. Returns the averaged weights with the best held-out loss, and the loss curve."""
     generator = torch.Generator(options.device).manual_seed(options.seed)
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(min(0.998, 1 - 10 / options.steps)))
     add_dropout(model, options.dropout)
@@ -231,8 +229,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=128, help=f"windows of {CONTEXT} tokens in a step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--batch", type=int, default=128, help=f"windows of {CONTEXT} tokens per step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)

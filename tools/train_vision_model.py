@@ -1,16 +1,15 @@
-"""Trains the model that the package carries to show how models see: a small Qwen2-VL on drawings of shapes and digits.
+"""Trains the demo's vision model: a small Qwen2-VL on drawings of shapes and digits.
 
     python -m tools.train_vision_model --out ligerzoo/assets/tiny-shapes-qwen2-vl
 
-draws every picture anew (ligerzoo/drawings.py), asks what is there to see, and teaches the answer. What it writes is a
-checkpoint of at most 3 MB in Hugging Face format, with its tokenizer and processor, and the loss curve in training.json
-(and in loss.png, where matplotlib is installed). On an H200 that takes a few minutes. To see it run on a CPU:
+generates a new drawing for every example and trains the model to describe it. It writes a checkpoint of at most 3 MB in
+Hugging Face format, with tokenizer and processor. The loss curve goes to training.json (and to loss.png, if matplotlib
+is installed). Takes a few minutes on an H200. On a CPU:
 
     python -m tools.train_vision_model --device cpu --steps 20 --batch 8 --out /tmp/tiny-shapes
 
-Workers on the CPU draw, and cut the pictures into patches, which travel as bytes. All pictures of a batch have one
-size, so that its rows are padded behind their answers alone. What is stored is the running average of the weights where
-it was best on drawings held out from training.
+CPU workers draw the images and cut them into uint8 patches. All images of a batch have the same size, so that only the
+answers need padding. The checkpoint holds the moving average of the weights at its best loss on held-out drawings.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # which tokenizers wants to know before the workers are forked
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # must be set before workers are forked
 
 import numpy as np
 import PIL
@@ -83,13 +82,13 @@ PREPROCESSING = {
 }
 
 HELD_OUT = 8, 32
-"""How many batches, of how many drawings, the model is judged by and never trained on."""
+"""(batches, drawings per batch) for evaluation; never used in training."""
 
-IGNORED = -100  # the label of what is not to be learnt
+IGNORED = -100  # label of positions without a loss
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE: any text can be encoded, and every word of the questions and answers is one token."""
+    """Trains a byte-level BPE tokenizer. Any text encodes; each word of the questions and answers is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(PIECES, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -104,7 +103,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def make_processor(tokenizer: Tokenizer) -> Processor:
-    """The processor of the model, by way of the files that a checkpoint has."""
+    """Creates the processor from the files that a checkpoint has."""
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "eos_token": IM_END,
@@ -134,7 +133,7 @@ def make_config(tokenizer: Tokenizer) -> Qwen2VLConfig:
         max_position_embeddings=512,
         rope_theta=10000.0,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # with less, so narrow a model takes long to begin to see
+        initializer_range=0.06,  # with a smaller value, a model this narrow learns slowly
         eos_token_id=tokenizer.token_to_id(IM_END),
         pad_token_id=tokenizer.token_to_id(END),
         image_token_id=tokenizer.token_to_id(IMAGE),
@@ -156,13 +155,13 @@ def make_config(tokenizer: Tokenizer) -> Qwen2VLConfig:
 
 @dataclass
 class Batch:
-    """Questions about drawings of one size, and their answers. Arrays and not tensors, so that they come from a worker
-    through a pipe: of shared memory, which tensors would take, containers may have little.
+    """Questions about drawings of one size, and their answers. NumPy arrays come from workers through a pipe; tensors
+    would need shared memory, which is small in containers.
 
     Attributes:
         tokens: (B, T) int64.
-        labels: (B, T) int64, those of the answers.
-        patches: (N, 3, F * P * P) uint8, of all pictures.
+        labels: (B, T) int64, -100 outside the answers.
+        patches: (N, 3, F * P * P) uint8, of all images.
         grids: (B, 3) int64.
     """
 
@@ -173,13 +172,13 @@ class Batch:
 
 
 class Drawings(Dataset[Batch]):
-    """Batches of drawings, which are drawn when they are asked for.
+    """Batches of drawings, generated on access.
 
     Args:
         processor: makes the prompts.
-        kind: the first word of the drawings' seeds: other kinds are other drawings.
-        batches: how many there are.
-        batch: B.
+        kind: first word of the random seeds; different kinds give different drawings.
+        batches: number of batches.
+        batch: B, drawings per batch.
     """
 
     def __init__(self, processor: Processor, kind: str, batches: int, batch: int) -> None:
@@ -210,7 +209,7 @@ class Drawings(Dataset[Batch]):
 
 
 def inputs_of(batch: Batch, processor: Processor, device: str) -> dict[str, Tensor]:
-    """What the model reads."""
+    """Returns the model's inputs."""
     normalize = processor.family.images.normalization
     return {
         "input_ids": torch.from_numpy(batch.tokens).to(device),
@@ -221,7 +220,7 @@ def inputs_of(batch: Batch, processor: Processor, device: str) -> dict[str, Tens
 
 @dataclass
 class Evaluation:
-    """One point of the curves: losses in nats per token of the answers, and the share of answers that are right."""
+    """One point of the curves: losses in nats per answer token, and the share of correct answers."""
 
     step: int
     train_loss: float
@@ -233,8 +232,8 @@ class Evaluation:
 def evaluate(
     model: torch.nn.Module, batches: Iterable[Batch], processor: Processor, device: str
 ) -> tuple[float, float]:
-    """The mean loss, and the share of answers that greedy generation gets right: those of which every token is the
-    likeliest after the ones before it."""
+    """Returns the mean loss, and the share of answers that greedy generation gets right: every token is the argmax
+    given the tokens before it."""
     model.eval()
     losses, right = [], []
     for batch in batches:
@@ -248,7 +247,7 @@ def evaluate(
 def train(
     model: Qwen2VL, processor: Processor, held_out: list[Batch], options: argparse.Namespace
 ) -> tuple[dict[str, Tensor], list[Evaluation]]:
-    """Trains the model; returns the averaged weights that were best on the held-out drawings, and the curves."""
+    """Trains the model. Returns the averaged weights with the best held-out loss, and the curves."""
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(min(0.998, 1 - 10 / options.steps)))
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -309,12 +308,12 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=256, help="drawings in a step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--batch", type=int, default=256, help="drawings per step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="that draw; 0 draws in between")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that draw; 0: the main one")
     return parser.parse_args()
 
 
@@ -340,7 +339,7 @@ def main() -> None:
     stored.generation_config = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
     stored.save_pretrained(options.out)
     processor.save_pretrained(options.out)
-    stored.float()  # as the demo loads it
+    stored.float()  # the demo loads it in fp32
     record = {
         "command": " ".join(["python", "-m", "tools.train_vision_model", *sys.argv[1:]]),
         "seed": options.seed,

@@ -4,9 +4,11 @@
            -> mean of k x k patches -> norm -> embeddings
     tokens, and these in the places of images -> Gemma 3
 
-Distinctive: Gemma 3, with images among its tokens, each resized to one square. A vision transformer (SigLIP, Zhai et
-al. 2023) turns it into always as many embeddings, which are not scaled as those of tokens are; and in the decoder the
-tokens of an image see each other in both directions, as far back as a window reaches.
+Distinctive: Gemma 3 with SigLIP image embeddings; tokens of an image attend to each other bidirectionally.
+
+Every image is resized to one square. A vision transformer (SigLIP, Zhai et al. 2023) maps it to a fixed number of
+embeddings, which are not scaled as token embeddings are. In the decoder, the tokens of an image attend to each other in
+both directions, within the sliding window where a layer has one.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     tiles -> patches -> L' x block -> norm -> L'' x gated block -> features, with those of blocks between -> images
     tokens -> embedding -> L x [ Llama's block, or a gated block that attends to the images ] -> norm -> head
 
-Distinctive: Llama 3.1, with blocks between its own in which tokens attend to images, and which add nothing until they
-are trained (Flamingo, Alayrac et al. 2022). In the text an image is a single token; the tower sees it in up to four
-square tiles, all patches of which see each other. Text alone takes no notice of these blocks.
+Distinctive: Llama 3.1 with gated cross-attention layers that attend to tiled images, initially without effect.
+
+The gates start closed (Flamingo, Alayrac et al. 2022). In the text, an image is a single token. The vision tower reads it
+as up to four square tiles, whose patches all attend to each other. Text without images skips the cross-attention layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small models learn what the losses ask of them, and the README's recipes run."""
+"""Small models learn what the losses ask of them, and the recipes in docs/losses.md run."""
 
 import re
 from pathlib import Path
@@ -12,15 +12,15 @@ from ligerzoo import AutoModel, losses
 from ligerzoo.losses import model_token_logps
 from tests.losses.test_models import IGNORED, batch_of, tiny
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+LOSSES = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 RECIPES = {
-    name: re.search(rf"```python\n([^`]*import {name}\n[^`]*)```", README)[1]  # type: ignore[index]
+    name: re.search(rf"```python\n([^`]*import {name}\n[^`]*)```", LOSSES)[1]  # type: ignore[index]
     for name in ("DPO", "GRPO")
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_readmes_recipes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipes_in_the_docs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stand, but for the model's size, its dtype, the device and the length of answers."""
     monkeypatch.setattr(AutoModel, "from_pretrained", lambda *_, device, **__: tiny().to(device))
     input_ids, labels = (t.to(device) for t in batch_of())

@@ -1,0 +1,164 @@
+"""The code in README.md and docs/ runs, and links lead somewhere.
+
+The blocks of a page run one after the other, as one script, on the small models that the package carries.
+"""
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ligerzoo import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+LLAMA, QWEN2_VL = (
+    next((ROOT / "ligerzoo").rglob(f"{name}/config.json")).parent
+    for name in ("tiny-python-llama", "tiny-shapes-qwen2-vl")
+)
+MODELS = {
+    "meta-llama/Llama-3.2-1B-Instruct": QWEN2_VL,  # the one with a chat template
+    "meta-llama/Llama-3.2-1B": LLAMA,
+    "Qwen/Qwen2-VL-2B-Instruct": QWEN2_VL,
+}
+
+RECIPES = ("for batch in batches:", "for prompts in batches:")
+"""Lines of the blocks that tests/losses/test_examples.py runs, with the data they need."""
+
+FILE = re.compile(r"# (\S+\.py)\n")
+"""The first line of a block that is a file."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def with_small_models(code: str) -> str:
+    for name, directory in MODELS.items():
+        code = code.replace(name, str(directory))
+    return code
+
+
+@pytest.fixture
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with an image, from which modules are imported."""
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (64, 48), "red").save(tmp_path / "cat.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_code(
+    page: Path, directory: Path, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = blocks(page, "python")
+    if any("torch.distributed" in block for block in code):
+        request.getfixturevalue("one_process")
+    monkeypatch.setattr("ligerzoo.kernels.head._logits_budget", 512)  # restores it after set_logits_budget
+    names: dict[str, object] = {}
+    for block in code:
+        if any(recipe in block for recipe in RECIPES):
+            continue
+        if file := FILE.match(block):
+            if "/" not in file[1]:
+                (directory / file[1]).write_text(block, encoding="utf-8")
+                monkeypatch.delitem(sys.modules, Path(file[1]).stem, raising=False)
+            continue
+        block = with_small_models(block).replace('"cuda"', repr(device))
+        exec(compile(block, page.name, "exec"), names)  # noqa: S102
+
+
+def test_every_recipe_is_on_one_page() -> None:
+    for recipe in RECIPES:
+        assert sum(recipe in block for page in PAGES for block in blocks(page, "python")) == 1
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "ligerzoo " in " ".join(blocks(page, "sh"))], ids=lambda page: page.name
+)
+def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    commands = [line for line in lines if line.startswith("ligerzoo ") and not line.startswith("ligerzoo demo")]
+    assert commands
+    for line in commands:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))  # ends a chat
+        _, *arguments = shlex.split(with_small_models(line), comments=True)
+        if arguments[0] in ("generate", "chat"):
+            arguments += ["--max-new-tokens", "3"]
+        assert cli.main(arguments) == 0, line
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name} links to {target}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = PAGES[0].read_text(encoding="utf-8")
+    for page in [*PAGES[1:], ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        assert f"]({page.relative_to(ROOT).as_posix()})" in readme
+
+
+def insert_after(path: Path, line: str, inserted: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, line + inserted), encoding="utf-8")
+
+
+def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) -> None:
+    """Adds the guide's files to a copy of the package, and runs the parity tests that the guide names."""
+    for name in ("ligerzoo", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    files = {file[1]: block for block in blocks(ROOT / "docs" / "adding-an-architecture.md", "python")
+             if (file := FILE.match(block))}  # fmt: skip
+    for name, content in files.items():
+        path = tmp_path / (name if "/" in name else f"ligerzoo/models/{name}")
+        assert not path.exists(), f"{name} exists: choose another architecture for the guide"
+        path.write_text(content, encoding="utf-8")
+    insert_after(tmp_path / "ligerzoo/convert/__init__.py", "MODEL_TYPES = (\n", '    "olmo",\n')
+    llama = "from ligerzoo.models.llama import Llama, LlamaConfig\n"
+    insert_after(
+        tmp_path / "ligerzoo/models/__init__.py", llama, "from ligerzoo.models.olmo import Olmo as Olmo, OlmoConfig\n"
+    )
+    parity = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_parity.py"]
+    done = subprocess.run(
+        [*parity, "-k", "olmo-"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 10  # type: ignore[index]

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Installs ligerzoo with the pinned versions into a virtual environment, one line per step. `make` calls it:
+#
+#   tools/install.sh VENV EXTRAS    # for example: tools/install.sh .venv test,dev
+#
+# pip's output goes to a log, which is shown if a step fails. The file VENV.incomplete exists while an environment is
+# being changed. If an earlier run failed or was killed and left this file, the environment is made again from nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$1 extras=$2
+python=${PYTHON:-python3}
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+megabytes() { if [ -d "$venv" ]; then du -sm "$venv" | cut -f1; else echo 0; fi; }
+
+# step MESSAGE COMMAND...: runs the command and prints one line, with the seconds so far if the output is a terminal.
+step() {
+  local message=$1 before pid start=$SECONDS
+  shift
+  before=$(megabytes)
+  "$@" >"$log" 2>&1 &
+  pid=$!
+  trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
+  printf '%s ... ' "$message"
+  while [ -t 1 ] && kill -0 "$pid" 2>/dev/null; do
+    printf '\r%s ... %d s ' "$message" $((SECONDS - start))
+    sleep 1
+  done
+  if ! wait "$pid"; then
+    printf 'failed\n\n'
+    cat "$log"
+    printf '\n%s failed. The messages above are from: %s\n' "$message" "$*"
+    exit 1
+  fi
+  trap - INT TERM
+  if [ -t 1 ]; then printf '\r%s ... ' "$message"; fi
+  printf '%d MB, %d s\n' $(($(megabytes) - before)) $((SECONDS - start))
+}
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "ligerzoo needs Python 3.11 or newer; $python is $("$python" --version 2>&1). Try: make PYTHON=python3.12" >&2
+  exit 1
+}
+clear=
+if [ -e "$venv.incomplete" ]; then
+  clear=--clear
+elif [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
+  echo "VENV=$venv is a directory with other files in it, not a virtual environment. Give another name." >&2
+  exit 1
+fi
+touch "$venv.incomplete"
+step "Creating $venv with $("$python" --version)" "$python" -m venv $clear "$venv"
+pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --constraint constraints.txt)
+step "Installing torch" "${pip[@]}" torch  # first, so that nothing else chooses its version
+step "Installing ligerzoo[$extras]" "${pip[@]}" --editable ".[$extras]"
+rm "$venv.incomplete"
