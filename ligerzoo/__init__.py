@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
-    from ligerzoo.processor import Processor as Processor
-    from ligerzoo.tokenizer import Tokenizer as Tokenizer
+    from ligerzoo.text.tokenizer import Tokenizer as Tokenizer
+    from ligerzoo.vision.processor import Processor as Processor
 
 __version__ = "0.1.0"
 
 # Imported when first used, so that `import ligerzoo` costs next to nothing.
-_HOMES = {"AutoModel": "ligerzoo.hub", "Processor": "ligerzoo.processor", "Tokenizer": "ligerzoo.tokenizer"}
+_HOMES = {"AutoModel": "ligerzoo.hub", "Processor": "ligerzoo.vision.processor", "Tokenizer": "ligerzoo.text.tokenizer"}
 
 __all__ = ["AutoModel", "Processor", "Tokenizer", "__version__"]
 

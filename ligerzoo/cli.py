@@ -22,9 +22,9 @@ from ligerzoo.errors import LigerzooError
 if TYPE_CHECKING:
     import torch
 
-    from ligerzoo.conversation import Conversation
     from ligerzoo.models import CausalLM
-    from ligerzoo.tokenizer import Tokenizer
+    from ligerzoo.text.conversation import Conversation
+    from ligerzoo.text.tokenizer import Tokenizer
 
     Inputs = dict[str, torch.Tensor]
 
@@ -110,8 +110,8 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    from ligerzoo import processor
-    from ligerzoo.conversation import Conversation
+    from ligerzoo.text.conversation import Conversation
+    from ligerzoo.vision import processor
 
     conversation = Conversation(processor.load(options.model, revision=options.revision), options.system)
     for file in options.image:
@@ -130,7 +130,8 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    from ligerzoo import hub, processor
+    from ligerzoo import hub
+    from ligerzoo.vision import processor
 
     target: Path = options.target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -150,10 +151,10 @@ def convert(options: argparse.Namespace) -> int:
 
 def demo(options: argparse.Namespace) -> int:
     if options.vision:
-        from ligerzoo import demo_vision
+        from ligerzoo.demo import vision as demo_vision
 
         return demo_vision.run(options.seed)
-    from ligerzoo.demo import run
+    from ligerzoo.demo.text import run
 
     return run(options.text)
 
@@ -168,7 +169,7 @@ def load(options: argparse.Namespace) -> "CausalLM":
 
 def read_text(prompt: str, options: argparse.Namespace) -> "tuple[Inputs, Tokenizer]":
     """A model's inputs for a text to continue."""
-    from ligerzoo.tokenizer import Tokenizer
+    from ligerzoo.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
     return tokenizer([prompt], return_tensors="pt"), tokenizer
@@ -176,8 +177,8 @@ def read_text(prompt: str, options: argparse.Namespace) -> "tuple[Inputs, Tokeni
 
 def read_with_images(prompt: str, options: argparse.Namespace) -> "tuple[Inputs, Tokenizer]":
     """A model's inputs for a question about images, or where there is no chat template for a text with their places."""
-    from ligerzoo.conversation import Conversation
-    from ligerzoo.processor import Processor
+    from ligerzoo.text.conversation import Conversation
+    from ligerzoo.vision.processor import Processor
 
     processor = Processor.from_pretrained(options.model, revision=options.revision)
     if not processor.tokenizer.chat_templates:

@@ -103,7 +103,7 @@ def generate(
         input_ids: (B, T) token ids; no prompt is empty.
         attention_mask: (B, T), 1 for a token and 0 for padding, which may stand anywhere: a row is continued as it
             would be alone (but for rotary positions of the types longrope and dynamic, which the longest row decides).
-        max_new_tokens: the most tokens to add; 0 adds none. Memory grows with the tokens that are made.
+        max_new_tokens: the most tokens to add; 0 adds none. CrossAttentionInputs grows with the tokens that are made.
         do_sample: draw each token. Otherwise it is the likeliest, and the next four options have no effect.
         temperature: see `apply_temperature`.
         top_k: see `keep_top_k`.

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligerzoo.atomic import reading_directory
-from ligerzoo.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
 from ligerzoo.convert.fields import OTHER_SPELLINGS, parse_dtype, refuse, stored_dtype
-from ligerzoo.convert.weights import DiskTensors, Layout, Piece, Shape, assemble, shapes_of
+from ligerzoo.convert.weights import DiskTensors, Layout, Shape, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.files.atomic import reading_directory
+from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
 from ligerzoo.layers import PatchEmbedding
 from ligerzoo.models import CausalLM
 
@@ -52,14 +52,14 @@ class Origin:
         config: our config as read from it.
         layout: how the tensors stand on disk.
         absent: the name of ours that a tied weight does not have on disk; empty where it has both.
-        passengers: tensors that the model does not use but hands on (such as old files' rotary frequencies).
+        extra_tensors: tensors that the model does not use but hands on (such as old files' rotary frequencies).
     """
 
     raw_config: Mapping[str, Any]
     config: Any
     layout: Layout
     absent: frozenset[str]
-    passengers: Mapping[str, Tensor] = field(default_factory=dict)
+    extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class AutoModel:
@@ -129,13 +129,13 @@ def load(
         absent = [piece for piece in pieces if piece.ours in TIED and piece.theirs not in stored]
         if config.tie_word_embeddings and len(absent) == 1:  # the one weight may stand under either name, or under both
             pieces.remove(absent[0])
-        _refuse_misfits(checkpoint, pieces, architecture.is_passenger, config.num_hidden_layers)
+        _refuse_misfits(checkpoint, pieces, architecture.is_extra_tensor, config.num_hidden_layers)
         if dtype == "auto":
             embedding = next(piece.theirs for piece in pieces if piece.ours in TIED)
             dtype = stored_dtype(raw) or stored[embedding].dtype
         weights = _read(checkpoint, pieces, shapes, parse_dtype(dtype, where="dtype"), device)
         weights |= {piece.ours: weights[TIED[piece.ours]] for piece in absent}
-        passengers = {name: checkpoint.read(name) for name in stored if architecture.is_passenger(name)}
+        extra_tensors = {name: checkpoint.read(name) for name in stored if architecture.is_extra_tensor(name)}
 
     model.load_state_dict(weights, assign=True)
     if config.tie_word_embeddings:
@@ -144,7 +144,7 @@ def load(
         else:  # the config says tied, the files hold two weights: the files are right
             config = dataclasses.replace(config, tie_word_embeddings=False)
             raw, model.config = _untied({**raw, "tie_word_embeddings": False}), config
-    model.origin = Origin(raw, config, layout, frozenset(piece.ours for piece in absent), passengers)
+    model.origin = Origin(raw, config, layout, frozenset(piece.ours for piece in absent), extra_tensors)
     model.generation_config = generation_config
     return model.eval()
 
@@ -190,7 +190,7 @@ def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in tied.items()}
 
 
-def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[Piece]:
+def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[TensorSlice]:
     """The pieces that the files should hold, or enough of them to find one missing.
 
     A piece is all of one of our tensors or all of one on disk. So more pieces than tensors on both sides are more than
@@ -200,7 +200,10 @@ def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[
 
 
 def _refuse_misfits(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], is_passenger: Callable[[str], bool], num_hidden_layers: int
+    checkpoint: Checkpoint,
+    pieces: Sequence[TensorSlice],
+    is_extra_tensor: Callable[[str], bool],
+    num_hidden_layers: int,
 ) -> None:
     """Raises CheckpointError unless the files hold just the tensors that config.json implies, but for known
     leftovers."""
@@ -214,7 +217,7 @@ def _refuse_misfits(
     for name, info in checkpoint.tensors.items():
         where = f"{checkpoint.directory / info.file}, tensor {name!r}"
         if name not in wanted:
-            if is_passenger(name) or is_beyond_last_layer(name, num_hidden_layers):
+            if is_extra_tensor(name) or is_beyond_last_layer(name, num_hidden_layers):
                 continue
             raise CheckpointError("unexpected tensor", where=where, remedy="config.json describes a model without it.")
         if info.shape != wanted[name]:
@@ -228,7 +231,7 @@ def _refuse_misfits(
 
 def _read(
     checkpoint: Checkpoint,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorSlice],
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
     device: str | torch.device | None,
@@ -238,7 +241,7 @@ def _read(
     total = sum(checkpoint.tensors[name].nbytes for name in {piece.theirs for piece in pieces})
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
-        def read(piece: Piece) -> Tensor:
+        def read(piece: TensorSlice) -> Tensor:
             part = checkpoint.read(piece.theirs)[piece.their_index]
             progress.update(part.nbytes)
             return part.to(device)
@@ -295,9 +298,9 @@ def _disk_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor
     if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
         for name in origin.absent if origin else (HEAD,):
             del state[name]
-    passengers = origin.passengers if origin else {}
-    pieces = [*layout.pieces(shapes_of(state)), *Layout().pieces(shapes_of(passengers))]
-    return DiskTensors(pieces, {**state, **passengers})
+    extra_tensors = origin.extra_tensors if origin else {}
+    pieces = [*layout.pieces(shapes_of(state)), *Layout().pieces(shapes_of(extra_tensors))]
+    return DiskTensors(pieces, {**state, **extra_tensors})
 
 
 def _config_json(model: CausalLM, origin: Origin | None) -> str:
@@ -357,7 +360,7 @@ def push(
         save(model, folder)
         stale = [SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors"]  # of an earlier model, unless uploaded anew
         if processor is not None:
-            from ligerzoo.processor import FILE_PATTERNS
+            from ligerzoo.vision.processor import FILE_PATTERNS
 
             processor.save_pretrained(folder)
             stale += FILE_PATTERNS

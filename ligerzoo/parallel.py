@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ligerzoo.kernels.ahead import with_gradients
-from ligerzoo.kernels.dispatch import Backend, autocast, cdiv, once_differentiable, uses_triton, wide
-from ligerzoo.kernels.head import Needs, head_type, rows_per_chunk
-from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, walk_rows_
-from ligerzoo.kernels.tokens import Reduction, as_targets, check_terms, denominator, reduced
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, once_differentiable, uses_triton
+from ligerzoo.kernels.loss.chunked_head import Needs, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduced
+from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, walk_rows_
 
 _IGNORED = -100  # among a process's own targets, where any number that is not negative may be a class
 
@@ -49,7 +49,7 @@ def _sweep(
     inside = (target >= first_class) & (target < first_class + weight.shape[0]) & counts & (not is_padding)
     # A row whose target another process has is here a row of class 0, of which only the logsumexp is used.
     own_target = torch.where(counts, torch.where(inside, target - first_class, 0), _IGNORED)
-    losses = torch.zeros_like(target, dtype=wide(hidden.dtype))
+    losses = torch.zeros_like(target, dtype=accumulation_dtype(hidden.dtype))
     own = empty_results(target, losses.dtype, statistics=False)
     of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
     head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
@@ -93,7 +93,7 @@ def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _Optio
     """Gradients are made in this one sweep, as in `linear_cross_entropy`."""
     needs = Needs(hidden.requires_grad, weight.requires_grad)
     with torch.no_grad():
-        ones = hidden.new_ones((), dtype=wide(hidden.dtype)).expand(target.shape)
+        ones = hidden.new_ones((), dtype=accumulation_dtype(hidden.dtype)).expand(target.shape)
         losses, dhidden, dweight = _sweep(hidden, weight, target, ones, needs, options)
     return with_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from ligerzoo import AutoModel, Processor, Tokenizer, cli, hub, info
-from ligerzoo.checkpoint import Checkpoint
 from ligerzoo.convert import MODEL_TYPES, architecture_of
-from ligerzoo.drawings import draw
+from ligerzoo.demo.drawings import draw
+from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.models import CausalLM, Gemma2, Gemma2Config, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
 
 ROOT = Path(__file__).parent.parent
-SEEING = ROOT / "ligerzoo/assets/tiny-shapes-qwen2-vl"
+SEEING = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
 COMMANDS = ("info", "generate", "chat", "convert", "demo")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

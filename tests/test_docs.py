@@ -79,7 +79,7 @@ def test_python_code(
     code = blocks(page, "python")
     if any("torch.distributed" in block for block in code):
         request.getfixturevalue("one_process")
-    monkeypatch.setattr("ligerzoo.kernels.head._logits_budget", 512)  # restores it after set_logits_budget
+    monkeypatch.setattr("ligerzoo.kernels.loss.chunked_head._logits_budget", 512)  # restores it after set_logits_budget
     names: dict[str, object] = {}
     for block in code:
         if any(recipe in block for recipe in RECIPES):

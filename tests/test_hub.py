@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ligerzoo import AutoModel, Tokenizer, hub, tokenizer
+from ligerzoo import AutoModel, Tokenizer, hub
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
+from ligerzoo.text import tokenizer
 from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, write_shards
 from tests.models.tiny_llama import LLAMA
 

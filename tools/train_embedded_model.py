@@ -1,6 +1,6 @@
 """Trains the demo's text model: a small Llama on the source of Python's standard library.
 
-    python tools/train_embedded_model.py --out ligerzoo/assets/tiny-python-llama
+    python tools/train_embedded_model.py --out ligerzoo/demo/assets/tiny-python-llama
 
 trains a byte-level BPE tokenizer and the model, and writes a checkpoint of at most 8 MB in Hugging Face format. The
 loss curve goes to training.json (and to loss.png, if matplotlib is installed). Takes minutes on an H200. On a CPU:
@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import ligerzoo
-from ligerzoo.demo import HELD_OUT
+from ligerzoo.demo.text import HELD_OUT
 from ligerzoo.models import Llama, LlamaConfig
 
 BOS, EOS = "<s>", "</s>"

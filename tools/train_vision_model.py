@@ -1,6 +1,6 @@
 """Trains the demo's vision model: a small Qwen2-VL on drawings of shapes and digits.
 
-    python -m tools.train_vision_model --out ligerzoo/assets/tiny-shapes-qwen2-vl
+    python -m tools.train_vision_model --out ligerzoo/demo/assets/tiny-shapes-qwen2-vl
 
 generates a new drawing for every example and trains the model to describe it. It writes a checkpoint of at most 3 MB in
 Hugging Face format, with tokenizer and processor. The loss curve goes to training.json (and to loss.png, if matplotlib
@@ -40,11 +40,11 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import ligerzoo
-from ligerzoo.demo_vision import QUESTION
-from ligerzoo.drawings import COLORS, DIGITS, SHAPES, draw, random_size
-from ligerzoo.images import read_image
+from ligerzoo.demo.drawings import COLORS, DIGITS, SHAPES, draw, random_size
+from ligerzoo.demo.vision import QUESTION
 from ligerzoo.models import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
-from ligerzoo.processor import Processor
+from ligerzoo.vision import read_image
+from ligerzoo.vision.processor import Processor
 from tools.train_embedded_model import learning_rate_at
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

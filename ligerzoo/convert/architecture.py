@@ -36,7 +36,7 @@ class Architecture:
         layouts: the ways in which its tensors may stand on disk; a new model is saved in the first.
         prefixes: what our names begin with, and what may stand there on disk, in any layout and for each of them by
             itself; a new model gets the first. A checkpoint of the bare decoder (`LlamaModel`) has no "model.".
-        is_passenger: whether a tensor of that name on disk is none of the model's, but is kept and saved with it.
+        is_extra_tensor: whether a tensor of that name on disk is none of the model's, but is kept and saved with it.
     """
 
     model_type: str
@@ -46,7 +46,7 @@ class Architecture:
     config_to_hf: Callable[[Any], dict[str, Any]]
     layouts: tuple[Layout, ...] = (Layout(),)
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
-    is_passenger: Callable[[str], bool] = is_rotary_buffer
+    is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
 
     @property
     def layout_of_new(self) -> Layout:

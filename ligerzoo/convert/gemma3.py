@@ -99,5 +99,5 @@ ARCHITECTURE = Architecture(
         ),
         "multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector."),
     },
-    is_passenger=lambda name: _HEAD.fullmatch(name) is not None,
+    is_extra_tensor=lambda name: _HEAD.fullmatch(name) is not None,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import refuse, rope_fields, shared_fields, switched_window
 from ligerzoo.convert.weights import Layout, PerExpert
-from ligerzoo.models.mixture import PartlyMixtureConfig
+from ligerzoo.models.moe import SparseStepMoEConfig
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 
 _EXPERT = "mlp.experts.{expert}"
@@ -35,7 +35,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Qwen2MoeConfig:
     return Qwen2MoeConfig(**{**shared_fields(raw, Qwen2MoeConfig), **rope_fields(raw), **switched_window(raw)})
 
 
-def config_to_hf(config: PartlyMixtureConfig) -> dict[str, Any]:
+def config_to_hf(config: SparseStepMoEConfig) -> dict[str, Any]:
     """Returns the entries of config.json, for Qwen2-MoE and Qwen3-MoE.
 
     A `head_dim` of None is omitted, since transformers accepts no null there.

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """A part of a tensor on disk that is a part of one of ours. It is all of the one or all of the other.
 
     Attributes:
@@ -43,7 +43,7 @@ class Piece:
 class Rule(Protocol):
     """A line of a weight table."""
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
         """The pieces of one of our tensors, or None if the rule is not about it.
 
         Args:
@@ -60,10 +60,10 @@ class Rename:
     theirs: str
     ours: str
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
         if not _holds(ours, self.ours):
             return None
-        return [Piece(_replaced(ours, self.ours, self.theirs), shapes[ours], ours)]
+        return [TensorSlice(_replaced(ours, self.ours, self.theirs), shapes[ours], ours)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Fused:
     theirs: str
     ours: tuple[str, ...]
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
         place = next((place for place, path in enumerate(self.ours) if _holds(ours, path)), None)
         if place is None:
             return None
@@ -84,7 +84,7 @@ class Fused:
         rows = [shapes[part][0] for part in parts]
         first, last = sum(rows[:place]), sum(rows[: place + 1])
         theirs, shape = _replaced(ours, path, self.theirs), (sum(rows), *shapes[ours][1:])
-        return [Piece(theirs, shape, ours, their_index=(slice(first, last),))]
+        return [TensorSlice(theirs, shape, ours, their_index=(slice(first, last),))]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class PerExpert:
     theirs: tuple[str, ...]
     ours: str
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
         return self._of_each_expert(ours, shapes[ours]) if _holds(ours, self.ours) else None
 
-    def _of_each_expert(self, ours: str, shape: Shape) -> Iterator[Piece]:
+    def _of_each_expert(self, ours: str, shape: Shape) -> Iterator[TensorSlice]:
         """One by one, for config.json may speak of any number of experts."""
         experts, all_rows, *rest = shape
         rows = all_rows // len(self.theirs)
@@ -110,7 +110,7 @@ class PerExpert:
             for place, path in enumerate(self.theirs):
                 theirs = _replaced(ours, self.ours, path.format(expert=expert))
                 index = (expert, slice(place * rows, (place + 1) * rows))
-                yield Piece(theirs, (rows, *rest), ours, our_index=index)
+                yield TensorSlice(theirs, (rows, *rest), ours, our_index=index)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Under:
     prefix: str
     rules: tuple[Rule, ...]
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
         return _pieces_by(self.rules, ours, shapes) if ours.startswith(self.prefix) else None
 
 
@@ -145,15 +145,15 @@ class Layout:
         """The same with another beginning of one part's names."""
         return self if ours == theirs else replace(self, prefixes=(*self.prefixes, (ours, theirs)))
 
-    def pieces(self, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
+    def pieces(self, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """The pieces of all our tensors, each told when it is asked for."""
         for ours in shapes:
             yield from self.pieces_of(ours, shapes)
 
-    def pieces_of(self, ours: str, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
+    def pieces_of(self, ours: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
         """The pieces of one of our tensors; `shapes` are those of all."""
         pieces = _pieces_by(self.rules, ours, shapes)
-        for piece in [Piece(ours, shapes[ours], ours)] if pieces is None else pieces:
+        for piece in [TensorSlice(ours, shapes[ours], ours)] if pieces is None else pieces:
             yield replace(piece, theirs=self._prefixed(piece.theirs)) if self.prefixes else piece
 
     def _prefixed(self, name: str) -> str:
@@ -161,7 +161,7 @@ class Layout:
         return next(found, name)
 
 
-def _pieces_by(rules: Iterable[Rule], ours: str, shapes: Mapping[str, Shape]) -> Iterable[Piece] | None:
+def _pieces_by(rules: Iterable[Rule], ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
     """The pieces of one of our tensors by the first rule that is about it, if there is one."""
     return next((pieces for rule in rules if (pieces := rule.pieces(ours, shapes)) is not None), None)
 
@@ -172,9 +172,9 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def assemble(
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorSlice],
     shapes: Mapping[str, Shape],
-    read: Callable[[Piece], Tensor],
+    read: Callable[[TensorSlice], Tensor],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -210,9 +210,9 @@ class DiskTensors(Mapping[str, Tensor]):
         tensors: ours.
     """
 
-    def __init__(self, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, pieces: Iterable[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[TensorSlice]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.theirs, []).append(piece)
         for parts in self._pieces.values():

@@ -10,15 +10,15 @@ from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
-from ligerzoo.kernels.head import set_logits_budget
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.loss.chunked_head import set_logits_budget
+from ligerzoo.kernels.loss.reduction import Reduction
+from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.softmax import softmax
-from ligerzoo.kernels.token_loss import TokenStatistics
-from ligerzoo.kernels.tokens import Reduction
 
 __all__ = [
     "Activation",

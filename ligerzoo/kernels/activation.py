@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton
-from ligerzoo.kernels.elementwise import exp, sigmoids
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.rows import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.kernels.math import exp, sigmoids
+from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu"]
 

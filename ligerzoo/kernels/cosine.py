@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import wide
+from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.softcap import Transform, transformed
 
 _ELEMENTS = 2**23  # of a copy in fp32
@@ -25,7 +25,7 @@ def reference(
     student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
 ) -> Tensor:
     """The distance of each row of (M, V) logits, 0 where it is ignored: the specification, and the tests' oracle."""
-    dtype = wide(torch.promote_types(student.dtype, teacher.dtype))
+    dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     # Masking the losses alone would multiply NaN logits of an ignored token by an upstream gradient of 0.
     z, y = (
         _directions(transformed(logits.to(dtype).masked_fill(ignored[..., None], 0.0), transform)[0])[0]
@@ -51,7 +51,9 @@ def losses_of(
     student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
 ) -> Tensor:
     """The distance of each row, outside autograd."""
-    losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
+    losses = ignored.new_zeros(
+        ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
+    )
     for rows in _parts(student):
         losses[rows] = reference(student[rows], teacher[rows], ignored[rows], student_transform, teacher_transform)
     return losses
@@ -63,7 +65,9 @@ def loss_then_gradient_(
 ) -> Tensor:  # fmt: skip
     """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient, times the row's
     upstream one."""
-    losses = ignored.new_zeros(ignored.shape, dtype=wide(torch.promote_types(student.dtype, teacher.dtype)))
+    losses = ignored.new_zeros(
+        ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
+    )
     for rows in _parts(student):
         x, slope = transformed(student[rows].to(losses.dtype), student_transform)
         z, inverse = _directions(x)

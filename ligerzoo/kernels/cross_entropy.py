@@ -15,8 +15,17 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, as_rows, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.token_loss import (
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, register, uses_triton
+from ligerzoo.kernels.loss.reduction import (
+    Reduction,
+    as_targets,
+    as_token_weight,
+    check_class_weight,
+    check_terms,
+    denominator,
+    reduced,
+)
+from ligerzoo.kernels.loss.token_loss import (
     NOTHING,
     TERMS_SCHEMA,
     Terms,
@@ -27,22 +36,13 @@ from ligerzoo.kernels.token_loss import (
     statistics_of,
     walk_rows_,
 )
-from ligerzoo.kernels.tokens import (
-    Reduction,
-    as_targets,
-    as_token_weight,
-    check_class_weight,
-    check_terms,
-    denominator,
-    reduced,
-)
 
 
 def _forward_fake(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
     temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    results = empty_results(target.reshape(-1), wide(logits.dtype), statistics=statistics)
+    results = empty_results(target.reshape(-1), accumulation_dtype(logits.dtype), statistics=statistics)
     return *results, results.loss.new_empty((2, target.numel()))
 
 
@@ -58,7 +58,7 @@ def _forward(
     """The results of the flattened targets, and the normalizers."""
     targets = target.reshape(-1)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    results = empty_results(targets, wide(logits.dtype), statistics=statistics)
+    results = empty_results(targets, accumulation_dtype(logits.dtype), statistics=statistics)
     normalizer = results.loss.new_zeros((2, target.numel()))
     walk_rows_(
         as_rows(logits), targets, results, NOTHING, terms, ignore_index, class_weight, normalizer=normalizer,
@@ -182,7 +182,7 @@ def cross_entropy(  # type: ignore[misc]
     check_terms(name, terms)
     check_class_weight(name, class_weight, n_classes)
     target = as_targets(name, target, n_classes, ignore_index)
-    token_weight = as_token_weight(name, token_weight, target, ignore_index, wide(logits.dtype))
+    token_weight = as_token_weight(name, token_weight, target, ignore_index, accumulation_dtype(logits.dtype))
     results: Sequence[Tensor]
     if uses_triton(logits, backend=backend):
         results = _CrossEntropy.apply(logits, target, class_weight, terms, ignore_index, return_statistics)

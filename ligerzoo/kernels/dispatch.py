@@ -53,7 +53,7 @@ def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
     return backend == "triton"
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that reductions over `dtype` are computed in: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 

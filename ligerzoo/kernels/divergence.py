@@ -39,18 +39,18 @@ from torch import Tensor
 from ligerzoo.kernels import cosine
 from ligerzoo.kernels.dispatch import (
     Backend,
+    accumulation_dtype,
     as_rows,
     next_power_of_2,
     once_differentiable,
     register,
     uses_triton,
-    wide,
 )
-from ligerzoo.kernels.elementwise import exp, fast_log, softcapped
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduced
+from ligerzoo.kernels.math import exp, fast_log, softcapped
 from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.kernels.softmax import max_and_sum_exp
-from ligerzoo.kernels.tokens import Reduction, check_target, denominator, reduced
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
 """The last, of `cosine`, is one of logits."""
@@ -90,7 +90,7 @@ OPTIONS_SCHEMA = (
 
 def _log_probabilities(student: Tensor, teacher: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | float]:
     """(log p, log q, the slope of the student's transformed logits)"""
-    dtype = wide(torch.promote_types(student.dtype, teacher.dtype))
+    dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     (y, _), (x, slope) = (
         transformed(logits.to(dtype), transform)
         for logits, transform in ((teacher, options.teacher), (student, options.student))

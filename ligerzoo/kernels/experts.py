@@ -23,9 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
-from ligerzoo.kernels.dispatch import DEBUG, Backend, autocast, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import (
+    DEBUG,
+    Backend,
+    accumulation_dtype,
+    autocast,
+    once_differentiable,
+    register,
+    uses_triton,
+)
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
-from ligerzoo.kernels.routing import collect, sort_by_expert, spread
+from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
 
 
@@ -39,7 +47,7 @@ def reference(
 ) -> Tensor:
     """One expert after the other in plain torch: the specification and the tests' oracle."""
     x, gate_up, down = autocast(x, gate_up, down)
-    y = torch.zeros_like(x, dtype=wide(x.dtype))
+    y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_ids == expert)
         gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
@@ -70,9 +78,9 @@ def _forward(
     """y, the hidden rows, and what `sort_by_expert` gives."""
     _check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
-    hidden = grouped_product(spread(x, rows, triton), gate_up.mT, bounds[1:], triton)
+    hidden = grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
     active = weighted_glu(hidden, expert_weights, rows, activation, triton)
-    return collect(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton), hidden, rows, bounds
+    return unpermute(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton), hidden, rows, bounds
 
 
 def _backward_fake(
@@ -100,7 +108,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x, expert_weights, gate_up and down, empty where not needed."""
     dx, dweights, dgate_up, ddown = (t.new_empty(0) for t in (x, expert_weights, gate_up, down))
-    ends, dy_rows = bounds[1:], spread(dy, rows, triton)
+    ends, dy_rows = bounds[1:], permute(dy, rows, triton)
     if needs_x or needs_weights or needs_gate_up:
         dactive = grouped_product(dy_rows, down, ends, triton)
         dhidden, dw, active = weighted_glu_backward(
@@ -114,9 +122,9 @@ def _backward(
         ddown = grouped_outer_product(dy_rows, active, ends, triton)
     del dy_rows, active  # before the largest of the gradients is made
     if needs_x:
-        dx = collect(grouped_product(dhidden, gate_up, ends, triton), rows, bounds, triton)
+        dx = unpermute(grouped_product(dhidden, gate_up, ends, triton), rows, bounds, triton)
     if needs_gate_up:
-        dgate_up = grouped_outer_product(dhidden, spread(x, rows, triton), ends, triton)
+        dgate_up = grouped_outer_product(dhidden, permute(x, rows, triton), ends, triton)
     return dx, dweights, dgate_up, ddown
 
 

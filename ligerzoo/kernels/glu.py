@@ -21,7 +21,7 @@ from torch import Tensor
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
 from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.rows import STRIP_WARPS, row_and_columns, strips
+from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
 
 def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:

@@ -30,7 +30,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 _NUMBERS = frozenset({int, float, bool, type(None)})
-_MOST_KEYS = 4096  # where every batch has another length
+_MAX_KEYS = 4096  # where every batch has another length
 
 
 class _DeviceFunction:
@@ -78,7 +78,7 @@ class Kernel:
                 programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
             )
             return
-        if len(self._compiled) >= _MOST_KEYS:
+        if len(self._compiled) >= _MAX_KEYS:
             self._compiled.clear()
         self._compiled[tuple(key)] = self._jitted[programs, 1, 1](*arguments, **options)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, cdiv, once_differentiable, register, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.rows import (
+from ligerzoo.kernels.tiling import (
     BACKWARD_TILE,
     FORWARD_TILE,
     check_columns,

@@ -18,19 +18,10 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.ahead import with_gradients
-from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton, wide
-from ligerzoo.kernels.head import Needs, gradient_dtype, head_type, rows_per_chunk
-from ligerzoo.kernels.token_loss import (
-    TERMS_SCHEMA,
-    Terms,
-    TokenStatistics,
-    Upstream,
-    empty_results,
-    statistics_of,
-    walk_rows_,
-)
-from ligerzoo.kernels.tokens import (
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, register, uses_triton
+from ligerzoo.kernels.loss.chunked_head import Needs, gradient_dtype, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
     as_token_weight,
@@ -38,6 +29,15 @@ from ligerzoo.kernels.tokens import (
     check_terms,
     denominator,
     reduced,
+)
+from ligerzoo.kernels.loss.token_loss import (
+    TERMS_SCHEMA,
+    Terms,
+    TokenStatistics,
+    Upstream,
+    empty_results,
+    statistics_of,
+    walk_rows_,
 )
 
 
@@ -57,10 +57,10 @@ def _sweep_fake(
     needs_hidden: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return (
-        *empty_results(target, wide(hidden.dtype), statistics=statistics),
+        *empty_results(target, accumulation_dtype(hidden.dtype), statistics=statistics),
         hidden.new_empty(hidden.shape if needs_hidden else (0,)),
         weight.new_empty(weight.shape if needs_weight else (0,), dtype=gradient_dtype(weight)),
-        weight.new_empty(weight.shape[:1] if needs_bias else (0,), dtype=wide(weight.dtype)),
+        weight.new_empty(weight.shape[:1] if needs_bias else (0,), dtype=accumulation_dtype(weight.dtype)),
     )
 
 
@@ -82,11 +82,11 @@ def _sweep(
     upstream = Upstream(of_loss, of_logp, of_entropy, of_logsumexp)
     terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
     needs = Needs(needs_hidden, needs_weight)  # the bias's gradient is summed here, from what is not rounded yet
-    results = empty_results(target, wide(hidden.dtype), statistics=statistics)
+    results = empty_results(target, accumulation_dtype(hidden.dtype), statistics=statistics)
     counts = target != ignore_index
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), budget)
     head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs, bias)
-    dbias = weight.new_zeros(weight.shape[:1] if needs_bias else (0,), dtype=wide(weight.dtype))
+    dbias = weight.new_zeros(weight.shape[:1] if needs_bias else (0,), dtype=accumulation_dtype(weight.dtype))
     for chunk in head.chunks:
         logits = head.logits(chunk)
         walk_rows_(
@@ -109,7 +109,7 @@ def _reduced_loss(
     terms, *others = options
     needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
     with torch.no_grad():
-        ones = torch.ones((), dtype=wide(hidden.dtype), device=hidden.device)
+        ones = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
         of_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
         if hidden.dtype == torch.float16 and of_loss.numel():
             # Small weights would take the logits' gradients out of its range.
@@ -259,12 +259,12 @@ def linear_cross_entropy(  # type: ignore[misc]
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
     rows, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     check_class_weight(name, class_weight, weight.shape[0])
-    token_weight = as_token_weight(name, token_weight, target, ignore_index, wide(rows.dtype))
+    token_weight = as_token_weight(name, token_weight, target, ignore_index, accumulation_dtype(rows.dtype))
     triton = uses_triton(rows, weight, backend=backend)
     options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
     divisor = denominator(
-        name, wide(rows.dtype), target, reduction, ignore_index, num_items, class_weight, token_weight
+        name, accumulation_dtype(rows.dtype), target, reduction, ignore_index, num_items, class_weight, token_weight
     )
     if divisor is None or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
         results = _TokenResults.apply(rows, weight, targets, bias, class_weight, options)

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.ahead import with_gradients
-from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, register, uses_triton
 from ligerzoo.kernels.divergence import (
     OPTIONS_SCHEMA,
     Divergence,
@@ -38,8 +37,9 @@ from ligerzoo.kernels.divergence import (
     loss_then_gradient_,
     losses_of,
 )
-from ligerzoo.kernels.head import DenseHead, Needs, SkippingHead, gradient_dtype, head_type, rows_per_chunk
-from ligerzoo.kernels.tokens import Reduction, check_target, denominator
+from ligerzoo.kernels.loss.chunked_head import DenseHead, Needs, SkippingHead, gradient_dtype, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
 
 
 class Side(NamedTuple):
@@ -74,12 +74,12 @@ def _sweep_fake(
     triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     either = torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)
-    losses = student_hidden.new_empty(target.shape, dtype=wide(either))
+    losses = student_hidden.new_empty(target.shape, dtype=accumulation_dtype(either))
     dhidden = student_hidden.new_empty(student_hidden.shape if needs_hidden else (0,))
     classes, features = student_weight.shape
     dweight_dtype = gradient_dtype(*_weights(student_weight, teacher_weight))
     dweight = student_weight.new_empty((classes, features) if needs_weight else (0,), dtype=dweight_dtype)
-    dbias = student_weight.new_empty((classes,) if needs_bias else (0,), dtype=wide(student_weight.dtype))
+    dbias = student_weight.new_empty((classes,) if needs_bias else (0,), dtype=accumulation_dtype(student_weight.dtype))
     return losses, dhidden, dweight, dbias
 
 
@@ -123,7 +123,9 @@ def _sweep(
     teacher: DenseHead | SkippingHead | _GivenLogits = _GivenLogits(teacher_hidden, student.order)
     if teacher_weight is not None:
         teacher = head(teacher_hidden, teacher_weight, counts, rows, Needs(False, False), teacher_bias)
-    losses = target.new_zeros(target.shape, dtype=wide(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)))
+    losses = target.new_zeros(
+        target.shape, dtype=accumulation_dtype(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype))
+    )
     for chunk in student.chunks:
         tokens = chunk if student.order is None else student.order[chunk]
         logits, teacher_logits = student.logits(chunk), teacher.logits(chunk)
@@ -169,7 +171,9 @@ def linear_divergence(
         student_scale=student.scale, student_softcap=student.softcap,
         teacher_scale=teacher.scale, teacher_softcap=teacher.softcap,
     )  # fmt: skip
-    divisor = denominator(name, wide(student.hidden.dtype), target, reduction, options.ignore_index, num_items)
+    divisor = denominator(
+        name, accumulation_dtype(student.hidden.dtype), target, reduction, options.ignore_index, num_items
+    )
     inputs = _Inputs(
         student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias,
         teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias, target.reshape(-1),
@@ -193,7 +197,7 @@ def _reduced_divergence(
     student, target = inputs[:3], inputs.target
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in student]
     with torch.no_grad():
-        share = torch.ones((), dtype=wide(inputs.student_hidden.dtype), device=target.device) / divisor
+        share = torch.ones((), dtype=accumulation_dtype(inputs.student_hidden.dtype), device=target.device) / divisor
         # In fp16 what is multiplied by a small number too early may vanish.
         is_fp16 = inputs.student_hidden.dtype == torch.float16
         upstream, factor = (torch.ones_like(share), share) if is_fp16 else (share, None)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, cdiv, once_differentiable, register, uses_triton, wide
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, once_differentiable, register, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.rows import (
+from ligerzoo.kernels.tiling import (
     BACKWARD_TILE,
     FORWARD_TILE,
     check_columns,
@@ -38,11 +38,11 @@ def reference(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
 ) -> Tensor:
     """The same in plain torch: the specification, the CPU path and the tests' oracle."""
-    wide_x = x.to(wide(x.dtype))
+    wide_x = x.to(accumulation_dtype(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
     if weight is None:
         return normalized.to(x.dtype)
-    scale = weight_offset + weight.to(wide(weight.dtype))
+    scale = weight_offset + weight.to(accumulation_dtype(weight.dtype))
     if round_before_scale:
         return (scale * normalized.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
     return (normalized * scale).to(x.dtype)

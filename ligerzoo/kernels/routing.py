@@ -1,7 +1,7 @@
 """Tokens and the rows of their slots: where T tokens go to k experts each, their T * k slots are sorted by expert.
 
-    spread:    out[rows[t, j]] = x_t,                each token copied into the rows of its slots
-    collect:   y_t = sum_j values[rows[t, j]],       in fp32 and in the order of the slots
+    permute:    out[rows[t, j]] = x_t,                each token copied into the rows of its slots
+    unpermute:   y_t = sum_j values[rows[t, j]],       in fp32 and in the order of the slots
 
 The two are each other's transposes, so each is the backward pass of the other. Nothing is added by atomics, and nothing
 waits for the GPU, which alone knows how many rows an expert has.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import as_rows, cdiv, next_power_of_2, wide
+from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows, cdiv, next_power_of_2
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.rows import row_and_columns
+from ligerzoo.kernels.tiling import row_and_columns
 
 _MAX_BLOCK = 2048
 
@@ -34,7 +34,7 @@ def sort_by_expert(expert_ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
 
 
 @kernel
-def _spread_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _permute_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     token, cols = row_and_columns(n_cols, BLOCK)
     x = tl.load(x_ptr + token * x_stride + cols, mask=cols < n_cols, other=0.0)
     for slot in tl.static_range(SLOTS):
@@ -43,7 +43,7 @@ def _spread_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constexp
 
 
 @kernel
-def _collect_kernel(
+def _unpermute_kernel(
     values_ptr, row_ptr, bounds_ptr, y_ptr, n_cols, n_experts, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token, cols = row_and_columns(n_cols, BLOCK)
@@ -56,24 +56,29 @@ def _collect_kernel(
     tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def spread(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
+def permute(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
     """(T, H), any strides -> (T * k, H)."""
     out = x.new_empty((rows.numel(), x.shape[1]))
     if triton:
         x, n_cols, block = as_rows(x), x.shape[1], min(_MAX_BLOCK, next_power_of_2(x.shape[1]))
         programs = x.shape[0] * cdiv(n_cols, block)
-        _spread_kernel[programs](x, rows, out, x.stride(0), n_cols, rows.shape[1], block, num_warps=4)
+        _permute_kernel[programs](x, rows, out, x.stride(0), n_cols, rows.shape[1], block, num_warps=4)
     else:
         out[rows.flatten()] = x.repeat_interleave(rows.shape[1], 0)
     return out
 
 
-def collect(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
+def unpermute(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
     """(T * k, H), contiguous -> (T, H); NaN for a token with a slot of no expert."""
     n_cols = values.shape[1]
     if not triton:
-        return values[rows.flatten()].view(*rows.shape, n_cols).sum(1, dtype=wide(values.dtype)).to(values.dtype)
+        return (
+            values[rows.flatten()]
+            .view(*rows.shape, n_cols)
+            .sum(1, dtype=accumulation_dtype(values.dtype))
+            .to(values.dtype)
+        )
     y, block = values.new_empty((rows.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
     programs = rows.shape[0] * cdiv(n_cols, block)
-    _collect_kernel[programs](values, rows, bounds, y, n_cols, len(bounds) - 1, rows.shape[1], block, num_warps=4)
+    _unpermute_kernel[programs](values, rows, bounds, y, n_cols, len(bounds) - 1, rows.shape[1], block, num_warps=4)
     return y

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, register, uses_triton
-from ligerzoo.kernels.elementwise import fast_exp, softcapped
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.rows import FORWARD_TILE, tile
+from ligerzoo.kernels.math import fast_exp, softcapped
+from ligerzoo.kernels.tiling import FORWARD_TILE, tile
 
 _LONGEST_ROW_HELD = 32768  # of a row that is held in the registers of one program
 _BLOCK = 4096  # columns a step in a row that is not

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
-from ligerzoo.kernels.dispatch import cdiv, next_power_of_2, wide
+from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, next_power_of_2
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.routing import spread
-from ligerzoo.kernels.rows import row_and_columns
+from ligerzoo.kernels.routing import permute
+from ligerzoo.kernels.tiling import row_and_columns
 
 _MAX_BLOCK, _MAX_BACKWARD_BLOCK = 1024, 256
 
@@ -74,13 +74,16 @@ def _activation_backward(upstream: Tensor, gate: Tensor, activation: Activation)
 
 def _row_weights(expert_weights: Tensor, rows: Tensor) -> Tensor:
     """(T, k) -> (T * k, 1): the weight of each row's slot."""
-    return spread(expert_weights.reshape(-1, 1), rows.view(-1, 1), False)
+    return permute(expert_weights.reshape(-1, 1), rows.view(-1, 1), False)
 
 
 def weighted_glu(hidden: Tensor, expert_weights: Tensor, rows: Tensor, activation: Activation, triton: bool) -> Tensor:
     """(T * k, 2I) -> (T * k, I): what the down projections take."""
     if not triton:
-        weight, (gate, up) = _row_weights(expert_weights, rows), hidden.to(wide(hidden.dtype)).chunk(2, -1)
+        weight, (gate, up) = (
+            _row_weights(expert_weights, rows),
+            hidden.to(accumulation_dtype(hidden.dtype)).chunk(2, -1),
+        )
         return (weight * ACTIVATIONS[activation](gate) * up).to(hidden.dtype)
     n_cols = hidden.shape[1] // 2
     active, block = hidden.new_empty((hidden.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
@@ -95,7 +98,10 @@ def weighted_glu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the hidden rows and of the experts' weights, and again what `weighted_glu` gave."""
     if not triton:
-        weight, (gate, up) = _row_weights(expert_weights, rows), hidden.to(wide(hidden.dtype)).chunk(2, -1)
+        weight, (gate, up) = (
+            _row_weights(expert_weights, rows),
+            hidden.to(accumulation_dtype(hidden.dtype)).chunk(2, -1),
+        )
         activated = ACTIVATIONS[activation](gate)
         dweights = (dactive * activated * up).sum(-1)[rows].to(expert_weights.dtype)
         dgate = _activation_backward(weight * dactive * up, gate, activation)

@@ -3,15 +3,15 @@
 from ligerzoo.layers.attention import Attention, attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
-from ligerzoo.layers.cache import KVCache, LayerCache, MemoryLayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, KVCache, LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
+from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.embedding import ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.masks import Mask, TileMask
-from ligerzoo.layers.memory import Memory, tile_memory
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
@@ -36,6 +36,8 @@ __all__ = [
     "Context",
     "CrossAttention",
     "CrossAttentionBlock",
+    "CrossAttentionInputs",
+    "CrossAttentionLayerCache",
     "Decoder",
     "Experts",
     "GatedMLP",
@@ -48,8 +50,6 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "Mask",
-    "Memory",
-    "MemoryLayerCache",
     "MoE",
     "PatchEmbedding",
     "PatchMerger",
@@ -79,5 +79,5 @@ __all__ = [
     "sectioned",
     "set_backend",
     "shifted_labels",
-    "tile_memory",
+    "tile_cross_attention_inputs",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligerzoo.kernels import rope
-from ligerzoo.kernels.dispatch import Backend, check_backend, wide
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.masks import AttentionMask, added
@@ -31,7 +31,7 @@ _FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 
-_MOST_SCORES = 1024 * 1024
+_MAX_SCORES = 1024 * 1024
 """The largest T * S whose mask, or scores, are made as a matrix on a GPU."""
 
 
@@ -57,7 +57,7 @@ def reference(
             1 + scores.shape[-1] - scores.shape[-2]
         )
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
-    probabilities = scores.softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
+    probabilities = scores.softmax(-1, dtype=accumulation_dtype(q.dtype)).to(q.dtype)
     return (probabilities @ v).transpose(1, 2)
 
 
@@ -86,7 +86,7 @@ def attend(
         (B, T, N, D).
     """
     tokens, keys = q.shape[1], k.shape[1]
-    on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MOST_SCORES
+    on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
     if isinstance(mask, AttentionMask) and not on_cpu and not is_short and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
     if isinstance(mask, AttentionMask):
@@ -216,7 +216,7 @@ class Attention(nn.Module):
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        q, k = self.turn(q, k, context)
+        q, k = self.apply_rotary(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
         mask = context.mask(
@@ -229,7 +229,7 @@ class Attention(nn.Module):
         out = attend(q, k, v, mask, self.scale, self.softcap, self.is_causal)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
-    def turn(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def apply_rotary(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Queries and keys, given their positions."""
         if self.rotary is None:
             return q, k

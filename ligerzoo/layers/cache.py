@@ -84,7 +84,7 @@ class RollingLayerCache(LayerCache):
         return _part(self._keys, start, end), _part(self._values, start, end)
 
 
-class MemoryLayerCache(LayerCache):
+class CrossAttentionLayerCache(LayerCache):
     """Of a cross-attention layer: the keys and values of a memory, such as images, projected once. They are no tokens
     of the text, and their number does not count as its length."""
 
@@ -181,16 +181,16 @@ class KVCache:
             are rotated otherwise (LongRoPE); None where keys stay as they are.
         position_offset: (B or 1, 1) int64, by how much the positions of tokens to come differ from their places in the
             text, of which images take up more than they take up positions (M-RoPE); None for not at all.
-        last_visible: (B, 1, images, tiles) bool, what the last token sees of the images in the memory; None for all.
+        last_image_mask: (B, 1, images, tiles) bool, what the last token sees of the images in the memory; None for all.
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
         self.useful_until: int | None = None
         self.position_offset: Tensor | None = None
-        self.last_visible: Tensor | None = None
-        self._of_text = next((layer for layer in self.layers if not isinstance(layer, MemoryLayerCache)), None)
-        self._of_memory = next((layer for layer in self.layers if isinstance(layer, MemoryLayerCache)), None)
+        self.last_image_mask: Tensor | None = None
+        self._of_text = next((layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)), None)
+        self._of_memory = next((layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)), None)
 
     def serves(self, tokens: int) -> bool:
         """Whether what it holds is of use to so many more tokens; if not, all are to be read anew, with a new cache."""
@@ -203,7 +203,7 @@ class KVCache:
         return self._of_text.length if self._of_text else 0
 
     @property
-    def memory_length(self) -> int:
+    def cross_attention_length(self) -> int:
         """The number of states that each cross-attention layer holds keys and values of."""
         return self._of_memory.length if self._of_memory else 0
 

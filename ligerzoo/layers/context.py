@@ -16,14 +16,26 @@ from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from ligerzoo.layers.memory import Memory
+    from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
 
 _NO_CACHE = KVCache([])
 
 _ATTRIBUTES = (
-    "rows", "tokens", "cache", "real", "starts", "last_seen", "memory", "position_ids", "router_logits", "_ready",
-    "_places", "_end", "_rotations", "_masks",
-)  # fmt: skip
+    "rows",
+    "tokens",
+    "cache",
+    "padding_mask",
+    "segment_start",
+    "last_visible",
+    "cross_attention_inputs",
+    "position_ids",
+    "router_logits",
+    "_ready",
+    "cache_position",
+    "_end",
+    "_rotations",
+    "_masks",
+)
 """All that a context has."""
 
 
@@ -45,9 +57,9 @@ class Context:
     Attributes:
         cache: as given.
         position_ids: (B or 1, T) or (A, B or 1, T) int64.
-        starts: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
-        real: (B, S) bool, False for padding; None where all tokens are known to be real.
-        last_seen: (B, T) int64, the place up to which each token sees with causality; None for its own.
+        segment_start: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
+        padding_mask: (B, S) bool, False for padding; None where all tokens are known to be real.
+        last_visible: (B, T) int64, the place up to which each token sees with causality; None for its own.
         memory: what cross-attention looks at; None, which it is at first, for nothing.
         router_logits: of each mixture of experts, (B * T, E), in the order of the layers.
 
@@ -77,32 +89,32 @@ class Context:
         if cu_seqlens is not None:
             _check_packing(cu_seqlens, x, attention_mask, cache)
         self._ready: Tensor | Mask | None = None
-        self.real: Tensor | None = None
+        self.padding_mask: Tensor | None = None
         if isinstance(attention_mask, Mask) or (
             attention_mask is not None and _checked(attention_mask, self.rows, self.tokens, cache).ndim == 4
         ):
             self._ready = attention_mask
         elif attention_mask is not None:
-            self.real = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
+            self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # Looking at the mask makes the host wait for a GPU, once a prompt; without padding that buys attention
             # kernels which take no mask.
-            if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.real.all()):
-                self.real = None
-        self._places = places = (cache or _NO_CACHE).positions(self.tokens, x.device)
-        self.starts: Tensor | None = None
-        self.last_seen: Tensor | None = None
+            if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.padding_mask.all()):
+                self.padding_mask = None
+        self.cache_position = places = (cache or _NO_CACHE).positions(self.tokens, x.device)
+        self.segment_start: Tensor | None = None
+        self.last_visible: Tensor | None = None
         self._end: Tensor | None = None  # 0-d: of packed texts
         if cu_seqlens is not None:
             bounds = cu_seqlens.to(x.device, torch.int64)
             self._end = bounds[-1]
             text = torch.searchsorted(bounds, places, right=True) - 1
-            self.starts = bounds[text][None]
+            self.segment_start = bounds[text][None]
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
-            self.starts = _starts(position_ids)
+            self.segment_start = _segment_starts(position_ids)
         if position_ids is None:
             position_ids = self._places_in_text()
         self.position_ids = position_ids
-        self.memory: Memory | None = None
+        self.cross_attention_inputs: CrossAttentionInputs | None = None
         self.router_logits: list[Tensor] = []
         self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
@@ -117,23 +129,25 @@ class Context:
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork
 
-    def real_tokens(self) -> Tensor | None:
+    def call_padding_mask(self) -> Tensor | None:
         """(B, T) bool: which of the call's tokens are no padding; None where all are known to be real."""
         if self._end is not None:
-            return (self._places < self._end)[None]
-        return None if self.real is None else self.real[:, self._places]
+            return (self.cache_position < self._end)[None]
+        return None if self.padding_mask is None else self.padding_mask[:, self.cache_position]
 
-    def places(self) -> Tensor:
+    def token_positions(self) -> Tensor:
         """(B or 1, T) int64: how many tokens of its text, padding not counted, stand before each token."""
-        if self.real is not None:
-            return (self.real.cumsum(1) - 1).clamp(min=0)[:, self._places]
+        if self.padding_mask is not None:
+            return (self.padding_mask.cumsum(1) - 1).clamp(min=0)[:, self.cache_position]
         return self._places_in_text()
 
     def _places_in_text(self) -> Tensor:
         """(B or 1, T) int64: how many tokens of its text, padding counted, stand before each token."""
-        return (self._places if self.starts is None else self._places - self.starts).view(-1, self.tokens)
+        return (self.cache_position if self.segment_start is None else self.cache_position - self.segment_start).view(
+            -1, self.tokens
+        )
 
-    def see_runs(self, here: Tensor) -> None:
+    def allow_bidirectional_spans(self, here: Tensor) -> None:
         """Lets tokens side by side for which `here` is true, such as those of an image, see those of them that come
         after, too. A run of them ends with its text.
 
@@ -141,13 +155,13 @@ class Context:
             here: (B, T) bool.
         """
         goes_on = here[:, :-1] & here[:, 1:]
-        if self.starts is not None:
-            goes_on = goes_on & (self.starts[:, :-1] == self.starts[:, 1:])
+        if self.segment_start is not None:
+            goes_on = goes_on & (self.segment_start[:, :-1] == self.segment_start[:, 1:])
         # As with the attention mask, looking makes the host wait for a GPU, and may save the layers a mask.
         if torch.compiler.is_compiling() or bool(goes_on.any()):
             goes_on = F.pad(goes_on, (0, 1), value=False)
-            ends = self._places.masked_fill(goes_on, torch.iinfo(torch.int64).max)
-            self.last_seen = ends.flip(1).cummin(1).values.flip(1)
+            ends = self.cache_position.masked_fill(goes_on, torch.iinfo(torch.int64).max)
+            self.last_visible = ends.flip(1).cummin(1).values.flip(1)
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""
@@ -196,22 +210,22 @@ class Context:
             return _of_keys(self._ready, offset, keys)
         is_windowed = window is not None and keys > window
         is_chunk = is_causal and 1 < self.tokens < keys
-        is_plain = self.real is None and self.starts is None and self.last_seen is None
+        is_plain = self.padding_mask is None and self.segment_start is None and self.last_visible is None
         if is_plain and not (is_windowed or is_chunk or even_if_plain):
             return None
-        query = self._places - offset
-        first = torch.zeros_like(query)[None] if self.starts is None else self.starts
+        query = self.cache_position - offset
+        first = torch.zeros_like(query)[None] if self.segment_start is None else self.segment_start
         if is_causal:
-            last = query[None].expand_as(first) if self.last_seen is None else self.last_seen - offset
-        elif self.starts is None:
+            last = query[None].expand_as(first) if self.last_visible is None else self.last_visible - offset
+        elif self.segment_start is None:
             last = torch.full_like(first, keys - 1)
         else:
-            last = torch.searchsorted(self.starts, self.starts, right=True) - 1
+            last = torch.searchsorted(self.segment_start, self.segment_start, right=True) - 1
         first = first.expand_as(last)
         if window is not None:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)
-        real = None if self.real is None else _of_keys(self.real, offset, keys)
+        real = None if self.padding_mask is None else _of_keys(self.padding_mask, offset, keys)
         return Mask(query, first, last, keys, real)
 
 
@@ -220,7 +234,7 @@ def shifted_labels(labels: Tensor, starts: Tensor | None = None, ignored: int = 
 
     Args:
         labels: (B, T) token ids.
-        starts: see `Context`.
+        segment_start: see `Context`.
         ignored: the label of a token that predicts nothing.
     """
     shifted = F.pad(labels[..., 1:], (0, 1), value=ignored)
@@ -275,7 +289,7 @@ def _of_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
     return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
 
 
-def _starts(position_ids: Tensor) -> Tensor | None:
+def _segment_starts(position_ids: Tensor) -> Tensor | None:
     """(B or 1, T): the place at which the positions last began anew; None if they nowhere do."""
     begins = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
     if not torch.compiler.is_compiling() and not bool(begins.any()):

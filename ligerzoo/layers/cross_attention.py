@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.attention import Attention, attend
-from ligerzoo.layers.cache import LayerCache, MemoryLayerCache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.norm import add_and_normalize
 
@@ -52,9 +52,9 @@ class CrossAttention(Attention):
         Args:
             x: the hidden states of T new tokens.
             context: has the memory.
-            cache: a `MemoryLayerCache`, which takes up the keys and values of new states.
+            cache: a `CrossAttentionLayerCache`, which takes up the keys and values of new states.
         """
-        memory = context.memory
+        memory = context.cross_attention_inputs
         if memory is None:
             raise ValueError("CrossAttention: the context has no memory to attend to")
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -67,7 +67,7 @@ class CrossAttention(Attention):
     def _keys_and_values(self, states: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """Those of the whole memory, (B, S, K, D) each."""
         if states is None:
-            if not isinstance(cache, MemoryLayerCache) or cache.length == 0:
+            if not isinstance(cache, CrossAttentionLayerCache) or cache.length == 0:
                 raise ValueError("CrossAttention: a memory without states, and none in the cache")
             return cache.held()
         k, v = (projection(states).unflatten(-1, (-1, self.head_dim)) for projection in (self.k_proj, self.v_proj))
@@ -106,7 +106,7 @@ class CrossAttentionBlock(nn.Module):
         nn.init.zeros_(self.cross_attn_mlp_gate)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        memory = context.memory
+        memory = context.cross_attention_inputs
         if memory is None:
             return x
         attended = self.cross_attn_attn_gate.tanh() * self.cross_attn(self.input_layernorm(x), context, cache)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligerzoo.layers.cache import KVCache, LayerCache, MemoryLayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, KVCache, LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.cross_attention import CrossAttentionBlock
 
@@ -110,7 +110,7 @@ def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, lis
 
 def _new_layer_cache(layer: nn.Module, capacity: int | None) -> LayerCache:
     if isinstance(layer, CrossAttentionBlock):
-        return MemoryLayerCache()
+        return CrossAttentionLayerCache()
     if capacity is not None:
         return StaticLayerCache(capacity)
     window = getattr(getattr(layer, "self_attn", None), "window", None)

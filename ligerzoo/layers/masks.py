@@ -98,7 +98,7 @@ class Mask(AttentionMask):
         first: (B or 1, T) int64.
         last: (B or 1, T) int64.
         keys: S.
-        real: (B, S) bool, False for padding; None for no padding.
+        padding_mask: (B, S) bool, False for padding; None for no padding.
 
     Attributes:
         fallback: (B, T) int64, the own key of a query that sees no key, and -1 for the others; None without padding.
@@ -106,7 +106,7 @@ class Mask(AttentionMask):
 
     def __init__(self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None) -> None:
         super().__init__(len(query), keys)
-        self.query, self.first, self.last, self.real = query, first, last, real
+        self.query, self.first, self.last, self.padding_mask = query, first, last, real
         self.fallback = None if real is None else query.where(~self._sees_any(real), -1)
 
     def _sees_any(self, real: Tensor) -> Tensor:
@@ -119,9 +119,9 @@ class Mask(AttentionMask):
         """(B or 1, 1, T, S) bool."""
         key = torch.arange(self.keys, device=self.query.device)
         visible = (key >= self.first[..., None]) & (key <= self.last[..., None])
-        if self.real is not None and self.fallback is not None:
-            visible = visible & self.real[:, None]
-            if self.real.device.type != "cpu":
+        if self.padding_mask is not None and self.fallback is not None:
+            visible = visible & self.padding_mask[:, None]
+            if self.padding_mask.device.type != "cpu":
                 visible = visible | (key == self.fallback[..., None])
         return visible[:, None]
 
@@ -130,16 +130,20 @@ class Mask(AttentionMask):
         begin, end = self._key_blocks(self.query.device)
         seen = (end >= first.amin(-1)[..., None]) & (begin <= last.amax(-1)[..., None])
         seen_in_full = (begin >= first.amax(-1)[..., None]) & (end <= last.amin(-1)[..., None])
-        if self.real is not None:
-            real = F.pad(self.real, (0, len(begin) * _BLOCK - self.keys)).view(len(self.real), -1, _BLOCK).all(-1)
+        if self.padding_mask is not None:
+            real = (
+                F.pad(self.padding_mask, (0, len(begin) * _BLOCK - self.keys))
+                .view(len(self.padding_mask), -1, _BLOCK)
+                .all(-1)
+            )
             seen, seen_in_full = seen.expand(len(real), -1, -1), seen_in_full & real[:, None]
         return seen, seen_in_full
 
     def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
         row = b if len(self.first) > 1 else 0
         visible = (key >= self.first[row, q]) & (key <= self.last[row, q])
-        if self.real is not None and self.fallback is not None:
-            visible = visible & self.real[b, key] | (key == self.fallback[b, q])
+        if self.padding_mask is not None and self.fallback is not None:
+            visible = visible & self.padding_mask[b, key] | (key == self.fallback[b, q])
         return visible
 
 

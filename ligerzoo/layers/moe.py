@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import experts_mlp
 from ligerzoo.kernels.activation import Activation, check_activation
-from ligerzoo.kernels.dispatch import Backend, check_backend, wide
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 
 
 class RouterLogits(Protocol):
@@ -249,7 +249,7 @@ def load_balancing_loss(
             f"expected {num_tokens} entries, one per token"
         )
     # Weights instead of boolean indexing, whose result size would need a host sync.
-    share = attention_mask.to(router_logits[0].device, wide(router_logits[0].dtype)).reshape(-1, 1)
+    share = attention_mask.to(router_logits[0].device, accumulation_dtype(router_logits[0].dtype)).reshape(-1, 1)
     share = share / share.sum().clamp(min=1)
     chosen, probable = [], []
     for logits in router_logits:
@@ -262,4 +262,4 @@ def load_balancing_loss(
 
 def _probabilities(logits: Tensor) -> Tensor:
     """Softmax in fp32 for every dtype of logits: in bf16 many probabilities would round to ties."""
-    return logits.softmax(-1, dtype=wide(logits.dtype))
+    return logits.softmax(-1, dtype=accumulation_dtype(logits.dtype))

@@ -28,7 +28,7 @@ _OPTIONAL_PARAMETERS = (
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim",
 )  # fmt: skip
-_MOST_FEATURES = 2**16
+_MAX_FEATURES = 2**16
 _KNOWN = "one of " + ", ".join(REQUIRED_PARAMETERS)
 
 
@@ -129,12 +129,12 @@ def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
     rope_type = scaling.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in REQUIRED_PARAMETERS:
         raise ConfigError("unknown rope type", where="rope_scaling", got=repr(rope_type), expected=_KNOWN)
-    if dim % 2 or not 0 < dim <= _MOST_FEATURES:
+    if dim % 2 or not 0 < dim <= _MAX_FEATURES:
         raise ConfigError(
             "invalid number of rotated features",
             where="head_dim",
             got=dim,
-            expected=f"an even number, 2 to {_MOST_FEATURES}",
+            expected=f"an even number, 2 to {_MAX_FEATURES}",
         )
     required = REQUIRED_PARAMETERS[rope_type]
     for name in (*required, *_OPTIONAL_PARAMETERS):

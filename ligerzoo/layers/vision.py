@@ -102,7 +102,7 @@ class Segments:
         position_ids = places.to(device).view(-1, *self.shape)
         self.context = Context(position_ids[0], position_ids=position_ids)
         if starts is not None:
-            self.context.starts = starts.to(device)[None]
+            self.context.segment_start = starts.to(device)[None]
 
     def rows(self, x: Tensor) -> Tensor:
         """x: (..., E), N in all -> (B, T, E)."""
@@ -309,9 +309,9 @@ def grid_positions(
     max(h, w), out of the count of positions.
 
     Args:
-        places: (B or 1, T) int64, see `Context.places`.
+        places: (B or 1, T) int64, see `Context.token_positions`.
         grids: one for each kind of image.
-        starts: see `Context`.
+        segment_start: see `Context`.
         frames_advance: the text goes on behind the last frame of a video, too.
 
     Returns:

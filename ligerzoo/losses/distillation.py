@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
-from ligerzoo.kernels.dispatch import Backend, wide
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
 from ligerzoo.kernels.divergence import Divergence, Options, check, jsd_at
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
 from ligerzoo.kernels.softcap import Transform, transformed
@@ -146,7 +146,7 @@ def _bounded(side: Side, counts: Tensor) -> Tensor:
     transform = Transform(side.scale, side.softcap)
     if transform == Transform():
         return logits
-    return transformed(logits.to(wide(logits.dtype)), transform)[0]
+    return transformed(logits.to(accumulation_dtype(logits.dtype)), transform)[0]
 
 
 def _of_logits(

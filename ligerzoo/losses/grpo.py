@@ -52,7 +52,7 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import wide
+from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.logps import (
     bounded_exp,
     check_choice,
@@ -339,7 +339,7 @@ def grpo_loss(
 
     constants = Rollout(
         mask,
-        weights_of(mask.to(wide(hidden.dtype))),
+        weights_of(mask.to(accumulation_dtype(hidden.dtype))),
         torch.where(mask, advantages, 0.0),
         *map(sane, (old_logps, ref_logps, correction)),
     )

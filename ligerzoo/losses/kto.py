@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import wide
+from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, mean_logits, summed
 from ligerzoo.losses.objective import LogpOptions, LossOutput, Objective, evaluate
 
@@ -112,7 +112,7 @@ def kto_loss(
     if variant != "kto" and kl is not None:
         raise ValueError(f"kto_loss: {variant} was given kl; expected None")
     mask = counted(target, head)
-    ones = torch.ones(n_rows, dtype=wide(hidden.dtype), device=hidden.device)
+    ones = torch.ones(n_rows, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     row_weights = torch.where(desirable, desirable_weight * ones, undesirable_weight * ones)
     row_weights = row_weights if weights is None else row_weights * weights
     ref_logps = torch.zeros_like(ones) if ref_logps is None else ref_logps.detach()

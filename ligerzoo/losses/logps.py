@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import wide
+from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.names import about_choice
 from ligerzoo.losses.objective import HeadOptions, LogpOptions, check_head, check_logits, token_results
 
@@ -72,7 +72,7 @@ def mean_logits(hidden: Tensor, weight: Tensor | None, mask: Tensor, head: HeadO
     softcap, which is not linear."""
     if head.get("softcap") is not None:
         return None
-    dtype, bias = wide(hidden.dtype), head.get("bias")
+    dtype, bias = accumulation_dtype(hidden.dtype), head.get("bias")
     if weight is None:
         sums = summed(hidden.mean(-1, dtype=dtype), mask)
     else:
@@ -89,7 +89,7 @@ def divisor(given: int | Tensor | None, default: int | Tensor, like: Tensor) -> 
     states `like` have."""
     if given is None:
         given = default.clamp(min=1) if isinstance(default, Tensor) else max(1, default)
-    return given.to(wide(like.dtype)) if isinstance(given, Tensor) else given
+    return given.to(accumulation_dtype(like.dtype)) if isinstance(given, Tensor) else given
 
 
 def check_rows(name: str, hidden: Tensor, target: Tensor, **of_rows: tuple[Tensor | None, tuple[int, ...]]) -> None:

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import cross_entropy, token_logps, token_statistics
-from ligerzoo.kernels.ahead import with_gradients
-from ligerzoo.kernels.dispatch import Backend, uses_triton, wide
-from ligerzoo.kernels.head import Needs, head_type, most_rows, rows_per_chunk
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, uses_triton
 from ligerzoo.kernels.linear_cross_entropy import prepared
-from ligerzoo.kernels.token_loss import Terms, Upstream, empty_results, reference, walk_rows_
-from ligerzoo.kernels.tokens import as_targets, check_terms
+from ligerzoo.kernels.loss.chunked_head import Needs, head_type, most_rows, rows_per_chunk
+from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.reduction import as_targets, check_terms
+from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, reference, walk_rows_
 from ligerzoo.losses.names import about_option
 
 Group = Literal["token", "row", "pair"]
@@ -208,7 +208,7 @@ def _of_logits(
     targets = as_targets(name, target, x.shape[-1], ignore_index).reshape(-1)
     wants_gradient = logits.requires_grad and torch.is_grad_enabled()
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
-        results = empty_results(targets, wide(x.dtype), statistics=objective.entropy)
+        results = empty_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
         normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=backend)
         walk = functools.partial(
             walk_rows_, x, targets, terms=terms, ignore_index=ignore_index, normalizer=normalizer, triton=triton
@@ -220,7 +220,7 @@ def _of_logits(
         value, (of_logp, *of_entropy) = _differentiated(objective.formula, logps, entropy, objective.constants)
         upstream = Upstream(logp=of_logp.reshape(-1), entropy=of_entropy[0].reshape(-1) if of_entropy else None)
         # In fp16 the gradients of single tokens may vanish before backward multiplies them by the loss's scale.
-        dlogits = torch.empty_like(x, dtype=wide(x.dtype) if x.dtype == torch.float16 else x.dtype)
+        dlogits = torch.empty_like(x, dtype=accumulation_dtype(x.dtype) if x.dtype == torch.float16 else x.dtype)
         walk(None if triton and entropy is None else results, upstream, out=dlogits)
     value = with_gradients(value.to(logps.dtype), (logits, dlogits.view(logits.shape)))
     return Evaluated(value, logps, entropy)
@@ -292,7 +292,7 @@ def _in_one_sweep(
     targets, triton = target.reshape(-1), uses_triton(x, weight, backend=backend)
     needs = Needs(x.requires_grad, weight.requires_grad)
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
-        results = empty_results(targets, wide(x.dtype), statistics=objective.entropy)
+        results = empty_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
         entropy = results.entropy if objective.entropy else None
         upstream = Upstream(
             logp=torch.zeros_like(results.logp), entropy=None if entropy is None else torch.zeros_like(entropy)
@@ -302,7 +302,7 @@ def _in_one_sweep(
         value = results.logp.new_zeros(())
         dbias = None
         if bias is not None and bias.requires_grad:
-            dbias = torch.zeros_like(bias, dtype=wide(bias.dtype))
+            dbias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
         head = head_type(x.shape[0], weight)(
             x, weight, targets != ignore_index, plan.tokens_at_a_time, needs, bias, plan.order
         )

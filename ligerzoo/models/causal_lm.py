@@ -89,7 +89,7 @@ class CausalLMConfig(Protocol):
     def initializer_range(self) -> float: ...
 
 
-class Make(TypedDict, total=False):
+class FactoryKwargs(TypedDict, total=False):
     """How the weights of a new model are made.
 
     Attributes:
@@ -214,11 +214,11 @@ class CausalLM(nn.Module):
             raise ValueError("an objective needs labels, got None; expected (B, T) token ids, -100 where none counts")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
-            self.check_inputs(x, context.real_tokens(), past_key_values, **modalities)
+            self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
         hidden = self.model(self.embed(x, context, **modalities), context)
 
         if labels is not None and shift_labels is None:
-            shift_labels = shifted_labels(labels, context.starts)
+            shift_labels = shifted_labels(labels, context.segment_start)
         aux_loss = self.aux_loss(context)
         if shift_labels is not None:
             loss, details = self.lm_head(hidden, shift_labels, num_items_in_batch, objective), None

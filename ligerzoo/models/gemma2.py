@@ -25,7 +25,7 @@ from ligerzoo.layers import (
     SandwichBlock,
     ScaledEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import WindowedConfig, check_positive
 
 
@@ -71,24 +71,24 @@ class Gemma2(CausalLM):
 
     config: Gemma2Config
 
-    def __init__(self, config: Gemma2Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Gemma2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
 
         def block(i: int) -> SandwichBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i),
                 scale=c.query_pre_attn_scalar**-0.5, softcap=c.attn_logit_softcapping,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **make)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
             return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 
-        embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5, **make)
+        embedding = ScaledEmbedding(c.vocab_size, c.hidden_size, c.hidden_size**0.5, **factory_kwargs)
         decoder = Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)], norm())
         super().__init__(
-            config, decoder, LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping, **make)
+            config, decoder, LMHead(c.hidden_size, c.vocab_size, softcap=c.final_logit_softcapping, **factory_kwargs)
         )

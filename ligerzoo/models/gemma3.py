@@ -36,7 +36,7 @@ from ligerzoo.layers import (
     RMSNorm,
     put_rows,
 )
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_fields
 from ligerzoo.models.gemma3_text import Gemma3DecoderConfig, gemma3_decoder
 
@@ -137,16 +137,16 @@ class Gemma3(CausalLM):
     multi_modal_projector: PoolingProjector
     inputs_per_token = ("token_type_ids",)
 
-    def __init__(self, config: Gemma3Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Gemma3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c, v = config, config.vision_config
-        norm = RMSNorm(v.hidden_size, v.layer_norm_eps, weight_offset=1.0, round_before_scale=False, **make)
+        norm = RMSNorm(v.hidden_size, v.layer_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
         super().__init__(
             config,
-            gemma3_decoder(c, **make),
-            LMHead(c.hidden_size, c.vocab_size, **make),
-            vision_tower=vision_tower(v, **make),
+            gemma3_decoder(c, **factory_kwargs),
+            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
+            vision_tower=vision_tower(v, **factory_kwargs),
             multi_modal_projector=PoolingProjector(
-                norm, v.hidden_size, c.hidden_size, pool_size=c.pool_size, **make
+                norm, v.hidden_size, c.hidden_size, pool_size=c.pool_size, **factory_kwargs
             ),
         )  # fmt: skip
 
@@ -177,13 +177,13 @@ class Gemma3(CausalLM):
         if pixel_values is not None:
             if x.is_floating_point():
                 raise ValueError("images need input_ids to tell their places")
-            here, real = x == self.config.image_token_id, context.real_tokens()
+            here, real = x == self.config.image_token_id, context.call_padding_mask()
             together = here if together is None else together
             tokens = self.model.embed_tokens(x.masked_fill(here, 0))
             images = self.multi_modal_projector(self.vision_tower(pixel_values)).flatten(0, 1)
             x = put_rows(tokens, here if real is None else here & real, images)
         if together is not None:
-            context.see_runs(together)
+            context.allow_bidirectional_spans(together)
         return x
 
     @staticmethod
@@ -197,20 +197,20 @@ class Gemma3(CausalLM):
         return F.pad(token_type_ids == 1, (0, tokens - token_type_ids.shape[1]), value=False).to(x.device)
 
 
-def vision_tower(config: Gemma3VisionConfig, **make: Unpack[Make]) -> ImageTower:
+def vision_tower(config: Gemma3VisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> ImageTower:
     """The tower, from pixels to features of patches."""
     c = config
 
     def norm() -> LayerNorm:
-        return LayerNorm(c.hidden_size, c.layer_norm_eps, **make)
+        return LayerNorm(c.hidden_size, c.layer_norm_eps, **factory_kwargs)
 
     def block() -> PreNormBlock:
         attention = Attention(
-            c.hidden_size, c.num_attention_heads, is_causal=False, qkv_bias=True, output_bias=True, **make
+            c.hidden_size, c.num_attention_heads, is_causal=False, qkv_bias=True, output_bias=True, **factory_kwargs
         )
         return PreNormBlock(
-            norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **make)
+            norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
         )
 
-    embeddings = ImageEmbedding(c.image_size, c.patch_size, c.hidden_size, channels=c.num_channels, **make)
+    embeddings = ImageEmbedding(c.image_size, c.patch_size, c.hidden_size, channels=c.num_channels, **factory_kwargs)
     return ImageTower(embeddings, BlockStack(block() for _ in range(c.num_hidden_layers)), norm())

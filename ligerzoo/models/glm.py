@@ -16,7 +16,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig
 
 
@@ -44,21 +44,31 @@ class Glm(CausalLM):
 
     config: GlmConfig
 
-    def __init__(self, config: GlmConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: GlmConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(
             c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True
         )
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def block() -> PreNormBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias, **make
+                c.hidden_size,
+                c.num_attention_heads,
+                c.kv_heads,
+                c.head_size,
+                rotary,
+                qkv_bias=c.attention_bias,
+                **factory_kwargs,
             )
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+            return PreNormBlock(
+                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

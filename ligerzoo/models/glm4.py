@@ -15,7 +15,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, SandwichBlock
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.glm import GlmConfig
 
 
@@ -29,22 +29,30 @@ class Glm4(CausalLM):
 
     config: Glm4Config
 
-    def __init__(self, config: Glm4Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Glm4Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(
             c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True
         )
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def block() -> SandwichBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias, **make
+                c.hidden_size,
+                c.num_attention_heads,
+                c.kv_heads,
+                c.head_size,
+                rotary,
+                qkv_bias=c.attention_bias,
+                **factory_kwargs,
             )
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -16,7 +16,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, ScaledPreNormBlock
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_positive
 from ligerzoo.models.llama import LlamaConfig
 
@@ -47,22 +47,24 @@ class Granite(CausalLM):
 
     config: GraniteConfig
 
-    def __init__(self, config: GraniteConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: GraniteConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def block() -> ScaledPreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, scale=c.attention_multiplier,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **make)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
             return ScaledPreNormBlock(c.residual_multiplier, norm(), attention, norm(), mlp)
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
-        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling, **make))
+        super().__init__(
+            config, decoder, LMHead(c.hidden_size, c.vocab_size, logit_scale=1 / c.logits_scaling, **factory_kwargs)
+        )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.layers.rope_scaling import is_positive
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -84,8 +84,8 @@ class GrowingQueryAttention(Attention):
         super().__init__(*arguments, **options)
         self.growth, self.period = growth, period
 
-    def turn(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        q, k = super().turn(q, k, context)
+    def apply_rotary(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        q, k = super().apply_rotary(q, k, context)
         factor = 1 + self.growth * torch.log(1 + torch.floor(context.position_ids / self.period))
         return q * factor[..., None, None].to(q.dtype), k
 
@@ -95,21 +95,23 @@ class Ministral3(CausalLM):
 
     config: Ministral3Config
 
-    def __init__(self, config: Ministral3Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Ministral3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def block() -> PreNormBlock:
             attention = GrowingQueryAttention(
                 c.query_growth, rotary.original_max_position, c.hidden_size, c.num_attention_heads, c.kv_heads,
-                c.head_size, rotary, window=c.sliding_window, **make,
+                c.head_size, rotary, window=c.sliding_window, **factory_kwargs,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -17,7 +17,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
 
 
@@ -36,19 +36,29 @@ class Mistral(CausalLM):
 
     config: MistralConfig
 
-    def __init__(self, config: MistralConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: MistralConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def block(i: int) -> PreNormBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i), **make
+                c.hidden_size,
+                c.num_attention_heads,
+                c.kv_heads,
+                c.head_size,
+                rotary,
+                window=c.window(i),
+                **factory_kwargs,
             )
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+            return PreNormBlock(
+                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -16,12 +16,12 @@ from torch import nn
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Attention, Decoder, Experts, LMHead, MoE, PreNormBlock, RMSNorm, RotaryEmbedding, Router
-from ligerzoo.models.causal_lm import Make
-from ligerzoo.models.mixture import MixtureConfig, MixtureLM
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(MixtureConfig):
+class MixtralConfig(MoEConfig):
     """Configuration of Mixtral. Defaults: Mixtral-8x7B, with `max_position_embeddings` of 131072.
 
     Attributes:
@@ -48,29 +48,37 @@ class MixtralConfig(MixtureConfig):
             )
 
 
-class Mixtral(MixtureLM):
+class Mixtral(MoECausalLM):
     """Mixtral with a language-model head."""
 
     config: MixtralConfig
 
-    def __init__(self, config: MixtralConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: MixtralConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def mixture() -> MoE:
-            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, **make)
-            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts, **make)
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, **factory_kwargs)
+            experts = Experts(c.hidden_size, c.intermediate_size, c.num_experts, **factory_kwargs)
             return MoE(router, experts, jitter_noise=c.router_jitter_noise)
 
         def block() -> PreNormBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.sliding_window, **make
+                c.hidden_size,
+                c.num_attention_heads,
+                c.kv_heads,
+                c.head_size,
+                rotary,
+                window=c.sliding_window,
+                **factory_kwargs,
             )
             return PreNormBlock(norm(), attention, norm(), mixture())
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -5,8 +5,9 @@
 
 Distinctive: Llama 3.1 with gated cross-attention layers that attend to tiled images, initially without effect.
 
-The gates start closed (Flamingo, Alayrac et al. 2022). In the text, an image is a single token. The vision tower reads it
-as up to four square tiles, whose patches all attend to each other. Text without images skips the cross-attention layers.
+The gates start closed (Flamingo, Alayrac et al. 2022). In the text, an image is a single token. The vision tower reads
+it as up to four square tiles, whose patches all attend to each other. Text without images skips the cross-attention
+layers.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from ligerzoo.layers import (
     TiledVisionTower,
     TileEmbedding,
     TilePositionEmbedding,
-    tile_memory,
+    tile_cross_attention_inputs,
 )
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig, check_fields
 
 _IMAGE_TOKENS = 8  # tokens that can be read and not written: the image, and seven of no use
@@ -163,31 +164,31 @@ class Mllama(CausalLM):
     multi_modal_projector: nn.Linear
     inputs_per_token = ("cross_attention_mask",)
 
-    def __init__(self, config: MllamaConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: MllamaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
         heads = c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **make)
+            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
 
         def block() -> PreNormBlock:
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
-            return PreNormBlock(norm(), Attention(*heads, rotary, **make), norm(), mlp)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return PreNormBlock(norm(), Attention(*heads, rotary, **factory_kwargs), norm(), mlp)
 
         def cross_block() -> CrossAttentionBlock:
-            attention = CrossAttention(*heads, q_norm=norm(c.head_size), k_norm=norm(c.head_size), **make)
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **make)
-            return CrossAttentionBlock(norm(), attention, norm(), mlp, **make)
+            attention = CrossAttention(*heads, q_norm=norm(c.head_size), k_norm=norm(c.head_size), **factory_kwargs)
+            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return CrossAttentionBlock(norm(), attention, norm(), mlp, **factory_kwargs)
 
-        embedding = nn.Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **factory_kwargs)
         layers = [cross_block() if i in c.cross_attention_layers else block() for i in range(c.num_hidden_layers)]
         super().__init__(
             config,
             Decoder(embedding, layers, norm()),
-            LMHead(c.hidden_size, c.vocab_size, **make),
-            vision_model=vision_tower(c.vision_config, **make),
-            multi_modal_projector=nn.Linear(c.vision_config.vision_output_dim, c.hidden_size, **make),
+            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
+            vision_model=vision_tower(c.vision_config, **factory_kwargs),
+            multi_modal_projector=nn.Linear(c.vision_config.vision_output_dim, c.hidden_size, **factory_kwargs),
         )
 
     @property
@@ -213,7 +214,7 @@ class Mllama(CausalLM):
             LigerzooError: a value of the inputs is not possible.
         """
         has_others = modalities.get("cross_attention_states") is not None
-        has_others |= past_key_values is not None and past_key_values.memory_length > 0
+        has_others |= past_key_values is not None and past_key_values.cross_attention_length > 0
         given = {"pixel_values": input_ids} if has_others else {}
         super().check_inputs(input_ids, padding_mask, past_key_values, **modalities | given)
         arrangement, is_tile = modalities.get("aspect_ratio_ids"), modalities.get("aspect_ratio_mask")
@@ -299,7 +300,9 @@ class Mllama(CausalLM):
         """
         states = self._images(len(x), pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_states)
         mask = None if cross_attention_mask is None else cross_attention_mask.to(x.device)
-        context.memory = tile_memory(context, states, mask, self.vision_model.tile_length)
+        context.cross_attention_inputs = tile_cross_attention_inputs(
+            context, states, mask, self.vision_model.tile_length
+        )
         return x
 
     def _images(
@@ -327,25 +330,25 @@ class Mllama(CausalLM):
         return self.multi_modal_projector(features).view(rows, -1, self.config.hidden_size)  # type: ignore[no-any-return]
 
 
-def vision_tower(config: MllamaVisionConfig, **make: Unpack[Make]) -> TiledVisionTower:
+def vision_tower(config: MllamaVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> TiledVisionTower:
     """The tower, from tiles to the features that the projector reads."""
     c, arrangements = config, len(config.supported_aspect_ratios)
 
     def norm(eps: float = c.norm_eps) -> LayerNorm:
-        return LayerNorm(c.hidden_size, eps, **make)
+        return LayerNorm(c.hidden_size, eps, **factory_kwargs)
 
     def parts() -> tuple[nn.Module, ...]:
-        attention = Attention(c.hidden_size, c.attention_heads, is_causal=False, **make)
-        return norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, **make)
+        attention = Attention(c.hidden_size, c.attention_heads, is_causal=False, **factory_kwargs)
+        return norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
 
     return TiledVisionTower(
-        PatchEmbedding((c.num_channels, c.patch_size, c.patch_size), c.hidden_size, **make),
-        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **make),
-        TilePositionEmbedding(arrangements, c.max_num_tiles, c.tile_length, c.hidden_size, **make),
+        PatchEmbedding((c.num_channels, c.patch_size, c.patch_size), c.hidden_size, **factory_kwargs),
+        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **factory_kwargs),
+        TilePositionEmbedding(arrangements, c.max_num_tiles, c.tile_length, c.hidden_size, **factory_kwargs),
         norm(1e-5),
         BlockStack(PreNormBlock(*parts()) for _ in range(c.num_hidden_layers)),
         norm(1e-5),
-        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **make),
-        BlockStack(GatedPreNormBlock(*parts(), **make) for _ in range(c.num_global_layers)),
+        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **factory_kwargs),
+        BlockStack(GatedPreNormBlock(*parts(), **factory_kwargs) for _ in range(c.num_global_layers)),
         intermediate_layers=c.intermediate_layers_indices,
     )

@@ -25,7 +25,7 @@ from ligerzoo.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig
 
 
@@ -47,24 +47,28 @@ class Olmo2(CausalLM):
 
     config: Olmo2Config
 
-    def __init__(self, config: Olmo2Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Olmo2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
 
         def norm_of(heads: int) -> AllHeadsRMSNorm:
-            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False, **make)
+            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
 
         def block() -> PostNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
                 q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
-            return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make), norm())
+            return PostNormBlock(
+                attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs), norm()
+            )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

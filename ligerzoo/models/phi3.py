@@ -18,7 +18,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, KVCache, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig
 
 
@@ -46,24 +46,34 @@ class Phi3(CausalLM):
 
     config: Phi3Config
 
-    def __init__(self, config: Phi3Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Phi3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         original = {"original_max_position_embeddings": c.original_max_position_embeddings}
         scaling = {**(c.rope_scaling or {}), **original}
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def block() -> PreNormBlock:
             attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.sliding_window, **make
+                c.hidden_size,
+                c.num_attention_heads,
+                c.kv_heads,
+                c.head_size,
+                rotary,
+                window=c.sliding_window,
+                **factory_kwargs,
             )
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+            return PreNormBlock(
+                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )
         self._longest_for_cache = c.original_max_position_embeddings if rotary.rope_type == "longrope" else None
 
     def new_cache(self, capacity: int | None = None) -> KVCache:

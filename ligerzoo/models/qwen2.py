@@ -16,7 +16,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
 
 
@@ -48,25 +48,27 @@ class Qwen2(CausalLM):
 
     config: Qwen2Config
 
-    def __init__(self, config: Qwen2Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Qwen2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
-        super().__init__(config, qwen2_decoder(c, rotary, **make), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, qwen2_decoder(c, rotary, **factory_kwargs), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )
 
 
-def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding, **make: Unpack[Make]) -> Decoder:
+def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding, **factory_kwargs: Unpack[FactoryKwargs]) -> Decoder:
     """Builds the Qwen2 decoder with the given rotary embedding."""
     c = config
 
     def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
     def block(layer: int) -> PreNormBlock:
         attention = Attention(
             c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-            window=c.window(layer), qkv_bias=True, **make,
+            window=c.window(layer), qkv_bias=True, **factory_kwargs,
         )  # fmt: skip
-        return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+        return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs))
 
-    embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+    embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
     return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

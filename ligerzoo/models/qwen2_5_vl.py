@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context, GatedMLP, RMSNorm, WindowedVisionTower
-from ligerzoo.models.causal_lm import Make
+from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
 
 
@@ -84,8 +84,8 @@ class Qwen2_5VL(VisionLM):
 
     config: Qwen2_5VLConfig
 
-    def __init__(self, config: Qwen2_5VLConfig, **make: Unpack[Make]) -> None:
-        super().__init__(config, vision_tower(config.vision_config, **make), **make)
+    def __init__(self, config: Qwen2_5VLConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        super().__init__(config, vision_tower(config.vision_config, **factory_kwargs), **factory_kwargs)
 
     def embed(
         self,
@@ -120,17 +120,17 @@ class Qwen2_5VL(VisionLM):
         return super().embed(x, context, frame_interval=interval, **vision)
 
 
-def vision_tower(config: Qwen2_5VLVisionConfig, **make: Unpack[Make]) -> WindowedVisionTower:
+def vision_tower(config: Qwen2_5VLVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> WindowedVisionTower:
     """Builds the vision tower, from patches to embeddings of `out_hidden_size` features."""
     c = config
 
     def norm() -> RMSNorm:
-        return RMSNorm(c.hidden_size, 1e-6, **make)
+        return RMSNorm(c.hidden_size, 1e-6, **factory_kwargs)
 
     def mlp() -> GatedMLP:
-        return GatedMLP(c.hidden_size, c.intermediate_size, bias=True, **make)
+        return GatedMLP(c.hidden_size, c.intermediate_size, bias=True, **factory_kwargs)
 
     return WindowedVisionTower(
-        *tower_parts(c, norm, mlp, **make),
+        *tower_parts(c, norm, mlp, **factory_kwargs),
         merge_size=c.spatial_merge_size, window=c.window, full_blocks=c.fullatt_block_indexes,
     )  # fmt: skip

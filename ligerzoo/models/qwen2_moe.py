@@ -28,13 +28,13 @@ from ligerzoo.layers import (
     Router,
     SharedExpertMoE,
 )
-from ligerzoo.models.causal_lm import Make
+from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
-from ligerzoo.models.mixture import MixtureLM, PartlyMixtureConfig
+from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2MoeConfig(PartlyMixtureConfig, WindowedConfig):
+class Qwen2MoeConfig(SparseStepMoEConfig, WindowedConfig):
     """Configuration of Qwen2-MoE. Defaults: Qwen1.5-MoE-A2.7B.
 
     Attributes:
@@ -58,35 +58,39 @@ class Qwen2MoeConfig(PartlyMixtureConfig, WindowedConfig):
         return layer % 2 == 0 and layer < self.max_window_layers
 
 
-class Qwen2Moe(MixtureLM):
+class Qwen2Moe(MoECausalLM):
     """Qwen2-MoE with a language-model head."""
 
     config: Qwen2MoeConfig
 
-    def __init__(self, config: Qwen2MoeConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Qwen2MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **make)
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
         def mlp(i: int) -> nn.Module:
             if not c.has_mixture(i):
-                return GatedMLP(c.hidden_size, c.intermediate_size, **make)
+                return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return SharedExpertMoE(
-                Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **make),
-                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **make),
-                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **make),
-                nn.Linear(c.hidden_size, 1, bias=False, **make),
+                Router(
+                    c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs
+                ),
+                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
+                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **factory_kwargs),
+                nn.Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
             )
 
         def block(i: int) -> PreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                window=c.window(i), qkv_bias=c.qkv_bias, **make,
+                window=c.window(i), qkv_bias=c.qkv_bias, **factory_kwargs,
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mlp(i))
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from ligerzoo.layers import MLP, LayerNorm, VisionTower
-from ligerzoo.models.causal_lm import Make
+from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
 
 
@@ -55,18 +55,18 @@ class Qwen2VL(VisionLM):
 
     config: Qwen2VLConfig
 
-    def __init__(self, config: Qwen2VLConfig, **make: Unpack[Make]) -> None:
-        super().__init__(config, vision_tower(config.vision_config, **make), **make)
+    def __init__(self, config: Qwen2VLConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        super().__init__(config, vision_tower(config.vision_config, **factory_kwargs), **factory_kwargs)
 
 
-def vision_tower(config: Qwen2VLVisionConfig, **make: Unpack[Make]) -> VisionTower:
+def vision_tower(config: Qwen2VLVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> VisionTower:
     """Builds the vision tower, from patches to embeddings of `hidden_size` features."""
     c = config
 
     def norm() -> LayerNorm:
-        return LayerNorm(c.embed_dim, 1e-6, **make)
+        return LayerNorm(c.embed_dim, 1e-6, **factory_kwargs)
 
     def mlp() -> MLP:
-        return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu", **make)
+        return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu", **factory_kwargs)
 
-    return VisionTower(*tower_parts(c, norm, mlp, **make), merge_size=c.spatial_merge_size)
+    return VisionTower(*tower_parts(c, norm, mlp, **factory_kwargs), merge_size=c.spatial_merge_size)

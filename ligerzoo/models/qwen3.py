@@ -17,7 +17,7 @@ from typing import Unpack
 from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.qwen2 import Qwen2Config
 
 
@@ -38,21 +38,25 @@ class Qwen3(CausalLM):
 
     config: Qwen3Config
 
-    def __init__(self, config: Qwen3Config, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Qwen3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **make)
+            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
 
         def block(layer: int) -> PreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
                 q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(layer),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **make))
+            return PreNormBlock(
+                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(layer) for layer in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -26,12 +26,12 @@ from ligerzoo.layers import (
     RotaryEmbedding,
     Router,
 )
-from ligerzoo.models.causal_lm import Make
-from ligerzoo.models.mixture import MixtureLM, PartlyMixtureConfig
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(PartlyMixtureConfig):
+class Qwen3MoeConfig(SparseStepMoEConfig):
     """Configuration of Qwen3-MoE. Defaults: those of transformers' Qwen3MoeConfig.
 
     Attributes:
@@ -45,34 +45,38 @@ class Qwen3MoeConfig(PartlyMixtureConfig):
     attention_bias: bool = False
 
 
-class Qwen3Moe(MixtureLM):
+class Qwen3Moe(MoECausalLM):
     """Qwen3-MoE with a language-model head."""
 
     config: Qwen3MoeConfig
 
-    def __init__(self, config: Qwen3MoeConfig, **make: Unpack[Make]) -> None:
+    def __init__(self, config: Qwen3MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
         def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **make)
+            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
 
         def mlp(i: int) -> nn.Module:
             if not c.has_mixture(i):
-                return GatedMLP(c.hidden_size, c.intermediate_size, **make)
+                return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return MoE(
-                Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **make),
-                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **make),
+                Router(
+                    c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs
+                ),
+                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
             )
 
         def block(i: int) -> PreNormBlock:
             attention = Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
                 q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.sliding_window,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **make,
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mlp(i))
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **make)
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **make))
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )

@@ -27,7 +27,7 @@ from ligerzoo.layers import (
     grid_positions,
     put_rows,
 )
-from ligerzoo.models.causal_lm import CausalLM, Make
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_fields
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
 
@@ -143,11 +143,14 @@ class VisionLM(CausalLM):
     visual: VisionTower
     frames_advance = False
 
-    def __init__(self, config: VisionLMConfig, visual: VisionTower, **make: Unpack[Make]) -> None:
+    def __init__(self, config: VisionLMConfig, visual: VisionTower, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
         rotary = SectionedRotaryEmbedding(c.mrope_section, *frequencies)
-        decoder, head = qwen2_decoder(c, rotary, **make), LMHead(c.hidden_size, c.vocab_size, **make)
+        decoder, head = (
+            qwen2_decoder(c, rotary, **factory_kwargs),
+            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
+        )
         super().__init__(config, decoder, head, visual=visual)
 
     @property
@@ -190,7 +193,11 @@ class VisionLM(CausalLM):
             (c.image_token_id, pixel_values, image_grid_thw, one),
             (c.video_token_id, pixel_values_videos, video_grid_thw, one if frame_interval is None else frame_interval),
         )
-        embeddings, real, grids = x if x.is_floating_point() else self.model.embed_tokens(x), context.real_tokens(), []
+        embeddings, real, grids = (
+            x if x.is_floating_point() else self.model.embed_tokens(x),
+            context.call_padding_mask(),
+            [],
+        )
         for token_id, patches, grid, interval in kinds:
             if patches is None and grid is None:
                 continue
@@ -204,13 +211,13 @@ class VisionLM(CausalLM):
         return embeddings
 
     def _set_positions(self, context: Context, grids: list[Grids]) -> None:
-        cache, places = context.cache, context.places()
+        cache, places = context.cache, context.token_positions()
         before = None if cache is None else cache.position_offset
         if context.position_ids.ndim == 3:
             after = context.position_ids[..., -1:].amax(0) - places[:, -1:]
         elif grids:
-            positions, after = grid_positions(places, grids, context.starts, frames_advance=self.frames_advance)
-            if (real := context.real_tokens()) is not None:
+            positions, after = grid_positions(places, grids, context.segment_start, frames_advance=self.frames_advance)
+            if (real := context.call_padding_mask()) is not None:
                 positions = positions.masked_fill(~real, 0)  # as in transformers, also for padding on the right
             if before is not None:
                 positions, after = positions + before, after + before
@@ -227,7 +234,7 @@ def tower_parts(
     config: VisionTowerConfig,
     norm: Callable[[], nn.Module],
     mlp: Callable[[], nn.Module],
-    **make: Unpack[Make],
+    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> tuple[PatchEmbedding, list[PreNormBlock], PatchMerger]:
     """What both towers are made of, see `ligerzoo.layers.VisionTower`.
 
@@ -242,10 +249,12 @@ def tower_parts(
 
     def block() -> PreNormBlock:
         attention = Attention(
-            features, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True, **make
+            features, c.num_heads, rotary=rotary, is_causal=False, qkv_bias=True, output_bias=True, **factory_kwargs
         )
         return PreNormBlock(norm(), attention, norm(), mlp())
 
     patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
-    merger = PatchMerger(norm(), MLP(merged * features, merged * features, c.token_features, **make), merged=merged)
-    return PatchEmbedding(patch, features, **make), [block() for _ in range(c.depth)], merger
+    merger = PatchMerger(
+        norm(), MLP(merged * features, merged * features, c.token_features, **factory_kwargs), merged=merged
+    )
+    return PatchEmbedding(patch, features, **factory_kwargs), [block() for _ in range(c.depth)], merger

@@ -101,8 +101,8 @@ def test_a_new_model_has_the_first_of_each_prefix() -> None:
     ],
 )
 def test_passengers_of_gemma3(name: str, known: bool) -> None:
-    assert architecture_of("gemma3").is_passenger(name) == known
-    assert not architecture_of("llama").is_passenger(name)
+    assert architecture_of("gemma3").is_extra_tensor(name) == known
+    assert not architecture_of("llama").is_extra_tensor(name)
 
 
 @pytest.mark.parametrize(

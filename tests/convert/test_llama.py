@@ -52,7 +52,7 @@ def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_attention_heads": 3}, "num_key_value_heads: .* got 2; expected a divisor of num_attention_heads, 3"),
         ({"num_attention_heads": 64}, "head_dim"),
-        ({"head_dim": 7}, "head_dim: .* got 7; expected even"),
+        ({"head_dim": 7}, "head_dim: .* got 7; expected an even number"),
         ({"head_dim": 2**31 - 2}, "head_dim"),
         ({"num_key_value_heads": 8}, "num_key_value_heads"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps: .* got nan"),

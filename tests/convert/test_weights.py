@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ligerzoo import AutoModel, hub
-from ligerzoo.checkpoint import Checkpoint
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import rope_fields, shared_fields
 from ligerzoo.convert.weights import (
@@ -29,14 +28,15 @@ from ligerzoo.convert.weights import (
     Fused,
     Layout,
     PerExpert,
-    Piece,
     Rename,
     Rule,
+    TensorSlice,
     Under,
     assemble,
     shapes_of,
 )
 from ligerzoo.errors import CheckpointError, LigerzooError
+from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.info import describe
 from ligerzoo.layers import Attention, Decoder, LMHead, RMSNorm
 from ligerzoo.models import CausalLM, LlamaConfig
@@ -72,7 +72,7 @@ def to_disk(layout: Layout, tensors: Tensors) -> DiskTensors:
 
 
 def from_disk(layout: Layout, theirs: Mapping[str, Tensor], ours: Tensors, dtype: torch.dtype) -> Tensors:
-    def read(piece: Piece) -> Tensor:
+    def read(piece: TensorSlice) -> Tensor:
         assert theirs[piece.theirs].shape == piece.their_shape
         return theirs[piece.theirs][piece.their_index]
 
@@ -120,7 +120,7 @@ def test_a_path_is_whole_names(name: str, renamed: str) -> None:
 
 def test_a_prefix_is_a_path_too() -> None:
     (piece,) = Layout((Rename("language_model.model", "model"),)).pieces({"model.norm.weight": (3,)})
-    assert piece == Piece("language_model.model.norm.weight", (3,), "model.norm.weight")
+    assert piece == TensorSlice("language_model.model.norm.weight", (3,), "model.norm.weight")
 
 
 def test_fused_rows() -> None:

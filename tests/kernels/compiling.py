@@ -42,7 +42,7 @@ def compiling_for_hopper() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_file("dispatch"), "INTERPRETING", True)  # as there, Triton serves tensors on a CPU
-        patch.setattr(kernel_file("valid_rows"), "is_hopper", lambda _: True)
+        patch.setattr(kernel_file("loss.ragged_gemm"), "is_hopper", lambda _: True)
         patch.setattr(Kernel, "_launch", _compile)
         patch.setattr(driver, "_active", _Hopper())
         yield

@@ -9,11 +9,11 @@ from transformers.activations import ACT2FN
 
 from ligerzoo.kernels import activation_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, reference
-from tests.kernels.judging import judge
+from tests.kernels.accuracy import judge
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import HALF_DTYPE, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.oracles import numbers
-from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too([(1,), (3, 1), (5, 127), (2, 2, 2, 33), (1, 2049)], [(1000, 4095), (17, 14336), (3, 100_001)])
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)

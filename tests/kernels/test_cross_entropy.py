@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import cross_entropy, token_statistics
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import assert_as_exact_as, assert_equal, judge
+from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.oracles import cross_entropy_oracle, numbers, targets
 
@@ -207,7 +207,7 @@ def test_a_target_that_is_no_class(wrong: int, requires_grad: bool) -> None:
 def test_a_target_that_is_no_class_is_looked_for_on_a_gpu_when_asked(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("tokens"), "DEBUG", True)
+    monkeypatch.setattr(kernel_file("loss.reduction"), "DEBUG", True)
     with pytest.raises(ValueError, match=re.escape(f"the target at (1,) is {wrong}")):
         cross_entropy(torch.ones(2, 33, device="cuda"), torch.tensor([1, wrong], device="cuda"))
 

@@ -8,7 +8,14 @@ import torch
 import torch.utils._python_dispatch
 
 from ligerzoo.kernels import dispatch, swiglu
-from ligerzoo.kernels.dispatch import as_rows, autocast, next_power_of_2, once_differentiable, uses_triton, wide
+from ligerzoo.kernels.dispatch import (
+    accumulation_dtype,
+    as_rows,
+    autocast,
+    next_power_of_2,
+    once_differentiable,
+    uses_triton,
+)
 from tests.kernels.machine import DTYPES, ON_GPU, needs_triton
 from tests.kernels.oracles import numbers
 
@@ -156,8 +163,8 @@ def test_powers_of_2() -> None:
 
 
 def test_wide_dtypes() -> None:
-    assert [wide(dtype) for dtype in DTYPES] == [torch.float32] * 3
-    assert wide(torch.float64) == torch.float64
+    assert [accumulation_dtype(dtype) for dtype in DTYPES] == [torch.float32] * 3
+    assert accumulation_dtype(torch.float64) == torch.float64
 
 
 def test_autocast_treats_tensors_as_a_matrix_product_would(device: str) -> None:

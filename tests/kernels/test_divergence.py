@@ -11,11 +11,11 @@ from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.divergence import Options, loss_then_gradient_
 from ligerzoo.kernels.softcap import Transform
-from tests.kernels.judging import assert_as_exact_as, assert_equal, judge
+from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.operations import DIVERGENCES, every_divergence, one_divergence
 from tests.kernels.oracles import divergence_oracle, numbers, targets
-from tests.kernels.watching import Recorder, launch_nothing
 
 PLAIN = Transform()
 

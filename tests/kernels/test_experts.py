@@ -12,12 +12,12 @@ from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
-from ligerzoo.kernels.routing import collect, sort_by_expert, spread
-from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, judge
+from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
+from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, judge
 from tests.kernels.layouts import offset, padded, transposed
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, on_gpu_too
+from tests.kernels.op_recorder import Recorder
 from tests.kernels.oracles import numbers
-from tests.kernels.watching import Recorder
 
 FUSED = ON_GPU or INTERPRETING
 
@@ -197,13 +197,13 @@ def test_slots_are_sorted_by_expert_and_keep_their_order(device: str) -> None:
 
 @pytest.mark.parametrize("layout", [torch.clone, offset, padded, transposed], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("features", on_gpu_too([1, 7, 64, 127, 2049], [4095, 16384]))
-def test_spread_and_collect(features: int, layout: Any, device: str) -> None:
+def test_permute_and_unpermute(features: int, layout: Any, device: str) -> None:
     x, (rows, bounds) = numbers(20, features, device=device).detach(), sort_by_expert(routes(20, 7, 3, device), 7)
-    values = spread(layout(x), rows, FUSED)
+    values = permute(layout(x), rows, FUSED)
     assert torch.equal(values[rows.flatten().long()], x.repeat_interleave(3, 0))
     values = torch.randn_like(values)
     truth = values.double()[rows.long()].sum(1)
-    assert_as_exact_as(collect(values, rows, bounds, FUSED), truth.float(), truth)
+    assert_as_exact_as(unpermute(values, rows, bounds, FUSED), truth.float(), truth)
 
 
 def grouped(rows_of_groups: list[int], device: str) -> tuple[int, Tensor]:

@@ -11,11 +11,11 @@ from ligerzoo.kernels import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
 from ligerzoo.kernels.glu import linear_reference, reference
 from ligerzoo.kernels.jit import INTERPRETING
-from tests.kernels.judging import differentiate, judge
+from tests.kernels.accuracy import differentiate, judge
 from tests.kernels.layouts import padded
 from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.oracles import numbers
-from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(1,), (7,), (3, 1), (5, 127), (2, 3, 130), (2, 2, 2, 33), (3, 2048), (1, 2049)],

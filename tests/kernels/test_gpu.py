@@ -22,7 +22,7 @@ from ligerzoo.kernels import (
     swiglu,
     tvd,
 )
-from tests.kernels.judging import as_tuple, assert_equal, differentiate
+from tests.kernels.accuracy import as_tuple, assert_equal, differentiate
 from tests.kernels.machine import kernel_file
 from tests.kernels.operations import Operation, every_operation
 from tests.kernels.oracles import angles, targets

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ligerzoo.kernels import layer_norm
 from ligerzoo.kernels.layer_norm import reference
-from tests.kernels.judging import judge
+from tests.kernels.accuracy import judge
 from tests.kernels.machine import ROUNDED_DTYPES, kernel_file, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.oracles import numbers
-from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(7,), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64)],
@@ -69,7 +69,7 @@ def test_a_mean_far_from_zero(device: str) -> None:
 def test_each_program_of_the_backward_kernel_walks_several_blocks(
     shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("rows"), "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(kernel_file("tiling"), "multiprocessors", lambda _: 1)
     inputs = [numbers(*s, device=device) for s in (shape, shape[-1:], shape[-1:])]
     judge(layer_norm, partial(reference, eps=1e-5), inputs)
 
@@ -94,7 +94,7 @@ def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
 
 def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = numbers(3, 65, device=device), numbers(65, device=device)
-    monkeypatch.setattr(kernel_file("rows"), "MAX_COLUMNS", 64)
+    monkeypatch.setattr(kernel_file("tiling"), "MAX_COLUMNS", 64)
     assert torch.equal(layer_norm(x, weight), reference(x, weight, None, 1e-5))
     launch_nothing(monkeypatch, "layer_norm")
     with pytest.raises(ValueError, match='backend="triton" with rows of 65 numbers; expected at most 64'):
@@ -103,7 +103,7 @@ def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "layer_norm")
-    launch_nothing(monkeypatch, "rows")
+    launch_nothing(monkeypatch, "tiling")
     x, weight, bias = numbers(300, 64, device=device), numbers(64, device=device), numbers(64, device=device)
 
     def made_in_backward(*inputs: Tensor) -> int:
@@ -113,7 +113,7 @@ def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPat
             torch.autograd.grad(y, [t for t in inputs if t.requires_grad], upstream)
         return sum(recorder.made)
 
-    programs = kernel_file("rows").persistent_programs(300, 128, x)
+    programs = kernel_file("tiling").persistent_programs(300, 128, x)
     dx, vector = 300 * 64 * 4, (programs + 1) * 64 * 4
     assert made_in_backward(x, weight.detach(), bias.detach()) == dx
     assert made_in_backward(x.detach(), weight, bias.detach()) == vector

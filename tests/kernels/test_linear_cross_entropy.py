@@ -12,8 +12,9 @@ from torch import Tensor
 from ligerzoo import kernels
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
+from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.machine import HALF_DTYPE, ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.op_recorder import Recorder
 from tests.kernels.operations import DIVERGENCES
 from tests.kernels.oracles import (
     cross_entropy_oracle,
@@ -23,7 +24,6 @@ from tests.kernels.oracles import (
     statistics_oracle,
     targets,
 )
-from tests.kernels.watching import Recorder
 
 SetChunk = Callable[[int], None]
 
@@ -297,7 +297,7 @@ def test_the_chunks_leave_no_trace(reduction: str, rows_per_chunk: SetChunk, dev
 
 @pytest.mark.parametrize("bytes_per_logit", [2, 4])
 def test_chunks_fit_the_budget(bytes_per_logit: int) -> None:
-    rows_per_chunk = kernel_file("head").rows_per_chunk
+    rows_per_chunk = kernel_file("loss.chunked_head").rows_per_chunk
     for n_rows, n_classes, budget in product([1, 127, 128, 1000, 16384], [1, 33, 32_003, 262_147], [0, 1, 64, 512]):
         hidden = torch.empty(n_rows, 2304, device="meta")
         rows = rows_per_chunk(hidden, n_classes, bytes_per_logit, budget)
@@ -307,7 +307,7 @@ def test_chunks_fit_the_budget(bytes_per_logit: int) -> None:
 
 
 def test_the_budget_of_all_calls() -> None:
-    rows_per_chunk = kernel_file("head").rows_per_chunk
+    rows_per_chunk = kernel_file("loss.chunked_head").rows_per_chunk
     hidden = torch.empty(16384, 64, device="meta")
     assert rows_per_chunk(hidden, 2**18, 2, None) == 1024
     kernels.set_logits_budget(256)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ligerzoo.kernels import linear_jsd, linear_kl_div, linear_tvd
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
+from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.operations import DIVERGENCES, one_divergence
 from tests.kernels.oracles import divergence_oracle, linear_divergence_oracle, numbers, targets
-from tests.kernels.watching import Recorder, launch_nothing
 
 SetChunk = Callable[[int], None]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo import kernels
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import as_tuple, assert_as_exact_as, assert_equal, in_fp64
+from tests.kernels.accuracy import as_tuple, assert_as_exact_as, assert_equal, in_fp64
 from tests.kernels.layouts import transposed
 from tests.kernels.machine import needs_triton
 from tests.kernels.operations import Operation, every_kernel

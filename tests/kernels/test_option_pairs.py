@@ -18,7 +18,7 @@ from ligerzoo import kernels
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.covering import covering
-from tests.kernels.judging import judge, judge_draws
+from tests.kernels.accuracy import judge, judge_draws
 from tests.kernels.layouts import laid_out, offset, padded, swapped, transposed
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file
 from tests.kernels.operations import DIVERGENCES, GEMMA

@@ -18,8 +18,8 @@ from torch import Tensor
 from ligerzoo.kernels import TokenStatistics, cross_entropy, linear_cross_entropy
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.covering import covering
+from tests.kernels.accuracy import assert_as_exact_as, in_fp64, judge_draws
 from tests.kernels.compiling import compile_both_passes
-from tests.kernels.judging import assert_as_exact_as, in_fp64, judge_draws
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import ROUNDED_DTYPES, kernel_file
 from tests.kernels.oracles import cross_entropy_oracle, linear_cross_entropy_oracle, numbers, targets, transformed
@@ -259,6 +259,8 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
     choice = dict(draw(st.sampled_from(structures())))
     choice |= {name: draw(st.sampled_from(FACTORS[name])) for name in ("backend", "reduction", "ignored", "chunks")}
     choice |= {"rows": draw(ROWS[choice["rows"]]), "classes": draw(CLASSES[choice["classes"]])}
+    if not torch.cuda.is_available() and choice["classes"] > 1024:
+        choice["chunks"] = 1  # on a CPU, torch's product of one row sums thousands of classes less exactly
     amounts = {"label_smoothing": (0.01, 1.0), "z_loss": (1e-4, 0.1), "softcap": (1.0, 50.0)}
     for name, bounds in amounts.items():
         if choice[name]:

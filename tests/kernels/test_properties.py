@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligerzoo.kernels.dispatch import INTERPRETING
-from tests.kernels.judging import as_tuple, assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
+from tests.kernels.accuracy import as_tuple, assert_as_exact_as, assert_equal, differentiate, in_fp64, judge
 from tests.kernels.layouts import LAYOUTS, constant, laid_out, repeated_rows
 from tests.kernels.machine import DTYPES, HALF_DTYPE, ON_GPU
 from tests.kernels.operations import Operation, every_kernel, every_operation

@@ -12,11 +12,11 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ligerzoo.kernels import add_rms_norm, rms_norm
 from ligerzoo.kernels.rms_norm import add_reference, reference
-from tests.kernels.judging import assert_as_exact_as, assert_equal, judge
+from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import DTYPES, HALF_DTYPE, ROUNDED_DTYPES, kernel_file, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.operations import GEMMA
 from tests.kernels.oracles import numbers
-from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(1,), (7,), (1, 1), (3, 7), (5, 127), (2, 3, 130), (2, 2, 3, 64), (2, 3, 2, 80)],
@@ -171,7 +171,7 @@ def test_nothing_is_rounded_but_the_product(options: dict[str, Any], device: str
 def test_each_program_of_the_backward_kernel_walks_several_blocks(
     shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("rows"), "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(kernel_file("tiling"), "multiprocessors", lambda _: 1)
     x, weight = numbers(*shape, device=device), numbers(shape[-1], device=device)
     judge(rms_norm, lambda x, weight: reference(x, weight, 1e-6), [x, weight])
 
@@ -205,7 +205,7 @@ def test_the_reference_is_rms_normalization(device: str) -> None:
 
 def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = numbers(3, 65, device=device), numbers(65, device=device)
-    monkeypatch.setattr(kernel_file("rows"), "MAX_COLUMNS", 64)
+    monkeypatch.setattr(kernel_file("tiling"), "MAX_COLUMNS", 64)
     assert torch.equal(rms_norm(x, weight), reference(x, weight, 1e-6))
     assert torch.equal(add_rms_norm(x, x, weight)[0], reference(x + x, weight, 1e-6))
     launch_nothing(monkeypatch, "rms_norm")
@@ -215,7 +215,7 @@ def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "rms_norm")
-    launch_nothing(monkeypatch, "rows")
+    launch_nothing(monkeypatch, "tiling")
     x, weight = numbers(300, 64, device=device), numbers(64, device=device)
 
     def made_in_backward(x: Tensor, weight: Tensor) -> list[int]:
@@ -225,7 +225,7 @@ def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPat
             torch.autograd.grad(y, [t for t in (x, weight) if t.requires_grad], upstream)
         return recorder.made
 
-    programs = kernel_file("rows").persistent_programs(300, 128, x)
+    programs = kernel_file("tiling").persistent_programs(300, 128, x)
     dx, dweight = [300 * 64 * 4], [64 * 4, programs * 64 * 4]
     assert made_in_backward(x, weight.detach()) == dx
     assert made_in_backward(x.detach(), weight) == dweight

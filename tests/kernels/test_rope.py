@@ -9,11 +9,11 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from ligerzoo.kernels import rope
 from ligerzoo.kernels.rope import reference
-from tests.kernels.judging import assert_as_exact_as, differentiate, in_fp64, judge
+from tests.kernels.accuracy import assert_as_exact_as, differentiate, in_fp64, judge
 from tests.kernels.layouts import transposed
 from tests.kernels.machine import ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.oracles import angles, numbers
-from tests.kernels.watching import Recorder, launch_nothing
 
 # (B, T, N, K, D, R)
 SHAPES = on_gpu_too(

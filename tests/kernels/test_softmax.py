@@ -3,10 +3,10 @@ import torch
 
 from ligerzoo.kernels import softmax
 from ligerzoo.kernels.softmax import reference
-from tests.kernels.judging import judge
+from tests.kernels.accuracy import judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.kernels.oracles import numbers
-from tests.kernels.watching import Recorder, launch_nothing
 
 SHAPES = on_gpu_too(
     [(1,), (7,), (3, 1), (300, 2), (5, 127), (2, 3, 130), (2, 2, 1, 64), (2, 4097)],

@@ -53,7 +53,7 @@ class Model(nn.Module):
     def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         context = Context(tokens, cu_seqlens=cu_seqlens)
         hidden = self.decoder(tokens, context)
-        return self.head(hidden, shifted_labels(labels, context.starts))  # type: ignore[no-any-return]
+        return self.head(hidden, shifted_labels(labels, context.segment_start))  # type: ignore[no-any-return]
 
 
 @st.composite

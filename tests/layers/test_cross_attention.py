@@ -12,16 +12,16 @@ from ligerzoo.layers import (
     Context,
     CrossAttention,
     CrossAttentionBlock,
+    CrossAttentionInputs,
+    CrossAttentionLayerCache,
     Decoder,
     GatedMLP,
     KVCache,
     LayerCache,
-    Memory,
-    MemoryLayerCache,
     PreNormBlock,
     RMSNorm,
     TileMask,
-    tile_memory,
+    tile_cross_attention_inputs,
 )
 from ligerzoo.layers.attention import reference
 
@@ -62,7 +62,7 @@ def test_pieces_are_seen_whole(length: int, pieces: int, queries: int, device: s
 # What tokens look at
 
 
-def looked_at(memory: Memory | None) -> Tensor:
+def looked_at(memory: CrossAttentionInputs | None) -> Tensor:
     assert memory is not None
     assert memory.mask is not None
     return memory.mask.sees
@@ -71,7 +71,7 @@ def looked_at(memory: Memory | None) -> Tensor:
 def test_blind_tokens_look_at_everything() -> None:
     sees = torch.rand(2, 9, 3, 2) < 0.2
     sees[0, 3:5], sees[1, 1] = False, False
-    memory = tile_memory(Context(torch.zeros(2, 9)), torch.zeros(2, 30, H), sees.long(), 5)
+    memory = tile_cross_attention_inputs(Context(torch.zeros(2, 9)), torch.zeros(2, 30, H), sees.long(), 5)
     assert memory is not None
     assert memory.blind is not None
     assert memory.outside is None
@@ -87,7 +87,7 @@ def test_packed_texts_look_at_their_own_images(bounds: list[int]) -> None:
     sees = torch.zeros(1, 12, 3, 2, dtype=torch.bool)
     sees[0, 2, 0, 0] = sees[0, 7:9, 1] = sees[0, 8, 2, 1] = True
     context = Context(torch.zeros(1, 12), cu_seqlens=torch.tensor(bounds))
-    memory = tile_memory(context, torch.zeros(1, 30, H), sees, 5)
+    memory = tile_cross_attention_inputs(context, torch.zeros(1, 30, H), sees, 5)
     assert memory is not None
     assert memory.outside is not None
     for text in texts:
@@ -102,10 +102,10 @@ def test_packed_texts_look_at_their_own_images(bounds: list[int]) -> None:
 def test_no_mask_where_all_is_visible() -> None:
     states = torch.zeros(2, 30, H)
     for mask in (None, torch.ones(2, 9, 3, 2)):
-        memory = tile_memory(Context(torch.zeros(2, 9)), states, mask, 5)
+        memory = tile_cross_attention_inputs(Context(torch.zeros(2, 9)), states, mask, 5)
         assert memory is not None
         assert (memory.mask, memory.blind, memory.outside) == (None, None, None)
-    assert tile_memory(Context(torch.zeros(2, 9)), None, None, 5) is None
+    assert tile_cross_attention_inputs(Context(torch.zeros(2, 9)), None, None, 5) is None
 
 
 # Layers
@@ -124,7 +124,9 @@ def test_the_block_is_its_equations() -> None:
     attention, context = block.cross_attn, Context(x)
     assert block(x, context) is x
     blind = torch.zeros(2, 5, 1, dtype=torch.bool).index_fill(1, torch.tensor([1, 4]), True)
-    context.memory = Memory(states=states, blind=blind, outside=blind.logical_and(blind.cumsum(1) > 1))
+    context.cross_attention_inputs = CrossAttentionInputs(
+        states=states, blind=blind, outside=blind.logical_and(blind.cumsum(1) > 1)
+    )
 
     normalized = block.input_layernorm(x)
     q = attention.q_norm(attention.q_proj(normalized).view(2, 5, 4, 8)).transpose(1, 2)
@@ -145,27 +147,27 @@ def test_a_decoder_that_looks_at_what_came_before() -> None:
     decoder = Decoder(nn.Embedding(50, H), [cross_block(), own, cross_block()], RMSNorm(H))
     tokens, states = torch.randint(50, (2, 9)), torch.randn(2, 6, H)
     context = Context(tokens)
-    context.memory = Memory(states=states)
+    context.cross_attention_inputs = CrossAttentionInputs(states=states)
     expected = decoder(tokens, context)
     for capacity in (None, 9):
         cache, pieces = decoder.new_cache(capacity), []
         for piece in tokens.split([4, 1, 1, 3], 1):
             context = Context(piece, cache=cache)
-            context.memory = Memory(states=None if pieces else states)
+            context.cross_attention_inputs = CrossAttentionInputs(states=None if pieces else states)
             pieces.append(decoder(piece, context))
-        assert (cache.length, cache.memory_length, cache.capacity) == (9, 6, capacity)
+        assert (cache.length, cache.cross_attention_length, cache.capacity) == (9, 6, capacity)
         torch.testing.assert_close(torch.cat(pieces, 1), expected)
     assert not torch.allclose(decoder(tokens), expected)
 
 
 def test_a_memory_s_length_is_not_the_text_s() -> None:
     keys = torch.randn(2, 70, 1, 4)
-    of_memory, of_text = MemoryLayerCache(), LayerCache()
+    of_memory, of_text = CrossAttentionLayerCache(), LayerCache()
     cache = KVCache([of_memory, of_text])
     of_memory.append(keys[:, :64], keys[:, :64])
     of_memory.append(keys[:, 64:], keys[:, 64:])
     of_text.append(keys[:, :3], keys[:, :3])
-    assert (cache.memory_length, cache.length, cache.positions(2, keys.device).tolist()) == (70, 3, [3, 4])
+    assert (cache.cross_attention_length, cache.length, cache.positions(2, keys.device).tolist()) == (70, 3, [3, 4])
     assert all(torch.equal(held, keys) for held in of_memory.held())
 
 
@@ -174,7 +176,7 @@ def test_nothing_to_attend_to() -> None:
     context = Context(x)
     with pytest.raises(ValueError, match="no memory to attend to"):
         attention(x, context)
-    context.memory = Memory()
-    for cache in (None, LayerCache(), MemoryLayerCache()):
+    context.cross_attention_inputs = CrossAttentionInputs()
+    for cache in (None, LayerCache(), CrossAttentionLayerCache()):
         with pytest.raises(ValueError, match="without states, and none in the cache"):
             attention(x, context, cache)

@@ -108,7 +108,7 @@ def test_tokens_in_a_run_see_each_other(window: int | None, padded: bool) -> Non
     if padded:
         real[0, :2] = False
     context = Context(torch.zeros(2, 11), real)
-    context.see_runs(RUNS)
+    context.allow_bidirectional_spans(RUNS)
     mask = context.mask(11, window=window)
     assert isinstance(mask, Mask)
 
@@ -126,7 +126,7 @@ def test_runs_after_a_cache(is_rolling: bool) -> None:
     first, second = (torch.zeros(2, tokens, 1, 1) for tokens in (5, 6))
     cache.append(first, first)
     context = Context(second[..., 0, 0], cache=KVCache([cache]))
-    context.see_runs(RUNS[:, 5:])
+    context.allow_bidirectional_spans(RUNS[:, 5:])
     keys, _ = cache.append(second, second)
     assert keys.shape[1] == (9 if is_rolling else 11)
     mask = context.mask(keys.shape[1], window=4, cache=cache)
@@ -138,7 +138,7 @@ def test_runs_after_a_cache(is_rolling: bool) -> None:
 def test_a_run_ends_with_its_text() -> None:
     here, text = torch.ones(1, 9, dtype=torch.bool), [0, 0, 0, 0, 1, 1, 2, 2, 2]
     context = Context(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 4, 6, 9]))
-    context.see_runs(here)
+    context.allow_bidirectional_spans(here)
     mask = context.mask(9)
     assert isinstance(mask, Mask)
     assert torch.equal(mask.visible(), expected(1, 9, 9, lambda r, q, k: text[q] == text[k]))
@@ -147,14 +147,14 @@ def test_a_run_ends_with_its_text() -> None:
 def test_runs_of_one_token_need_no_mask() -> None:
     for tokens in (1, 7):
         context = Context(torch.zeros(1, tokens))
-        context.see_runs(torch.arange(tokens)[None] % 2 == 0)
+        context.allow_bidirectional_spans(torch.arange(tokens)[None] % 2 == 0)
         assert context.mask(tokens) is None
 
 
 def test_runs_when_compiled() -> None:
     def visible(x: Tensor, here: Tensor) -> Tensor:
         context = Context(x)
-        context.see_runs(here)
+        context.allow_bidirectional_spans(here)
         mask = context.mask(x.shape[1], window=3)
         assert isinstance(mask, Mask)
         return mask.visible()
@@ -190,7 +190,7 @@ def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: 
     context = Context(torch.zeros(rows, tokens, device=device), **{k: t.to(device) for k, t in options.items()})
     if "runs" in kind:
         here = torch.arange(tokens, device=device) % torch.tensor([[190], [30]], device=device)[:rows] > 20
-        context.see_runs(here)
+        context.allow_bidirectional_spans(here)
     mask = context.mask(tokens, window=window, is_causal=is_causal, even_if_plain=True)
     assert isinstance(mask, Mask)
     blocks, visible = mask.blocks(), mask.visible()[:, 0].cpu()
@@ -228,7 +228,7 @@ def test_only_a_query_that_sees_nothing_falls_back_to_its_own_key(
     new = torch.zeros(3, 9 - past, 1, 1)
     context = Context(new[..., 0, 0], ~padding, cache=KVCache([layer]) if past else None)
     if kind == "runs":
-        context.see_runs(torch.arange(9)[None].expand(3, -1) < 4)
+        context.allow_bidirectional_spans(torch.arange(9)[None].expand(3, -1) < 4)
     keys = layer.append(new, new)[0].shape[1]
     mask = context.mask(keys, window=window, is_causal=is_causal, cache=layer if past else None)
     assert isinstance(mask, Mask)
@@ -305,8 +305,8 @@ def test_a_ready_mask_is_hidden_where_nothing_has_been_written() -> None:
 def test_texts_are_told_apart_without_a_cache_alone() -> None:
     """For a cache does not remember where they began."""
     again = torch.tensor([[0, 1, 2, 0, 1]])
-    assert Context(torch.zeros(1, 5), position_ids=again).starts is not None
-    assert Context(torch.zeros(1, 5), position_ids=again, cache=KVCache([LayerCache()])).starts is None
+    assert Context(torch.zeros(1, 5), position_ids=again).segment_start is not None
+    assert Context(torch.zeros(1, 5), position_ids=again, cache=KVCache([LayerCache()])).segment_start is None
 
 
 def test_a_fork_has_all_that_its_context_has() -> None:

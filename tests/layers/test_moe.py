@@ -29,15 +29,23 @@ class Context:
     router_logits: list[Tensor] = field(default_factory=list)
 
 
-def moe(num_experts: int = E, k: int = K, *, renormalize: bool = True, jitter_noise: float = 0.0, **make: Any) -> MoE:
-    router = Router(H, num_experts, k, renormalize=renormalize, **make)
-    return drawn(MoE(router, Experts(H, I, num_experts, **make), jitter_noise=jitter_noise))
+def moe(
+    num_experts: int = E, k: int = K, *, renormalize: bool = True, jitter_noise: float = 0.0, **factory_kwargs: Any
+) -> MoE:
+    router = Router(H, num_experts, k, renormalize=renormalize, **factory_kwargs)
+    return drawn(MoE(router, Experts(H, I, num_experts, **factory_kwargs), jitter_noise=jitter_noise))
 
 
-def shared_expert_moe(num_experts: int = E, k: int = K, *, renormalize: bool = True, **make: Any) -> SharedExpertMoE:
-    router = Router(H, num_experts, k, renormalize=renormalize, **make)
-    gate = nn.Linear(H, 1, bias=False, **make)
-    return drawn(SharedExpertMoE(router, Experts(H, I, num_experts, **make), GatedMLP(H, SHARED, **make), gate))
+def shared_expert_moe(
+    num_experts: int = E, k: int = K, *, renormalize: bool = True, **factory_kwargs: Any
+) -> SharedExpertMoE:
+    router = Router(H, num_experts, k, renormalize=renormalize, **factory_kwargs)
+    gate = nn.Linear(H, 1, bias=False, **factory_kwargs)
+    return drawn(
+        SharedExpertMoE(
+            router, Experts(H, I, num_experts, **factory_kwargs), GatedMLP(H, SHARED, **factory_kwargs), gate
+        )
+    )
 
 
 def drawn(module: Any) -> Any:

@@ -22,12 +22,12 @@ from ligerzoo.layers import (
 H = 8
 
 
-def block(**make: Any) -> PreNormBlock:
+def block(**factory_kwargs: Any) -> PreNormBlock:
     return PreNormBlock(
-        RMSNorm(H, **make),
-        Attention(H, 2, 1, rotary=RotaryEmbedding(4), **make),
-        RMSNorm(H, **make),
-        GatedMLP(H, 12, **make),
+        RMSNorm(H, **factory_kwargs),
+        Attention(H, 2, 1, rotary=RotaryEmbedding(4), **factory_kwargs),
+        RMSNorm(H, **factory_kwargs),
+        GatedMLP(H, 12, **factory_kwargs),
     )
 
 
@@ -43,14 +43,15 @@ class Part(nn.Module):
 
 
 PARTS: dict[str, Callable[..., Part]] = {
-    "RMSNorm": lambda **make: Part(RMSNorm(H, **make)),
-    "LayerNorm": lambda **make: Part(LayerNorm(H, **make)),
-    "GatedMLP": lambda **make: Part(GatedMLP(H, 12, bias=True, **make)),
-    "Attention": lambda **make: Part(
-        Attention(H, 2, 1, rotary=RotaryEmbedding(4), qkv_bias=True, output_bias=True, **make), in_context=True
+    "RMSNorm": lambda **factory_kwargs: Part(RMSNorm(H, **factory_kwargs)),
+    "LayerNorm": lambda **factory_kwargs: Part(LayerNorm(H, **factory_kwargs)),
+    "GatedMLP": lambda **factory_kwargs: Part(GatedMLP(H, 12, bias=True, **factory_kwargs)),
+    "Attention": lambda **factory_kwargs: Part(
+        Attention(H, 2, 1, rotary=RotaryEmbedding(4), qkv_bias=True, output_bias=True, **factory_kwargs),
+        in_context=True,
     ),
-    "LMHead": lambda **make: Part(LMHead(H, 30, **make)),
-    "PreNormBlock": lambda **make: Part(block(**make), in_context=True),
+    "LMHead": lambda **factory_kwargs: Part(LMHead(H, 30, **factory_kwargs)),
+    "PreNormBlock": lambda **factory_kwargs: Part(block(**factory_kwargs), in_context=True),
 }
 EVERY_PART = pytest.mark.parametrize("make", PARTS.values(), ids=PARTS.keys())
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo import losses
-from ligerzoo.kernels import valid_rows
-from ligerzoo.kernels.head import DenseHead, SkippingHead
+from ligerzoo.kernels.loss import ragged_gemm
+from ligerzoo.kernels.loss.chunked_head import DenseHead, SkippingHead
 from ligerzoo.losses import LossOutput, distillation, dpo, grpo, kto, modules, names
 from ligerzoo.losses import objective as sweep
 from ligerzoo.losses.logps import bounded_exp
-from tests.kernels.judging import assert_as_exact_as
+from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.machine import kernel_file
 from tests.kernels.oracles import transformed
 from tests.losses import oracles
@@ -200,9 +200,9 @@ def skips(monkeypatch: pytest.MonkeyPatch) -> None:
         def result(self) -> Tensor:
             return self.sum
 
-    monkeypatch.setattr(valid_rows, "product_", product_)
-    monkeypatch.setattr(kernel_file("head"), "WeightSum", WeightSum)
-    monkeypatch.setattr(valid_rows, "row_buffer", lambda like, rows, cols: like.new_full((rows, cols), torch.nan))
+    monkeypatch.setattr(ragged_gemm, "product_", product_)
+    monkeypatch.setattr(kernel_file("loss.chunked_head"), "WeightSum", WeightSum)
+    monkeypatch.setattr(ragged_gemm, "row_buffer", lambda like, rows, cols: like.new_full((rows, cols), torch.nan))
     for file in (sweep, kernel_file("linear_cross_entropy")):
         monkeypatch.setattr(file, "head_type", lambda n_rows, *_: SkippingHead)
 

@@ -32,7 +32,7 @@ from tests.models.comparing import (
 )
 from tests.models.tiny import Tiny
 from tests.models.tiny_gemma3 import CHECKPOINTS, GEMMA3, IMAGE, PROMPTS, TEXT, VISION, Prompt, Row, prompt
-from tests.test_processor import checkpoint as processor_files
+from tests.vision.test_processor import checkpoint as processor_files
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()

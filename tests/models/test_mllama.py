@@ -32,8 +32,8 @@ from tests.models.comparing import (
 )
 from tests.models.tiny import Tiny
 from tests.models.tiny_mllama import CHECKPOINTS, MLLAMA, PROMPTS, TEXT, VISION, Prompt, Row, mllama, prompt
-from tests.test_processor import checkpoint as processor_files
-from tests.test_processor import text, user
+from tests.vision.test_processor import checkpoint as processor_files
+from tests.vision.test_processor import text, user
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -237,7 +237,7 @@ def test_a_conversation_from_a_cache(pair: tuple[Mllama, PreTrainedModel], capac
         expected = theirs(input_ids=p.ids, past_key_values=theirs_cache, use_cache=True, **p.vision, **told)
         theirs_cache = expected.past_key_values
         assert_close(got, expected.logits, "logits from a cache")
-    assert (cache.length, cache.memory_length) == (18, 2 * 4 * ours.vision_model.tile_length)
+    assert (cache.length, cache.cross_attention_length) == (18, 2 * 4 * ours.vision_model.tile_length)
 
 
 @pytest.mark.parametrize("capacity", [None, 60])

@@ -1,0 +1,1 @@
+"""The two demos, with the small models and the drawings they use."""

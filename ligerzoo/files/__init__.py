@@ -1,0 +1,1 @@
+"""Checkpoint directories: finding, reading and atomically writing their files. Knows no model."""

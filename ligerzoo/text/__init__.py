@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, incremental decoding and conversations. Knows no model."""

@@ -1,0 +1,120 @@
+"""How the kernel tests judge an operation: by plain torch's own error against fp64, outputs and every gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import INTERPRETING
+
+
+def assert_as_exact_as(
+    actual: Tensor | None, reference: Tensor | None, truth: Tensor | None, ulps: float = 2.0
+) -> None:
+    """`actual` errs from `truth` at most twice as much as `reference` does, plus `ulps` of the truth's largest element.
+
+    The three have the same shape, `actual` and `reference` the same dtype and device, and where `reference` is not
+    finite, `actual` is the same infinity or NaN.
+    """
+    if reference is None or actual is None or truth is None:
+        assert reference is None
+        assert actual is None
+        return
+    assert (actual.shape, actual.dtype, actual.device) == (reference.shape, reference.dtype, reference.device)
+    finite = reference.isfinite()
+    torch.testing.assert_close(actual[~finite], reference[~finite], rtol=0, atol=0, equal_nan=True)
+    if not finite.any():
+        return
+    truth = truth[finite].double()
+    error, reference_error = ((t[finite].double() - truth).abs().max().item() for t in (actual, reference))
+    floor = ulps * torch.finfo(reference.dtype).eps * truth.abs().max().item()
+    assert error <= 2 * reference_error + floor, f"errs by {error:.3g}, the reference by {reference_error:.3g}"
+
+
+def judge_draws(judge_draw: Callable[[int], None], seed: int, repeats: int = 4) -> None:
+    """Judges one random draw of inputs; if it fails, all of `repeats` further draws must pass.
+
+    Where a result has few large elements, plain torch's error is sometimes near 0 by luck. Luck does not repeat, and a
+    defect does.
+
+    Args:
+        judge_draw: takes a seed, and raises AssertionError if results for inputs drawn with it are not exact enough.
+        seed: of the first draw.
+        repeats: how many draws confirm or refute a failure.
+    """
+    try:
+        judge_draw(seed)
+    except AssertionError:
+        for repeat in range(1, 1 + repeats):
+            judge_draw(seed + repeat)
+
+
+def assert_as_good_as_a_plain_product(actual: Tensor, a: Tensor, b: Tensor) -> None:
+    """`actual` errs from a @ b no more than plain torch does."""
+    truth = a.double() @ b.double()
+    error, plain = ((t.double() - truth).norm().item() for t in (actual, a @ b))
+    assert error <= 1.01 * plain
+
+
+def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """The same bits (NaN equals NaN) and the same Nones."""
+    assert [t is None for t in actual] == [t is None for t in expected]
+    for a, e in zip(actual, expected, strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, e, rtol=0, atol=0, equal_nan=True)
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def differentiate(
+    function: Callable[..., Any], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """The outputs, and the gradient of each input (None for one that requires none).
+
+    Nothing may be written to on the way: neither inputs, outputs nor upstream gradients, nor what is saved between the
+    two passes, so that a second backward pass gives the same (which the interpreter, being slow, is not asked for).
+    """
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    outputs = as_tuple(function(*leaves))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    pairs = [(output, dy) for output, dy in zip(outputs, upstream, strict=True) if output.requires_grad]
+    differentiable, upstreams = zip(*pairs, strict=True)
+    seen = [*inputs, *upstream, *outputs]
+    before = [t.detach().clone() for t in seen]
+    first, *others = (
+        torch.autograd.grad(differentiable, wanted, upstreams, retain_graph=True, allow_unused=True)
+        for _ in range(1 if INTERPRETING else 2)
+    )
+    assert_equal([t.detach() for t in seen], before)
+    for second in others:
+        assert_equal(second, first)
+    gradients = iter(first)
+    return outputs, tuple(next(gradients) if leaf.requires_grad else None for leaf in leaves)
+
+
+def in_fp64(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t.detach() for t in tensors
+    ]
+
+
+def judge(
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    layout: Callable[[Tensor], Tensor] = torch.clone,
+) -> None:
+    """Holds outputs and gradients to `assert_as_exact_as`, for random upstream gradients laid out by `layout`."""
+    before = [t.detach().clone() for t in inputs]
+    upstream = [layout(torch.randn_like(output)) for output in as_tuple(reference(*inputs))]
+    outputs, gradients = differentiate(function, inputs, upstream)
+    assert_equal([t.detach() for t in inputs], before)
+    expected = differentiate(reference, inputs, upstream)
+    truth = differentiate(reference, in_fp64(inputs), in_fp64(upstream))
+    for case in zip(outputs, expected[0], truth[0], strict=True):
+        assert_as_exact_as(*case)
+    for case in zip(gradients, expected[1], truth[1], strict=True):
+        assert_as_exact_as(*case)

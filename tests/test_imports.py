@@ -1,0 +1,211 @@
+"""Imports point one way, undeclared packages stay out, and `import ligerzoo` is fast."""
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import ligerzoo
+
+ROOT = Path(__file__).parent.parent
+FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.glob("ligerzoo/**/*.py"))}
+
+# What each part imports: when it is itself imported, and lazily (within a function, or for type checkers alone). The
+# table is exact: an import that is not listed fails, and so does an entry without an import. "ligerzoo" is __init__.py.
+ARROWS = {
+    "errors": ("", ""),
+    "files": ("errors", ""),
+    "text": ("errors files vision", "hub"),
+    "vision": ("errors files text", "hub"),
+    "kernels": ("", ""),
+    "layers": ("errors kernels", ""),
+    "losses": ("kernels", ""),
+    "parallel": ("kernels", ""),
+    "models": ("errors kernels layers", "generate hub"),
+    "convert": ("errors models", ""),
+    "hub": ("convert errors files layers models", "vision"),
+    "generate": ("errors", ""),
+    "info": ("convert errors files hub text", ""),
+    "demo": ("errors files generate models text vision", ""),
+    "cli": ("errors ligerzoo", "demo generate hub info models text vision"),
+    "__main__": ("cli", ""),
+    "ligerzoo": ("", "hub text vision"),
+}
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+IMPORT_NAMES = {"pillow": "PIL"}
+
+
+def declared(requirements: list[str]) -> set[str]:
+    names = {requirement.split(">=")[0] for requirement in requirements}
+    return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+
+
+REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
+OPTIONAL = declared([r for extra in ("vision", "plot") for r in PROJECT["optional-dependencies"][extra]])
+
+
+class Import(NamedTuple):
+    name: str  # dotted, down to what is imported: "ligerzoo.layers.Attention"
+    line: int
+    lazy: bool
+
+
+def imports(node: ast.AST, lazy: bool = False) -> Iterator[Import]:
+    match node:
+        case ast.Import():
+            yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
+        case ast.ImportFrom():
+            module = "." * node.level + (node.module or "")
+            yield from (Import(f"{module}.{alias.name}", node.lineno, lazy) for alias in node.names)
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            lazy = True
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, lazy)
+
+
+@cache
+def imports_of(source: str) -> tuple[Import, ...]:
+    return tuple(imports(ast.parse(source)))
+
+
+def part(dotted: str) -> str:
+    """Returns the part of the package that a dotted name belongs to; other names belong to `__init__.py`."""
+    name = dotted.split(".")[1] if "." in dotted else ""
+    return name if name in ARROWS else "ligerzoo"
+
+
+def part_of_file(file: str) -> str:
+    return Path(file).with_suffix("").parts[1].replace("__init__", "ligerzoo")
+
+
+def complaints(files: Mapping[str, str]) -> list[str]:
+    """Returns every import that is not allowed, and every allowed arrow that no import needs."""
+    found, used = [], set()
+    for file, source in files.items():
+        here = part_of_file(file)
+        if here not in ARROWS:
+            found.append(f"{file}: {here} is missing in ARROWS")
+            continue
+        eager, lazy = (set(parts.split()) for parts in ARROWS[here])
+        for name, line, is_lazy in imports_of(source):
+            root = name.split(".")[0]
+            if root == "ligerzoo":
+                used.add((here, part(name), is_lazy))
+                allowed = part(name) in {here} | eager | (lazy if is_lazy else set())
+            else:
+                allowed = root in (REQUIRED | OPTIONAL if is_lazy else REQUIRED)
+            if not allowed:
+                found.append(f"{file}:{line}: {here} may not import {name}" + ("" if is_lazy else " eagerly"))
+    for here, arrows in ARROWS.items():
+        for parts, is_lazy in zip(arrows, (False, True), strict=True):
+            unused = [part for part in parts.split() if (here, part, is_lazy) not in used]
+            found += [f"ARROWS: {here} does not import {part}" + (" lazily" if is_lazy else "") for part in unused]
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    found = complaints(FILES)
+    assert not found, "\n".join(found)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Counts eager imports only: a lazy one cannot fail while modules are being imported."""
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): FILES[file] for file in FILES}
+
+    def module(name: str) -> str:
+        return name if name in modules else module(name.rpartition(".")[0])
+
+    graph = {
+        name: {
+            module(one.name) for one in imports(ast.parse(source)) if one.name.startswith("ligerzoo") and not one.lazy
+        }
+        for name, source in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("here", sorted(ARROWS))
+def test_every_reversed_arrow_fails(here: str) -> None:
+    """An import of `here` in any part that it depends on, and vice versa for parts without an arrow between them."""
+    for other in ARROWS:
+        if other in (here, "ligerzoo") or here == "ligerzoo":
+            continue
+        file = next(file for file in FILES if part_of_file(file) == other)
+        for is_lazy in (False, True):
+            eager, lazy = (parts.split() for parts in ARROWS[other])
+            if here in eager or (is_lazy and here in lazy):
+                continue
+            statement = f"import ligerzoo.{here}"
+            source = f"\ndef f():\n    {statement}\n" if is_lazy else f"\n{statement}\n"
+            assert len(complaints({**FILES, file: FILES[file] + source})) == 1, (other, here, is_lazy)
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("ligerzoo/models/llama.py", "from ..layers import RMSNorm"),
+        ("ligerzoo/hub.py", "def f():\n    import transformers"),
+        ("ligerzoo/nowhere.py", "import torch"),
+        ("ligerzoo/cli.py", "import PIL.Image"),
+        ("ligerzoo/__init__.py", "from ligerzoo.hub import AutoModel"),
+    ],
+)
+def test_a_forbidden_import_fails(file: str, source: str) -> None:
+    assert len(complaints({**FILES, file: FILES.get(file, "") + "\n" + source})) == 1
+
+
+def test_an_unused_arrow_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARROWS, "kernels", ("errors", "hub"))
+    assert complaints(FILES) == ["ARROWS: kernels does not import errors", "ARROWS: kernels does not import hub lazily"]
+
+
+def fresh_interpreter(script: str) -> Any:
+    """Returns what `script` prints as JSON in a new Python process."""
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    return json.loads(run.stdout)
+
+
+def imported_modules(*names: str) -> set[str]:
+    """Returns the top-level modules that importing these imports, besides those that torch imports."""
+    script = "import json, sys, torch; before = set(sys.modules)\n"
+    script += "".join(f"import {name}\n" for name in names)
+    script += "print(json.dumps(sorted(set(sys.modules) - before)))"
+    return {name.split(".")[0] for name in fresh_interpreter(script)}
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = {"transformers", "triton", "huggingface_hub", "tokenizers", "jinja2"}
+    assert imported_modules("ligerzoo") & heavy == set()
+
+
+def test_triton_is_imported_at_the_first_launch_only() -> None:
+    files = [file for file in FILES if file.startswith(("ligerzoo/kernels/", "ligerzoo/layers/", "ligerzoo/models/"))]
+    assert files
+    names = (file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in files)
+    assert "triton" not in imported_modules(*names)
+
+
+def test_importing_the_package_is_fast() -> None:
+    script = "import time, torch; start = time.perf_counter(); import ligerzoo; print(time.perf_counter() - start)"
+    seconds = []
+    for _attempt in range(4):  # the first may find cold disks, and any may find a busy machine
+        seconds.append(fresh_interpreter(script))
+        if seconds[-1] <= 0.3:
+            return
+    pytest.fail(f"import ligerzoo takes {seconds} s more than import torch")
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert ligerzoo.__version__ == PROJECT["version"]
