@@ -26,7 +26,7 @@ from tests.models.tiny import EMBEDDING, HEAD, Tensors, Tiny, random_model, writ
 from tests.models.tiny_llama import LLAMA
 
 ROOT = Path(__file__).parent.parent
-ASSETS = ROOT / "ligerzoo" / "assets" / "tiny-python-llama"
+ASSETS = ROOT / "ligerzoo" / "demo" / "assets" / "tiny-python-llama"
 NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.jit import INTERPRETING
+from ligerzoo.kernels.registration import _library
+from ligerzoo.kernels.registration import is_watched as is_watched
 
 Backend = Literal["auto", "triton", "torch"]
 """What computes an operation: Triton where it can ("auto"), Triton or an error, or the plain-torch reference."""
@@ -25,7 +27,6 @@ DEBUG = os.environ.get("LIGERZOO_DEBUG") == "1"
 set."""
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_library = torch.library.Library("ligerzoo", "DEF")
 
 
 def check_backend(backend: Backend) -> Backend:
@@ -83,19 +84,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(*args)
 
     return checked
-
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, type(None), torch.dtype})
-
-
-def is_watched(*args: Any) -> bool:
-    """Whether an operation on these is for others to see or to replace: a compiler, a dispatch mode, a subclass of
-    tensors."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or not _PLAIN.issuperset(map(type, args))
-    )
 
 
 def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:

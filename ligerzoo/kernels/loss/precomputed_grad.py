@@ -20,13 +20,13 @@ from torch import Tensor
 from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     cdiv,
-    is_watched,
     multiprocessors,
     once_differentiable,
     register,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.registration import is_watched
 
 _BLOCK, _PROGRAMS_PER_MULTIPROCESSOR = 2048, 16
 
