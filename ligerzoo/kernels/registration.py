@@ -1,25 +1,32 @@
-"""`@register`: a typed Python function becomes a PyTorch op. Its schema follows from its signature.
+"""`@register` makes a PyTorch op of a typed Python function. The op's schema follows from the function's signature.
 
 Ops are registered with `torch.library.Library` and differentiated by a `torch.autograd.Function` around them: the
 cheapest registration (24 us for a forward and backward, against 39 to 44 us for `custom_op` and `triton_op`) that still
 passes opcheck, full-graph compilation with training, and export. Plain tensors bypass the dispatcher altogether.
 
-A parameter may be a NamedTuple of such values. The op then takes its fields one by one, named `<parameter>_<field>`;
-the function and its callers see the tuple. Results are a tensor, a tuple of tensors or a NamedTuple of tensors.
+    class Scaling(NamedTuple):
+        factor: float
+        offset: Tensor | None
+
+    @register("scale", fake=lambda x: x.new_empty(x.shape))     # scale(Tensor x, float scaling_factor,
+    def _scale(x: Tensor, scaling: Scaling) -> Tensor: ...      #       Tensor? scaling_offset) -> Tensor
+
+A parameter may be a NamedTuple. The op then takes its fields one by one, named `<parameter>_<field>`; the function and
+its callers use the tuple. Results are a tensor, a tuple of tensors or a NamedTuple of tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, TypeVarTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 _library = torch.library.Library("ligerzoo", "DEF")
@@ -28,9 +35,11 @@ _SCHEMA_TYPES = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, bool, int, float, str, NoneType, torch.dtype})
 
 
-def is_watched(*args: Any) -> bool:
-    """Whether something observes or replaces operations on these arguments: a compiler, a dispatch mode, or a tensor
-    subclass."""
+def needs_dispatch(*args: Any) -> bool:
+    """Whether a call with these arguments must go through PyTorch's dispatcher.
+
+    True under a compiler or a dispatch mode, and for tensor subclasses: they observe or replace operations.
+    """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -38,98 +47,82 @@ def is_watched(*args: Any) -> bool:
     )
 
 
-def register(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Op[P, R]]:
+is_watched = needs_dispatch  # the old name; remove it when `kernels/loss` uses the new one
+
+
+def register(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[[*Ts], R]], Op[*Ts, R]]:
     """Registers the decorated function as the op `ligerzoo::<name>`, for tensors on every device but meta.
 
     Args:
         name: the op's name.
-        fake: allocates the results, contiguous, from shapes and dtypes alone. Its parameters are those of the function
-            that it needs, by name.
+        fake: allocates the results, contiguous, from shapes and dtypes alone. Its parameters are a subset of the
+            function's, matched by name.
     """
     return lambda function: Op(name, function, fake)
 
 
-class Op(Generic[P, R]):
-    """A registered op. Call it where autograd does not record, within an `autograd.Function`, by position.
+class Op(Generic[*Ts, R]):
+    """A registered op. Call it by position, where autograd does not record: within an `autograd.Function`.
 
-    A call runs the function itself, or the op where something observes or replaces operations (see `is_watched`). The
-    function must be functional: it writes to nothing but memory that it allocates.
+    A call with plain tensors runs the function itself, any other call runs the op (see `needs_dispatch`). The function
+    must be functional: it writes only to memory that it allocates. Its first argument is a tensor, or a NamedTuple
+    whose first field is one; the function runs with that tensor's device as the current one.
 
     Attributes:
-        overload: the op as the dispatcher knows it.
+        overload: the op as the dispatcher knows it, for tests and sharding rules.
     """
 
-    def __init__(self, name: str, function: Callable[P, R], fake: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[[*Ts], R], fake: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._arguments = _Arguments(function)
-        results = get_type_hints(function)["return"]
-        self._results: Callable[[Any], R] = results._make if _is_struct(results) else lambda x: x
-        _library.define(f"{name}({self._arguments.schema}) -> {_results_schema(results)}")
+        hints = get_type_hints(function)
+        self._names = list(inspect.signature(function).parameters)
+        # Position and type of each NamedTuple; the last first, so that flattening one leaves the others' positions.
+        self._structs = [(i, hints[n]) for i, n in enumerate(self._names) if _is_struct(hints[n])][::-1]
+        results = hints["return"]
+        self._make_result: Callable[[Any], R] | None = results._make if _is_struct(results) else None
+        parameters = ", ".join(p for n in self._names for p in _parameter_schema(n, hints[n]))
+        _library.define(f"{name}({parameters}) -> {_result_schema(results)}")
         for device in _DEVICES:
-            _library.impl(name, self._run_flat, device)
-        wanted = list(inspect.signature(fake).parameters)
+            _library.impl(name, lambda *flat: self._run(flat[0], self._nest(flat)), device)
+        fake_names = list(inspect.signature(fake).parameters)
 
-        def fake_flat(*flat: Any) -> Any:
-            arguments = self._arguments.by_name(flat)
-            return fake(**{name: arguments[name] for name in wanted})
+        def fake_of_flat(*flat: Any) -> Any:
+            arguments = dict(zip(self._names, self._nest(flat), strict=True))
+            return fake(**{n: arguments[n] for n in fake_names})
 
-        torch.library.register_fake(f"ligerzoo::{name}", fake_flat, lib=_library)
+        torch.library.register_fake(f"ligerzoo::{name}", fake_of_flat, lib=_library)
         self.overload = getattr(torch.ops.ligerzoo, name).default
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        flat = self._arguments.flatten(args) if self._arguments.has_structs else args
-        first: Any = flat[0]
-        if is_watched(*flat) or first.is_meta:
-            return self._results(self.overload(*flat))
+    def __call__(self, *args: *Ts) -> R:
+        flat: Sequence[Any] = self._flatten(args) if self._structs else args
+        first: Tensor = flat[0]
+        if needs_dispatch(*flat) or first.is_meta:
+            result = self.overload(*flat)
+            return result if self._make_result is None else self._make_result(result)
         return self._run(first, args)
 
     def flat_arguments(self, **arguments: Any) -> tuple[Any, ...]:
         """The positional arguments of `overload` for these arguments of the function."""
-        bound = inspect.signature(self._function).bind(**arguments)
-        return tuple(self._arguments.flatten(bound.args))
-
-    def _run_flat(self, *flat: Any) -> R:
-        return self._run(flat[0], self._arguments.nest(flat))
+        return tuple(self._flatten(inspect.signature(self._function).bind(**arguments).args))
 
     def _run(self, first: Tensor, args: Sequence[Any]) -> R:
         # Triton launches on the current device. A context manager per call would cost more than the launch.
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
-                return self._function(*args)  # type: ignore[call-arg]
-        return self._function(*args)  # type: ignore[call-arg]
+                return self._function(*args)
+        return self._function(*args)
 
+    def _flatten(self, args: Sequence[Any]) -> Sequence[Any]:
+        for i, _ in self._structs:
+            args = (*args[:i], *args[i], *args[i + 1 :])
+        return args
 
-class _Arguments:
-    """The parameters of a function, and how its arguments are laid out one by one."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        hints = get_type_hints(function)
-        self.names = list(inspect.signature(function).parameters)
-        self._structs = [hints[name] if _is_struct(hints[name]) else None for name in self.names]
-        self.has_structs = any(self._structs)
-        self.schema = ", ".join(part for name in self.names for part in _parameter_schema(name, hints[name]))
-
-    def flatten(self, args: Sequence[Any]) -> list[Any]:
-        flat: list[Any] = []
-        for struct, argument in zip(self._structs, args, strict=True):
-            if struct is None:
-                flat.append(argument)
-            else:
-                flat.extend(argument)
+    def _nest(self, flat: Sequence[Any]) -> Sequence[Any]:
+        for i, struct in reversed(self._structs):
+            end = i + len(struct._fields)
+            flat = (*flat[:i], struct(*flat[i:end]), *flat[end:])
         return flat
-
-    def nest(self, flat: Sequence[Any]) -> Sequence[Any]:
-        if not self.has_structs:
-            return flat
-        rest = iter(flat)
-        return [
-            next(rest) if struct is None else struct._make([next(rest) for _ in struct._fields])
-            for struct in self._structs
-        ]
-
-    def by_name(self, flat: Sequence[Any]) -> Mapping[str, Any]:
-        return dict(zip(self.names, self.nest(flat), strict=True))
 
 
 def _is_struct(hint: Any) -> bool:
@@ -148,12 +141,12 @@ def _schema_type(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "str"
     if get_origin(hint) in (Union, UnionType):
-        (given,) = (one for one in get_args(hint) if one is not NoneType)
-        return f"{_schema_type(given)}?"
+        (type_,) = (t for t in get_args(hint) if t is not NoneType)
+        return f"{_schema_type(type_)}?"
     return _SCHEMA_TYPES[hint]
 
 
-def _results_schema(hint: Any) -> str:
+def _result_schema(hint: Any) -> str:
     if hint is Tensor:
         return "Tensor"
     n_results = len(hint._fields) if _is_struct(hint) else len(get_args(hint))
