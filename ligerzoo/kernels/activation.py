@@ -1,15 +1,15 @@
-"""Activations, and the one of a feed-forward without a gate with its second projection: `a(x) @ W.T + b`.
+"""Activations, and an activation fused with the projection after it in an MLP without a gate: `a(x) @ W.T + b`.
 
 Forward:   y = a(x),   in fp32, rounded once;   z = y W^T + b.
 Backward:  dx = (dz W) * a'(x),   dW = dz^T y,   db = sum of dz.
 
 The activations a, with s(u) = 1 / (1 + exp(-u)) and c = sqrt(8 / pi):
     silu        x s(x)
-    gelu_tanh   x s(c (x + 0.044715 x^3)),   which is x/2 (1 + tanh(...)) without a tanh
-    gelu        x P(x),   P the normal distribution
-    quick_gelu  x s(1.702 x),   close to it (Hendrycks & Gimpel 2016, section 2; CLIP)
+    gelu_tanh   x s(c (x + 0.044715 x^3)),   equal to x/2 (1 + tanh(c/2 (...)))
+    gelu        x P(x),   P the standard normal distribution function
+    quick_gelu  x s(1.702 x),   an approximation of gelu (Hendrycks & Gimpel 2016, section 2; CLIP)
 
-Saved are x and W: y, as large as x, is written again by the backward kernel, for the price of one more store.
+Saved: x and W. Recomputed in backward: y, by the kernel that writes dx, at the cost of one more store.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu"]
@@ -43,14 +44,18 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def check_activation(activation: Activation) -> Activation:
-    """The activation; a ValueError if there is none of that name."""
+    """Returns the activation.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
     return activation
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "gelu") -> Tensor:
-    """`activation_linear` in plain torch: the specification, the CPU path and the tests' oracle."""
+    """`activation_linear` in plain torch: the specification, the CPU path and the test oracle."""
     return F.linear(ACTIVATIONS[activation](x).to(weight.dtype), weight, bias)
 
 
@@ -77,7 +82,7 @@ def _gelu(x, EXACT: tl.constexpr):
 
 @jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """a(x) and a'(x), see `elementwise` for EXACT."""
+    """a(x) and a'(x). EXACT selects the functions of `math` that are exact in fp32."""
     if ACTIVATION == "silu":
         return _scaled_silu(x, 1.0, EXACT)
     elif ACTIVATION == "quick_gelu":
@@ -113,27 +118,25 @@ def _backward_kernel(
         tl.store(y_ptr + target, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _forward_fake(x: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
+def _allocate_forward(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@register("activation_forward(Tensor x, str activation, ScalarType dtype) -> Tensor", fake=_forward_fake)
+@register("activation_forward", fake=_allocate_forward)
 def _forward(x: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
-    y = _forward_fake(x, activation, dtype)
+    y = _allocate_forward(x, dtype)
     (x,), n_cols, block, programs = strips(x)
     _forward_kernel[programs](x, y, x.stride(0), n_cols, block, activation, num_warps=STRIP_WARPS)
     return y
 
 
-def _backward_fake(dy: Tensor, x: Tensor, activation: Activation, needs_y: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), dy.new_empty(dy.shape if needs_y else (0,))
+def _allocate_backward(dy: Tensor, x: Tensor, needs_y: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), empty_gradient(dy, needs_y)
 
 
-@register(
-    "activation_backward(Tensor dy, Tensor x, str activation, bool needs_y) -> (Tensor, Tensor)", fake=_backward_fake
-)
+@register("activation_backward", fake=_allocate_backward)
 def _backward(dy: Tensor, x: Tensor, activation: Activation, needs_y: bool) -> tuple[Tensor, Tensor]:
-    dx, y = _backward_fake(dy, x, activation, needs_y)
+    dx, y = _allocate_backward(dy, x, needs_y)
     (dy, x), n_cols, block, programs = strips(dy, x)
     _backward_kernel[programs](
         dy, x, dx, y, dy.stride(0), x.stride(0), n_cols, block, activation, needs_y, num_warps=STRIP_WARPS
@@ -171,27 +174,27 @@ def activation_linear(
     activation: Activation = "gelu",
     backend: Backend = "auto",
 ) -> Tensor:
-    """`a(x) @ weight.T + bias`, keeping only `x` for the backward pass, not `a(x)`.
+    """Computes `a(x) @ weight.T + bias`. Saves `x` for backward, but not `a(x)`.
 
     Args:
         x: (..., I), any strides.
-        weight: (H, I), as `torch.nn.Linear` has it. The activated x is rounded to its dtype, which under autocast is
-            autocast's.
+        weight: (H, I), like `torch.nn.Linear.weight`. `a(x)` is rounded to its dtype, or to autocast's dtype under
+            autocast.
         bias: (H,) or None.
-        activation: a: "silu", "gelu_tanh", "gelu" (with the error function) or "quick_gelu".
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        activation: the activation a: "silu", "gelu_tanh", "gelu" (with the error function) or "quick_gelu".
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         (..., H).
 
     Raises:
-        ValueError: the shapes do not fit, or the activation is unknown.
+        ValueError: the shapes do not match, or the activation is unknown.
     """
     check_activation(activation)
     if weight.shape[1:] != x.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
-            f"activation_linear: x {tuple(x.shape)}, weight {tuple(weight.shape)} and bias "
-            f"{None if bias is None else tuple(bias.shape)}; expected (..., I), (H, I) and (H,)"
+            f"activation_linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)} and bias "
+            f"{None if bias is None else tuple(bias.shape)}; expected shapes (..., I), (H, I) and (H,)"
         )
     weight, bias = autocast(weight, bias)
     if uses_triton(x, weight, backend=backend):

@@ -1,9 +1,4 @@
-"""What all kernel files share: when Triton runs, how an op is registered, and some launch helpers.
-
-Ops are registered with `torch.library.Library` and differentiated by a `torch.autograd.Function` around them: the
-cheapest registration (24 us for a forward and backward, against 39 to 44 us for `custom_op` and `triton_op`) that still
-passes opcheck, full-graph compilation with training, and export. Plain tensors go past the dispatcher altogether.
-"""
+"""Helpers of all kernel files: when Triton runs, dtypes and autocast, single differentiation, and launch arithmetic."""
 
 from __future__ import annotations
 
@@ -20,33 +15,36 @@ from ligerzoo.kernels.registration import _library
 from ligerzoo.kernels.registration import is_watched as is_watched
 
 Backend = Literal["auto", "triton", "torch"]
-"""What computes an operation: Triton where it can ("auto"), Triton or an error, or the plain-torch reference."""
+"""What computes an operation: Triton where supported ("auto"), Triton or an error, or the plain-torch reference."""
 
 DEBUG = os.environ.get("LIGERZOO_DEBUG") == "1"
-"""Checks that would make the host wait for the GPU (a label outside the vocabulary, for example) run only when this is
-set."""
+"""Enables checks that need a host sync, for example that each label is inside the vocabulary."""
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_backend(backend: Backend) -> Backend:
-    """The backend; a ValueError if there is none of that name."""
+    """Returns the backend.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"')
     return backend
 
 
 def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
-    """Whether the Triton kernels serve these tensors: on a GPU, in a dtype whose arithmetic fp32 covers.
+    """Whether the Triton kernels run on these tensors: "auto" runs them for fp32, bf16 and fp16 on a GPU.
 
     Raises:
-        ValueError: `backend` is unknown, or is "triton" and Triton can't serve the tensors.
+        ValueError: `backend` is unknown, or is "triton" and the kernels do not support the tensors.
     """
     check_backend(backend)
-    served = all((t.is_cuda or INTERPRETING) and t.dtype in _FUSED_DTYPES for t in tensors)
+    supported = all((t.is_cuda or INTERPRETING) and t.dtype in _FUSED_DTYPES for t in tensors)
     if backend == "auto":
-        return served
-    if backend == "triton" and not served:
+        return supported
+    if backend == "triton" and not supported:
         got = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise ValueError(
             f'backend="triton" with tensors {got}; expected fp32, bf16 or fp16 on a GPU, or backend="auto"'
@@ -60,8 +58,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast(*tensors: Any) -> Any:
-    """The tensors (or Nones) as `torch.autocast` would hand them to a matrix product: cast where it is on, else
-    untouched."""
+    """Casts the tensors as `torch.autocast` casts the inputs of a matrix product; returns them unchanged if it is off.
+
+    Nones stay None, and fp64 stays fp64.
+    """
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -70,16 +70,20 @@ def autocast(*tensors: Any) -> Any:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a backward refuse `create_graph=True`, where autograd would take its results for constants.
+    """Makes a backward raise under `create_graph=True`, where autograd would treat its results as constants.
 
-    torch's decorator of this name lets that pass whenever the upstream gradient is itself a constant, as a loss's is.
+    torch's decorator of this name raises only if the upstream gradient requires a gradient. That of a loss does not.
+
+    Raises:
+        RuntimeError: from the decorated backward, under `create_graph=True`.
     """
 
     @functools.wraps(backward)
     def checked(*args: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "a fused operation can be differentiated only once; its file's reference, any number of times"
+                "a fused operation can be differentiated only once: create_graph=True is not supported; for higher "
+                "derivatives, call the plain-torch `reference` function of the operation's file in ligerzoo/kernels"
             )
         return backward(*args)
 
@@ -87,15 +91,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers the decorated function as the op `ligerzoo::<schema>`, for tensors on all devices but meta.
-
-    The result is to be called where autograd does not record, within an `autograd.Function`. It calls the function
-    itself, or the op where something watches or replaces operations: a compiler, a dispatch mode, a tensor subclass.
-
-    Args:
-        schema: the op's signature in PyTorch's schema language; it must be functional (nothing is mutated).
-        fake: the same function on shapes and dtypes alone; contiguous results, as the op itself gives.
-    """
+    """The old form of `registration.register`, with a schema by hand; remove it when the loss ops use the new one."""
     name = schema.split("(", 1)[0]
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -121,23 +117,29 @@ def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[...
     return decorate
 
 
+def empty_gradient(t: Tensor, needed: bool) -> Tensor:
+    """An uninitialized, contiguous gradient of `t`; without elements if not needed."""
+    return t.new_empty(t.shape if needed else (0,))
+
+
 def as_rows(x: Tensor) -> Tensor:
-    """(..., H) -> (rows, H) with unit stride along H: a view where the strides allow it, else a copy."""
+    """(..., H) -> (rows, H) with unit stride along H: a view if the strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """`a / b`, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """How many programs of a persistent kernel run side by side on the tensor's device."""
+    """The number of multiprocessors of the tensor's GPU; 2 on a CPU, for the interpreter."""
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
@@ -147,7 +149,7 @@ def _multiprocessors(index: int) -> int:
 
 
 def is_hopper(tensor: Tensor) -> bool:
-    """Whether the tensor is on a GPU with Hopper's matrix products and tensor copies, for which tiles were chosen."""
+    """Whether the tensor is on a Hopper GPU, whose matrix and tensor-copy units our tile sizes are chosen for."""
     return tensor.is_cuda and _capability(tensor.get_device())[0] == 9
 
 

@@ -186,7 +186,7 @@ def experts_mlp(
         gate_up: (E, 2I, H), the rows of the gate first, in the dtype of `x`.
         down: (E, H, I), in the dtype of `x`.
         activation: of the gate, see `activation_linear`.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the same steps in plain torch).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the same steps in plain torch).
 
     Returns:
         (T, H), contiguous, in the dtype of `x`.

@@ -1,13 +1,13 @@
-"""The gate of a gated feed-forward (Shazeer 2020, eqs. 5 and 6): `a(gate) * up`, alone or with the down projection.
+"""Gated linear units (Shazeer 2020, eqs. 5 and 6): `a(gate) * up`, with or without the down projection.
 
 Forward:   y = a(gate) * up,   in fp32, rounded once.
 Backward:  dup = dy * a(gate),   dgate = dy * up * a'(gate).
 
-The activations a are those of `activation`.
+`activation` lists the activations a.
 
-`glu` saves gate and up. `glu_linear(gate, up, W)` computes `glu(gate, up) @ W.T` and saves the same two and W: a linear
-layer after `glu` would keep the product as well, a fifth of all that a Llama layer keeps for its backward, though the
-backward kernel can write the product again for the price of one more store.
+`glu` saves gate and up. `glu_linear(gate, up, W)` computes `glu(gate, up) @ W.T` and saves gate, up and W. Its backward
+kernel recomputes y at the cost of one more store. A linear layer after `glu` saves y too, which is a fifth of what a
+Llama layer saves for backward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
-from ligerzoo.kernels.dispatch import Backend, autocast, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
 
 def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
-    """`glu` in plain torch: the specification, the CPU path and the tests' oracle."""
+    """`glu` in plain torch: the specification, the CPU path and the test oracle."""
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -70,13 +71,13 @@ def _backward_kernel(
             tl.store(y_ptr + target, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _forward_fake(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
+def _allocate_forward(gate: Tensor, dtype: torch.dtype) -> Tensor:
     return gate.new_empty(gate.shape, dtype=dtype)
 
 
-@register("glu_forward(Tensor gate, Tensor up, str activation, ScalarType dtype) -> Tensor", fake=_forward_fake)
+@register("glu_forward", fake=_allocate_forward)
 def _forward(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
-    y = _forward_fake(gate, up, activation, dtype)
+    y = _allocate_forward(gate, dtype)
     (gate, up), n_cols, block, programs = strips(gate, up)
     _forward_kernel[programs](
         gate, up, y, gate.stride(0), up.stride(0), n_cols, block, activation, num_warps=STRIP_WARPS
@@ -84,23 +85,17 @@ def _forward(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtyp
     return y
 
 
-def _backward_fake(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
+def _allocate_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool, needs_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate = gate.new_empty(gate.shape if needs_gate else (0,))
-    dup = up.new_empty(up.shape if needs_up else (0,))
-    return dgate, dup, dy.new_empty(dy.shape if needs_y else (0,))
+    return empty_gradient(gate, needs_gate), empty_gradient(up, needs_up), empty_gradient(dy, needs_y)
 
 
-@register(
-    "glu_backward(Tensor dy, Tensor gate, Tensor up, str activation, bool needs_gate, bool needs_up, bool needs_y)"
-    " -> (Tensor, Tensor, Tensor)",
-    fake=_backward_fake,
-)
+@register("glu_backward", fake=_allocate_backward)
 def _backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: Activation, needs_gate: bool, needs_up: bool, needs_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dgate, dup, y = _backward_fake(dy, gate, up, activation, needs_gate, needs_up, needs_y)
+    dgate, dup, y = _allocate_backward(dy, gate, up, needs_gate, needs_up, needs_y)
     (dy, gate, up), n_cols, block, programs = strips(dy, gate, up)
     _backward_kernel[programs](
         dy, gate, up, dgate, dup, y, dy.stride(0), gate.stride(0), up.stride(0), n_cols, block, activation,
@@ -120,7 +115,8 @@ class _GLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_gate, needs_up, _ = ctx.needs_input_grad
-        dgate, dup, _ = _backward(dy, *ctx.saved_tensors, ctx.activation, needs_gate, needs_up, False)
+        gate, up = ctx.saved_tensors
+        dgate, dup, _ = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, False)
         return dgate if needs_gate else None, dup if needs_up else None, None
 
 
@@ -154,24 +150,24 @@ def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
-            "expected the same of both"
+            "expected the same shape and dtype"
         )
 
 
 def glu(gate: Tensor, up: Tensor, *, activation: Activation = "silu", backend: Backend = "auto") -> Tensor:
-    """`a(gate) * up`, elementwise.
+    """Computes `a(gate) * up`, elementwise.
 
     Args:
-        gate: (..., I), any strides; rows of unit stride, as the halves of a fused projection are, are not copied.
+        gate: (..., I), any strides. Not copied if rows have unit stride, like the halves of a fused projection.
         up: (..., I), the same shape and dtype.
-        activation: a, see `activation_linear`.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        activation: the activation a, see `activation_linear`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         (..., I), contiguous.
 
     Raises:
-        ValueError: shapes or dtypes differ, or the activation is unknown.
+        ValueError: the shapes or dtypes differ, or the activation is unknown.
     """
     _check("glu", gate, up, activation)
     if uses_triton(gate, up, backend=backend):
@@ -180,14 +176,14 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation = "silu", backend: B
 
 
 def swiglu(gate: Tensor, up: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """`silu(gate) * up`, see `glu`."""
+    """Computes `silu(gate) * up`, see `glu`."""
     return glu(gate, up, activation="silu", backend=backend)
 
 
 def geglu(
     gate: Tensor, up: Tensor, *, approximate: Literal["tanh", "none"] = "tanh", backend: Backend = "auto"
 ) -> Tensor:
-    """`gelu(gate) * up`, see `glu`; `approximate` is that of `torch.nn.functional.gelu`."""
+    """Computes `gelu(gate) * up`, see `glu`; `approximate` as in `torch.nn.functional.gelu`."""
     activations: dict[str, Activation] = {"tanh": "gelu_tanh", "none": "gelu"}
     if approximate not in activations:
         raise ValueError(f'geglu: approximate={approximate!r}; expected "tanh" or "none"')
@@ -203,28 +199,29 @@ def glu_linear(
     activation: Activation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
-    """`glu(gate, up) @ weight.T + bias`, keeping only `gate` and `up` for the backward pass, not their product.
+    """Computes `glu(gate, up) @ weight.T + bias`. Saves `gate` and `up` for backward, but not their product.
 
     Args:
         gate: (..., I), any strides.
         up: (..., I), the same shape and dtype.
-        weight: (H, I), as `torch.nn.Linear` has it. The product of gate and up is rounded to its dtype, which under
-            autocast is autocast's.
+        weight: (H, I), like `torch.nn.Linear.weight`. The product of gate and up is rounded to its dtype, or to
+            autocast's dtype under autocast.
         bias: (H,) or None.
         activation: see `activation_linear`.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         (..., H).
 
     Raises:
-        ValueError: the shapes or dtypes of `gate` and `up` differ, or the activation is unknown.
+        ValueError: the shapes or dtypes of `gate` and `up` differ, `weight` or `bias` has the wrong shape, or the
+            activation is unknown.
     """
     _check("glu_linear", gate, up, activation)
     if weight.shape[1:] != gate.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
-            f"glu_linear: gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "
-            f"{None if bias is None else tuple(bias.shape)}; expected (..., I), (H, I) and (H,)"
+            f"glu_linear: gate is {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "
+            f"{None if bias is None else tuple(bias.shape)}; expected shapes (..., I), (H, I) and (H,)"
         )
     weight, bias = autocast(weight, bias)
     if uses_triton(gate, up, weight, backend=backend):

@@ -5,7 +5,7 @@ Forward:   n = (x - m) * r,  m = mean(x),  r = 1 / sqrt(mean((x - m)^2) + eps);
 Backward:  with g = dy * w:   dx = r * (g - mean(g) - n * mean(g * n)),
            dw = sum over rows of dy * n,   db = sum over rows of dy.
 
-Saved: x, w, m and r (two fp32 numbers a row). Recomputed in backward: n.
+Saved: x, w, m and r (two fp32 numbers per row). Recomputed in backward: n.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, cdiv, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, cdiv, empty_gradient, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
     BACKWARD_TILE,
     FORWARD_TILE,
@@ -33,13 +34,13 @@ from ligerzoo.kernels.tiling import (
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The same in plain torch: the specification, the CPU path and the tests' oracle."""
+    """`layer_norm` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     bias = None if bias is None else bias.to(dtype)
-    return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias, eps).to(dtype)  # autocast would have fp32
+    return F.layer_norm(x.to(dtype), weight.shape, weight.to(dtype), bias, eps).to(dtype)  # autocast returns fp32
 
 
-# A null pointer says that there is no bias, or that a result is not needed.
+# The kernels. A null pointer means that there is no bias, or that a result is not needed.
 
 
 @kernel
@@ -54,7 +55,7 @@ def _forward_kernel(
     x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
 
-    # As distances from the row's first number, numbers far from 0 but close together keep their digits.
+    # The distance from the row's first number keeps the digits of numbers that are close together but far from 0.
     first = tl.load(x_ptr + x_rows, mask=rows < n_rows, other=0.0).to(tl.float32)
     distance = tl.where(mask, x - first[:, None], 0.0)
     mean_distance = tl.sum(distance, axis=1) / n_cols
@@ -90,7 +91,7 @@ def _backward_kernel(
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
 
-        # dy is 0 beyond the last column, so what is there of x - mean reaches no sum.
+        # dy is 0 beyond the last column, so x - mean contributes to no sum there.
         normalized = (x - mean[:, None]) * rstd[:, None]
         if dx_ptr is not None:
             g = dy * weight[None, :]
@@ -103,25 +104,22 @@ def _backward_kernel(
         if dbias_ptr is not None:
             dbias += tl.sum(dy, axis=0)
 
-    place = program.to(tl.int64) * n_cols + cols
+    offsets = program.to(tl.int64) * n_cols + cols
     if dweight_ptr is not None:
-        tl.store(dweight_ptr + place, dweight, mask=cols < n_cols)
+        tl.store(dweight_ptr + offsets, dweight, mask=cols < n_cols)
     if dbias_ptr is not None:
-        tl.store(dbias_ptr + place, dbias, mask=cols < n_cols)
+        tl.store(dbias_ptr + offsets, dbias, mask=cols < n_cols)
 
 
-def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
     mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return y, mean, torch.empty_like(mean)
 
 
-@register(
-    "layer_norm_forward(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-    fake=_forward_fake,
-)
+@register("layer_norm_forward", fake=_allocate_forward)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, rstd = _forward_fake(x, weight, bias, eps)
+    y, mean, rstd = _allocate_forward(x, weight)
     n_rows, n_cols = rstd.numel(), x.shape[-1]
     group = group_size(x)
     x, group_stride, row_stride = grouped(x, group)
@@ -133,25 +131,18 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tupl
     return y, mean, rstd
 
 
-def _backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx = x.new_empty(x.shape if needs_x else (0,))
-    dweight = weight.new_empty(weight.shape if needs_weight else (0,))
-    return dx, dweight, weight.new_empty(weight.shape if needs_bias else (0,))
+def _allocate_backward(
+    x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradient(x, needs_x), empty_gradient(weight, needs_weight), empty_gradient(weight, needs_bias)
 
 
-@register(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool needs_x, "
-    "bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor)",
-    fake=_backward_fake,
-)
+@register("layer_norm_backward", fake=_allocate_backward)
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
     needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dweight, dbias = _backward_fake(dy, x, weight, mean, rstd, needs_x, needs_weight, needs_bias)
+    dx, dweight, dbias = _allocate_backward(x, weight, needs_x, needs_weight, needs_bias)
     n_rows, n_cols = rstd.numel(), x.shape[-1]
     group = group_size(dy, x)
     dy, dy_group_stride, dy_row_stride = grouped(dy, group)
@@ -183,7 +174,8 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = _backward(dy, *ctx.saved_tensors, needs_x, needs_weight, needs_bias)
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = _backward(dy, x, weight, mean, rstd, needs_x, needs_weight, needs_bias)
         return dx if needs_x else None, dweight if needs_weight else None, dbias if needs_bias else None, None
 
 
@@ -197,19 +189,20 @@ def layer_norm(
         weight: (H,).
         bias: (H,) in the dtype of `weight`, or None.
         eps: added to the variance.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         (..., H), contiguous, in the promoted dtype of `x` and `weight`.
 
     Raises:
-        ValueError: `weight` or `bias` is not of shape (H,), their dtypes differ, or `backend` can't serve the tensors.
+        ValueError: `weight` or `bias` is not of shape (H,), their dtypes differ, or `backend` does not support the
+            tensors.
     """
     check_columns("layer_norm", x, weight=weight)
     if bias is not None:
         check_columns("layer_norm", x, bias=bias)
         if bias.dtype != weight.dtype:
-            raise ValueError(f"layer_norm: bias is {bias.dtype}; expected {weight.dtype}, as weight is")
+            raise ValueError(f"layer_norm: bias has dtype {bias.dtype}; expected {weight.dtype}, the dtype of weight")
     if uses_triton(x, weight, backend=backend) and fits(x, backend):
         return _LayerNorm.apply(x, weight, bias, eps)
     return reference(x, weight, bias, eps)

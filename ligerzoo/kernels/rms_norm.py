@@ -1,14 +1,14 @@
-"""RMS normalization (Zhang & Sennrich 2019, eq. 4) of a tensor or of the sum of two, rounded where the models do.
+"""RMS normalization (Zhang & Sennrich 2019, eq. 4) of a tensor, or of the sum of two tensors.
 
 Forward:   n = x * r,  r = 1 / sqrt(mean(x^2) + eps)  in fp32;
-           y = round(n) * (offset + w)  or  round(n * (offset + w)),  where round goes to x's dtype;
-           y = round(n)  without a weight.
+           y = round(n) * (offset + w)  or  round(n * (offset + w)),  depending on the model;
+           y = round(n)  without a weight.  round casts to the dtype of x.
 Backward:  with g = dy * (offset + w):   dx = r * (g - n * mean(g * n)),
            dw = sum over rows of dy * n,  or of dy * round(n)  as in the forward.
 
-Of a sum, x is the rounded sum; dx plus the sum's own upstream gradient is the gradient of both summands.
+For a sum, x is the rounded sum. The gradient of both summands is dx plus the upstream gradient of the sum.
 
-Saved: x (or the sum), w and r (one fp32 number a row). Recomputed in backward: n.
+Saved: x (or the sum), w and r (one fp32 number per row). Recomputed in backward: n.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    cdiv,
+    empty_gradient,
+    once_differentiable,
+    uses_triton,
+)
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
     BACKWARD_TILE,
     FORWARD_TILE,
@@ -37,7 +45,7 @@ from ligerzoo.kernels.tiling import (
 def reference(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, round_before_scale: bool = True
 ) -> Tensor:
-    """The same in plain torch: the specification, the CPU path and the tests' oracle."""
+    """`rms_norm` in plain torch: the specification, the CPU path and the test oracle."""
     wide_x = x.to(accumulation_dtype(x.dtype))
     normalized = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -61,7 +69,7 @@ def add_reference(
     return reference(summed, weight, eps, weight_offset, round_before_scale), summed
 
 
-# The kernels. A null pointer says that there is nothing to read, or that a result is not needed.
+# The kernels. A null pointer means that an input does not exist, or that a result is not needed.
 
 
 @kernel
@@ -72,14 +80,14 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
-    place = rows[:, None] * n_cols + cols[None, :]
+    offsets = rows[:, None] * n_cols + cols[None, :]
     x_rows = row_offsets(rows, group, group_stride, row_stride)
     x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
 
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + place, x, mask=mask)
+        tl.store(summed_ptr + offsets, x, mask=mask)
 
     wide_x = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / n_cols + eps)
@@ -91,7 +99,7 @@ def _forward_kernel(
         y *= scale[None, :]
 
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
-    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -117,12 +125,12 @@ def _backward_kernel(
 
         normalized = x * rstd[:, None]
         if dx_ptr is not None:
-            place = rows[:, None] * n_cols + cols[None, :]
+            offsets = rows[:, None] * n_cols + cols[None, :]
             g = dy if weight_ptr is None else dy * scale[None, :]
             dx = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
             if dsummed_ptr is not None:
-                dx += tl.load(dsummed_ptr + place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                dx += tl.load(dsummed_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dweight_ptr is not None:
             if ROUND_BEFORE_SCALE:
                 normalized = normalized.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -146,69 +154,49 @@ def _launch_forward(
     )  # fmt: skip
 
 
-def _forward_fake(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
-) -> tuple[Tensor, Tensor]:
+def _allocate_forward(x: Tensor, weight: Tensor | None, round_before_scale: bool) -> tuple[Tensor, Tensor]:
     dtype = x.dtype
     if weight is not None and round_before_scale:
         dtype = torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@register(
-    "rms_norm_forward(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_scale) "
-    "-> (Tensor, Tensor)",
-    fake=_forward_fake,
-)
+@register("rms_norm_forward", fake=_allocate_forward)
 def _forward(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> tuple[Tensor, Tensor]:
-    y, rstd = _forward_fake(x, weight, eps, weight_offset, round_before_scale)
+    y, rstd = _allocate_forward(x, weight, round_before_scale)
     _launch_forward(x, None, weight, y, None, rstd, eps, weight_offset, round_before_scale)
     return y, rstd
 
 
-def _add_forward_fake(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
+def _allocate_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, round_before_scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     summed = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    y, rstd = _forward_fake(summed, weight, eps, weight_offset, round_before_scale)
+    y, rstd = _allocate_forward(summed, weight, round_before_scale)
     return y, summed, rstd
 
 
-@register(
-    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
-    "bool round_before_scale) -> (Tensor, Tensor, Tensor)",
-    fake=_add_forward_fake,
-)
+@register("add_rms_norm_forward", fake=_allocate_add_forward)
 def _add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, summed, rstd = _add_forward_fake(x, residual, weight, eps, weight_offset, round_before_scale)
-    _launch_forward(
-        x, residual.contiguous(), weight, y, summed, rstd, eps, weight_offset, round_before_scale
-    )  # fmt: skip
+    y, summed, rstd = _allocate_add_forward(x, residual, weight, round_before_scale)
+    _launch_forward(x, residual.contiguous(), weight, y, summed, rstd, eps, weight_offset, round_before_scale)
     return y, summed, rstd
 
 
-def _backward_fake(
-    dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
-    round_before_scale: bool, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    like = x if weight is None else weight
-    return x.new_empty(x.shape if needs_x else (0,)), like.new_empty(like.shape if needs_weight else (0,))
+def _allocate_backward(x: Tensor, weight: Tensor | None, needs_x: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:
+    return empty_gradient(x, needs_x), empty_gradient(x if weight is None else weight, needs_weight)
 
 
-@register(
-    "rms_norm_backward(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
-    "bool round_before_scale, bool needs_x, bool needs_weight) -> (Tensor, Tensor)",
-    fake=_backward_fake,
-)
+@register("rms_norm_backward", fake=_allocate_backward)
 def _backward(
     dy: Tensor, dsummed: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float,
     round_before_scale: bool, needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dweight = _backward_fake(dy, dsummed, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
+    dx, dweight = _allocate_backward(x, weight, needs_x, needs_weight)
     n_rows, n_cols = rstd.numel(), x.shape[-1]
     group = group_size(dy, x)
     dy, dy_group_stride, dy_row_stride = grouped(dy, group)
@@ -240,7 +228,9 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dx, dweight = _backward(dy, None, *ctx.saved_tensors, *ctx.options, needs_x, needs_weight)
+        x, weight, rstd = ctx.saved_tensors
+        weight_offset, round_before_scale = ctx.options
+        dx, dweight = _backward(dy, None, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
         return dx if needs_x else None, dweight if needs_weight else None, None, None, None
 
 
@@ -266,18 +256,21 @@ class _AddRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dsummed: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
-        dsum, dweight = _backward(
-            dy, dsummed, *ctx.saved_tensors, *ctx.options, needs_x or needs_residual, needs_weight
-        )
-        # One tensor for both, as of a sum in torch: autograd casts it to each one's dtype, and copies before it writes.
+        summed, weight, rstd = ctx.saved_tensors
+        weight_offset, round_before_scale = ctx.options
+        dx, dweight = _backward(
+            dy, dsummed, summed, weight, rstd, weight_offset, round_before_scale, needs_x or needs_residual,
+            needs_weight,
+        )  # fmt: skip
+        # Both summands get the same tensor, as in torch: autograd casts it to each dtype, and copies before it writes.
         return (
-            dsum if needs_x else None, dsum if needs_residual else None, dweight if needs_weight else None,
+            dx if needs_x else None, dx if needs_residual else None, dweight if needs_weight else None,
             None, None, None,
         )  # fmt: skip
 
 
 def _weights(name: str, x: Tensor, weight: Tensor | None, weight_offset: float) -> list[Tensor]:
-    """The weight, if there is one; ValueError for a shape or an offset that does not fit."""
+    """The weight as a list, empty if it is None. Raises ValueError for a wrong shape, or an offset without a weight."""
     if weight is not None:
         check_columns(name, x, weight=weight)
         return [weight]
@@ -301,17 +294,18 @@ def rms_norm(
         x: (..., H), any strides.
         weight: (H,), or None for `x / sqrt(mean(x^2) + eps)`.
         eps: added to the mean square.
-        weight_offset: added to `weight`, in fp32; Gemma's weights are stored less 1.
-        round_before_scale: whether the normalized numbers are rounded to the dtype of `x` before the product, as Llama
-            and most models do, or only the product is, as Gemma and OLMo 2 do.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        weight_offset: added to `weight` in fp32. Gemma stores `weight - 1` and uses 1.0.
+        round_before_scale: rounds the normalized values to the dtype of `x` before they are scaled, as Llama and most
+            models do. False rounds only the scaled values, as Gemma and OLMo 2 do.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
-        (..., H), contiguous: in the promoted dtype of `x` and `weight`; in that of `x` if not `round_before_scale`.
+        (..., H), contiguous, in the promoted dtype of `x` and `weight`, or in the dtype of `x` if not
+        `round_before_scale`.
 
     Raises:
-        ValueError: `weight` is not of shape (H,), `weight_offset` is given without a weight, or `backend` can't serve
-            the tensors.
+        ValueError: `weight` is not of shape (H,), `weight_offset` is given without a weight, or `backend` does not
+            support the tensors.
     """
     if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits(x, backend):
         return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
@@ -328,24 +322,24 @@ def add_rms_norm(
     round_before_scale: bool = True,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual`, the residual stream after a branch, and its `rms_norm`, which the next branch reads.
+    """Adds a branch's output to the residual stream, and normalizes the sum for the next branch.
 
     Args:
         x: (..., H), any strides.
-        residual: (..., H), the same shape.
+        residual: (..., H), any strides.
         weight: (H,), or None, as for `rms_norm`.
         eps: added to the mean square.
         weight_offset: as for `rms_norm`.
         round_before_scale: as for `rms_norm`.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         normalized: `rms_norm(summed, weight, ...)`.
         summed: (..., H), `x + residual` in the promoted dtype of both.
 
     Raises:
-        ValueError: `residual` is not of the shape of `x` or `weight` not of shape (H,), `weight_offset` is given
-            without a weight, or `backend` can't serve the tensors.
+        ValueError: the shapes of `residual` and `x` differ, `weight` is not of shape (H,), `weight_offset` is given
+            without a weight, or `backend` does not support the tensors.
     """
     if residual.shape != x.shape:
         raise ValueError(f"add_rms_norm: residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}")

@@ -1,12 +1,12 @@
 """Rotary position embedding (Su et al. 2021, eq. 34).
 
-Pair i of the R rotated features turns by angle i. Half-split, it is features i and i + R/2; interleaved, as in the
-paper, 2i and 2i + 1.
+Pair i of the R rotated features is rotated by angle i. In the half-split layout it has features i and i + R/2; in the
+interleaved layout of the paper, features 2i and 2i + 1.
 
-Forward:   y1 = x1 * cos - x2 * sin,   y2 = x2 * cos + x1 * sin,   features from R on pass through.
-Backward:  the inverse rotation of the upstream gradient, that is the same with -sin.
+Forward:   y1 = x1 * cos - x2 * sin,   y2 = x2 * cos + x1 * sin;   features R and above are copied.
+Backward:  the inverse rotation of the upstream gradient: the same formula with -sin.
 
-Saved: cos and sin. Queries and keys are rotated in one launch, out of place.
+Saved: cos and sin. One launch rotates queries and keys, out of place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, next_power_of_2, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, next_power_of_2, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.registration import register
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: the specification, the CPU path and the tests' oracle."""
+    """`rope` in plain torch: the specification, the CPU path and the test oracle."""
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
@@ -30,8 +31,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same angle for every head
     shape, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
     x1, x2 = x[..., : 2 * pairs].unflatten(-1, shape).unbind(axis)
-    turned = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis).flatten(-2)
-    return torch.cat([turned, x[..., 2 * pairs :]], dim=-1).to(x.dtype)
+    rotated = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis).flatten(-2)
+    return torch.cat([rotated, x[..., 2 * pairs :]], dim=-1).to(x.dtype)
 
 
 @jit
@@ -39,11 +40,11 @@ def _rotate_heads(
     x_ptr, y_ptr, x_head_stride, x_feature_stride, cos, sin, n_heads, head_dim, half,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    heads = tl.arange(0, HEADS)[:, None].to(tl.int64)  # in a (B, N, T, D) layout a long text's heads are far apart
+    heads = tl.arange(0, HEADS)[:, None].to(tl.int64)  # in a (B, N, T, D) layout the head stride may be large
     source = x_ptr + heads * x_head_stride
     target = y_ptr + heads * head_dim
 
-    if INTERLEAVED:  # neighbours are loaded and stored together, and parted in registers
+    if INTERLEAVED:  # loads and stores both features of a pair together, and splits them in registers
         features = tl.arange(0, 2 * HALF)[None, :].to(tl.int64)
         mask = (heads < n_heads) & (features < 2 * half)
         x = tl.load(source + features * x_feature_stride, mask=mask, other=0.0).to(tl.float32)
@@ -92,22 +93,17 @@ def _rotation_kernel(
         )  # fmt: skip
 
 
-def _rotation_fake(
-    cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
+def _allocate(cos: Tensor, q: Tensor | None, k: Tensor | None) -> tuple[Tensor, Tensor]:
     q_out, k_out = (cos.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k))
     return q_out, k_out
 
 
-@register(
-    "rope(Tensor cos, Tensor sin, Tensor? q, Tensor? k, bool interleaved, bool inverse) -> (Tensor, Tensor)",
-    fake=_rotation_fake,
-)
+@register("rope", fake=_allocate)
 def _rotation(
     cos: Tensor, sin: Tensor, q: Tensor | None, k: Tensor | None, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotates what is not None."""
-    q_out, k_out = _rotation_fake(cos, sin, q, k, interleaved, inverse)
+    """The rotated queries and keys; empty for None."""
+    q_out, k_out = _allocate(cos, q, k)
     batch, tokens, _, head_dim = next(x.shape for x in (q, k) if x is not None)
     half = cos.shape[-1]
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -124,7 +120,7 @@ def _rotation(
 
 
 def _heads(x: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
-    """How many heads there are, how many a tile of them has, and the strides."""
+    """The number of heads, the number of heads of a tile, and the strides."""
     return (0, 0, (0,) * 4) if x is None else (x.shape[2], next_power_of_2(x.shape[2]), x.stride())
 
 
@@ -133,10 +129,10 @@ class _RoPE(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        if not torch.compiler.is_compiling():  # which cannot say so: compiled, what is unused gets zeros
+        if not torch.compiler.is_compiling():  # the compiler does not support it: an unused output gets zeros
             ctx.set_materialize_grads(False)
         rotated = _rotation(cos, sin, q, k, interleaved, False)
-        # What is frozen comes out frozen, or whoever uses it would compute a gradient for nobody.
+        # The rotation of a frozen input must not require a gradient: attention would compute it in vain.
         frozen = [y for y, needed in zip(rotated, ctx.needs_input_grad, strict=False) if not needed]
         ctx.mark_non_differentiable(*frozen)
         return rotated
@@ -144,49 +140,49 @@ class _RoPE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
-        upstream = [d if needed else None for d, needed in zip((dq, dk), ctx.needs_input_grad, strict=False)]
-        if all(d is None for d in upstream):
+        needs_q, needs_k = ctx.needs_input_grad[:2]
+        dq, dk = dq if needs_q else None, dk if needs_k else None
+        if dq is None and dk is None:
             return None, None, None, None, None
-        turned_back = _rotation(*ctx.saved_tensors, *upstream, ctx.interleaved, True)
-        dq, dk = (None if d is None else y for d, y in zip(upstream, turned_back, strict=True))
-        return dq, dk, None, None, None
+        cos, sin = ctx.saved_tensors
+        q_gradient, k_gradient = _rotation(cos, sin, dq, dk, ctx.interleaved, True)
+        return None if dq is None else q_gradient, None if dk is None else k_gradient, None, None, None
 
 
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys by their positions' angles; gradients flow to `q` and `k`.
+    """Rotates queries and keys by the angles of their positions. Differentiable in `q` and `k`.
 
     Args:
         q: (B, T, N, D) queries, any strides.
         k: (B, T, K, D) keys, any strides.
-        cos: (B or 1, T, R/2) cosines of the angles, R <= D: features from R on pass through unrotated. In fp32 they
-            make for a rotation in fp32, rounded once, whatever the dtype of `q` and `k`.
-        sin: like `cos`.
-        interleaved: whether features 2i and 2i + 1 turn together, or i and i + R/2.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        cos: (B or 1, T, R/2) cosines of the angles, R <= D. Features R and above are copied unrotated. With fp32
+            cosines the rotation runs in fp32 and is rounded once, whatever the dtype of `q` and `k`.
+        sin: (B or 1, T, R/2) sines of the angles.
+        interleaved: whether the pairs are features 2i and 2i + 1, or i and i + R/2.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         The rotated queries and keys, contiguous, in the shapes and dtypes of `q` and `k`.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        ValueError: the shapes do not match.
     """
-    fits = (
+    shapes_match = (
         q.dim() == k.dim() == 4
         and q.shape[:2] == k.shape[:2]
         and q.shape[3] == k.shape[3]
         and cos.dim() == 3
         and cos.shape == sin.shape
-        and (cos.shape[0] == 1 or cos.shape[0] == q.shape[0])  # dynamo knows no `in` of symbolic sizes
+        and (cos.shape[0] == 1 or cos.shape[0] == q.shape[0])  # dynamo does not support `in` with symbolic sizes
         and cos.shape[1] == q.shape[1]
         and 2 * cos.shape[2] <= q.shape[3]
     )
-    if not fits:
+    if not shapes_match:
         raise ValueError(
-            f"rope: q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} and "
-            f"sin {tuple(sin.shape)} do not fit; "
-            f"expected (B, T, N, D), (B, T, K, D) and twice (B or 1, T, R/2) with R <= D"
+            f"rope: q is {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; "
+            "expected shapes (B, T, N, D), (B, T, K, D), and (B or 1, T, R/2) with R <= D for both cos and sin"
         )
     if uses_triton(q, k, cos, sin, backend=backend):
         return _RoPE.apply(q, k, cos, sin, interleaved)

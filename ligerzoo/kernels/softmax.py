@@ -164,7 +164,7 @@ def softmax(x: Tensor, *, backend: Backend = "auto") -> Tensor:
 
     Args:
         x: (..., H), any strides; rows may be of any length.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
         (..., H) in the dtype of `x`. A row with a NaN, an inf, or nothing but -inf is NaN.

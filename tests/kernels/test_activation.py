@@ -84,7 +84,7 @@ def test_autocast_rounds_what_is_activated_and_not_before(device: str) -> None:
 
 @pytest.mark.parametrize("weight, bias", [(torch.ones(3, 32), None), (torch.ones(33), None), (torch.ones(3, 33), [4])])
 def test_shapes_that_do_not_fit(weight: Tensor, bias: Any) -> None:
-    with pytest.raises(ValueError, match=r"activation_linear: x \(5, 33\), weight .*; expected \(..., I\)"):
+    with pytest.raises(ValueError, match=r"activation_linear: x is \(5, 33\), weight .*; expected shapes \(..., I\)"):
         activation_linear(torch.ones(5, 33), weight, bias and torch.ones(bias))
 
 

@@ -238,5 +238,5 @@ Q, K, ANGLE = (2, 3, 4, 8), (2, 3, 2, 8), (1, 3, 4)
 def test_shapes_that_do_not_fit(
     q: tuple[int, ...], k: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=r"rope: q .* do not fit"):
+    with pytest.raises(ValueError, match=r"rope: q is .*; expected shapes"):
         rope(*(torch.ones(shape) for shape in (q, k, cos, sin)))
