@@ -1,7 +1,7 @@
 """Fused operations, in the style of `torch.nn.functional`: Triton on a GPU, the plain-torch reference elsewhere.
 
-A file holds one operation: its formula, its reference, its Triton kernels, and the public function. What several share
-has files of its own. Over several processes: `ligerzoo.parallel`.
+Each file contains one operation: formula, reference, Triton kernels and public function. Shared code is in `dispatch`,
+`registration`, `jit`, `tiling`, `math` and `loss`. `ligerzoo.parallel` has the operations on several processes.
 """
 
 from ligerzoo.kernels.activation import Activation, activation_linear

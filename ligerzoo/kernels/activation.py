@@ -61,16 +61,16 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation:
 
 @jit
 def _scaled_silu(x, scale: tl.constexpr, EXACT: tl.constexpr):
-    share, rest = sigmoids(scale * x, EXACT)
-    return x * share, share * (1.0 + scale * x * rest)
+    s, complement = sigmoids(scale * x, EXACT)
+    return x * s, s * (1.0 + scale * x * complement)
 
 
 @jit
 def _gelu_tanh(x, EXACT: tl.constexpr):
     c = 1.5957691216057308  # sqrt(8 / pi)
-    share, rest = sigmoids(c * (x + 0.044715 * x * x * x), EXACT)
+    s, complement = sigmoids(c * (x + 0.044715 * x * x * x), EXACT)
     slope = c * (1.0 + 3.0 * 0.044715 * x * x)
-    return x * share, share + x * (share * rest) * slope
+    return x * s, s + x * (s * complement) * slope
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The experts of a mixture (Shazeer et al. 2017): each token goes through k of E gated MLPs, which are summed.
+"""Mixture of experts (Shazeer et al. 2017): the weighted sum of k of E gated MLPs for each token.
 
 With gate and up the halves of h = x_t @ gate_up[e].T, for each slot j of token t, e = expert_ids[t, j]:
 
@@ -7,11 +7,12 @@ Backward:  da = dy_t @ down[e],   dw_tj = sum(da * act(gate) * up),
            dgate = da * w_tj * up * act'(gate),   dup = da * w_tj * act(gate),   dx_t = sum_j dh @ gate_up[e],
            ddown[e] = sum of dy_t^T a_tj,   dgate_up[e] = sum of dh^T x_t   over the slots of expert e.
 
-The T * k slots become the rows of matrices, sorted by expert: `routing` moves tokens there and back, `grouped_mm` has
-the products, and `weighted_glu` what lies between them. The sums over slots run in fp32 and in the order of the slots.
+The T * k slots become the rows of matrices, sorted by expert. `routing` permutes tokens to rows and back, `grouped_mm`
+computes the matrix products, and `weighted_glu` the activation between them. The sums over slots run in fp32, in the
+order of the slots.
 
 Saved: the inputs, h, and the row of each slot. Recomputed in backward: a, and the copies of x and dy for each slot.
-An expert outside [0, E) makes its token NaN on a GPU, and is an error on a CPU or when LIGERZOO_DEBUG=1.
+An expert id outside [0, E) makes its token's output NaN on a GPU. On a CPU or with LIGERZOO_DEBUG=1 it is an error.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
     autocast,
+    empty_gradient,
     once_differentiable,
-    register,
     uses_triton,
 )
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
 
@@ -45,7 +47,7 @@ def reference(
     down: Tensor,
     activation: Activation = "silu",
 ) -> Tensor:
-    """One expert after the other in plain torch: the specification and the tests' oracle."""
+    """`experts_mlp` in plain torch, one expert after the other: the specification and the test oracle."""
     x, gate_up, down = autocast(x, gate_up, down)
     y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
@@ -56,26 +58,19 @@ def reference(
     return y.to(x.dtype)
 
 
-def _forward_fake(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
-    triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _forward_fake(x: Tensor, expert_ids: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n_experts, n_hidden, _ = gate_up.shape
     hidden = x.new_empty((expert_ids.numel(), n_hidden))
     rows, bounds = (expert_ids.new_empty(shape, dtype=torch.int32) for shape in (expert_ids.shape, (n_experts + 1,)))
     return x.new_empty(x.shape), hidden, rows, bounds
 
 
-@register(
-    "experts_forward(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, Tensor down, str activation, "
-    "bool triton) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_forward_fake,
-)
+@register("experts_forward", fake=_forward_fake)
 def _forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, the hidden rows, and what `sort_by_expert` gives."""
+    """Returns y, the hidden rows, and the rows and bounds of `sort_by_expert`."""
     _check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
     hidden = grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
@@ -84,29 +79,24 @@ def _forward(
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
-    bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
-    needs_down: bool,
+    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor,
+    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dweights, dgate_up, ddown = (
-        t.new_empty(t.shape if needed else (0,))
-        for t, needed in ((x, needs_x), (expert_weights, needs_weights), (gate_up, needs_gate_up), (down, needs_down))
+    return (
+        empty_gradient(x, needs_x),
+        empty_gradient(expert_weights, needs_weights),
+        empty_gradient(gate_up, needs_gate_up),
+        empty_gradient(down, needs_down),
     )
-    return dx, dweights, dgate_up, ddown
 
 
-@register(
-    "experts_backward(Tensor dy, Tensor x, Tensor expert_weights, Tensor gate_up, Tensor down, Tensor hidden, "
-    "Tensor rows, Tensor bounds, str activation, bool triton, "
-    "bool needs_x, bool needs_weights, bool needs_gate_up, bool needs_down) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_backward_fake,
-)
+@register("experts_backward", fake=_backward_fake)
 def _backward(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
     bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
     needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, expert_weights, gate_up and down, empty where not needed."""
+    """Returns the gradients of x, expert_weights, gate_up and down; without elements if not needed."""
     dx, dweights, dgate_up, ddown = (t.new_empty(0) for t in (x, expert_weights, gate_up, down))
     ends, dy_rows = bounds[1:], permute(dy, rows, triton)
     if needs_x or needs_weights or needs_gate_up:
@@ -120,7 +110,7 @@ def _backward(
         active = weighted_glu(hidden, expert_weights, rows, activation, triton)
     if needs_down:
         ddown = grouped_outer_product(dy_rows, active, ends, triton)
-    del dy_rows, active  # before the largest of the gradients is made
+    del dy_rows, active  # frees their memory before the largest gradients are allocated
     if needs_x:
         dx = unpermute(grouped_product(dhidden, gate_up, ends, triton), rows, bounds, triton)
     if needs_gate_up:
@@ -148,18 +138,23 @@ class _ExpertsMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:4]
-        gradients = _backward(dy, *ctx.saved_tensors, *ctx.options, *needs)
+        x, expert_weights, gate_up, down, hidden, rows, bounds = ctx.saved_tensors
+        activation, triton = ctx.options
+        needs_x, needs_weights, needs_gate_up, needs_down = needs = ctx.needs_input_grad[:4]
+        gradients = _backward(
+            dy, x, expert_weights, gate_up, down, hidden, rows, bounds, activation, triton,
+            needs_x, needs_weights, needs_gate_up, needs_down,
+        )  # fmt: skip
         return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
 
 
 def _check_ids(expert_ids: Tensor, n_experts: int) -> None:
     if DEBUG or expert_ids.device.type == "cpu":
-        wrong = (expert_ids < 0) | (expert_ids >= n_experts)
-        if bool(wrong.any()):
-            token, slot = (int(i) for i in wrong.nonzero()[0])
+        invalid = (expert_ids < 0) | (expert_ids >= n_experts)
+        if bool(invalid.any()):
+            token, slot = (int(i) for i in invalid.nonzero()[0])
             raise ValueError(
-                f"experts_mlp: slot {slot} of token {token} goes to expert {int(expert_ids[token, slot])}; "
+                f"experts_mlp: expert_ids[{token}, {slot}] is {int(expert_ids[token, slot])}; "
                 f"expected 0 to {n_experts - 1}"
             )
 
@@ -174,26 +169,26 @@ def experts_mlp(
     activation: Activation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
-    """`y_t = sum_j expert_weights[t, j] * down[e] @ (act(gate) * up)`, where `e = expert_ids[t, j]` and `gate` and `up`
-    are the halves of `gate_up[e] @ x_t`.
+    """Computes each token's weighted sum of k expert MLPs.
 
-    Deterministic, and the GPU is never waited for, but by backend="torch" and in fp64.
+    `y_t = sum_j expert_weights[t, j] * down[e] @ (act(gate) * up)` with `e = expert_ids[t, j]`, where `gate` and `up`
+    are the halves of `gate_up[e] @ x_t`. Deterministic. Without a host sync, except in fp64 and for backend="torch".
 
     Args:
-        x: (T, H) tokens, any strides.
-        expert_ids: (T, k) integers, each in [0, E).
-        expert_weights: (T, k), of any dtype.
-        gate_up: (E, 2I, H), the rows of the gate first, in the dtype of `x`.
+        x: (T, H) hidden states of the tokens, any strides.
+        expert_ids: (T, k) integers in [0, E).
+        expert_weights: (T, k), of any floating-point dtype.
+        gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`.
         down: (E, H, I), in the dtype of `x`.
-        activation: of the gate, see `activation_linear`.
+        activation: the activation of the gate, see `activation_linear`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the same steps in plain torch).
 
     Returns:
         (T, H), contiguous, in the dtype of `x`.
 
     Raises:
-        ValueError: shapes, dtypes or the activation do not fit, or (on a CPU, or when LIGERZOO_DEBUG=1) a token goes to
-            no expert. On a GPU without LIGERZOO_DEBUG such a token's result is NaN.
+        ValueError: shapes or dtypes do not match, or the activation is unknown. On a CPU or with LIGERZOO_DEBUG=1 also
+            if an expert id is outside [0, E); otherwise the output of such a token is NaN.
     """
     x, gate_up, down = autocast(x, gate_up, down)
     n_experts, n_features = gate_up.shape[0], x.shape[-1]
@@ -208,10 +203,10 @@ def experts_mlp(
         or expert_ids.is_floating_point()
     ):
         raise ValueError(
-            f"experts_mlp: x {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
+            f"experts_mlp: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
             f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
             f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
-            "(E, H, I), x and the experts of one dtype"
+            "(E, H, I), with the same dtype for x, gate_up and down"
         )
     check_activation(activation)
     triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)

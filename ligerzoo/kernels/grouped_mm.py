@@ -1,14 +1,14 @@
-"""Matrix products of rows that are sorted by group, such as tokens by expert, whose counts only the GPU knows.
+"""Grouped matrix products: rows sorted by group, such as tokens by expert, with group sizes that stay on the GPU.
 
-With the rows of group e from ends[e - 1] to ends[e]:
+Group e has the rows from ends[e - 1] to ends[e]:
 
     grouped_product:        y_r = x_r @ w[e]          for each row r of group e
     grouped_outer_product:  z[e] = sum over the rows r of group e of a_r^T b_r
 
-Nothing waits for the GPU; a loop over the groups serves a CPU and fp64. In bf16 on Hopper torch's grouped_mm needs no
-look at the counts from the host either, and does the outer products (on an H200 at up to 650 TFLOP/s, against 450) and
-the products of larger groups. Those of smaller ones are done here: the experts of Qwen3-30B-A3B take 1.77 ms forward
-and backward at 128 rows a group, against 2.00 with torch's, and the same at 512.
+There is no host sync, except on a CPU and in fp64, where a Python loop runs over the groups. In bf16 on Hopper,
+torch's grouped_mm does not sync either. We use it for outer products (up to 650 TFLOP/s on an H200, against 450 with
+our kernel) and for products of large groups. Our kernel is faster for small ones: the experts of Qwen3-30B-A3B take
+1.77 ms forward and backward at 128 rows per group, against 2.00 ms with torch's. At 512 rows both take the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 def _add_product(total, a, b, PRECISION: tl.constexpr):
     """total + a @ b."""
     if a.dtype == tl.float32:
-        # Added one after the other, thousands of products would round more often than in torch's sums.
+        # Partial sums per step: accumulating thousands of products one by one would round more often than torch does.
         return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         return tl.dot(a, b, total)
@@ -40,13 +40,13 @@ def _product_kernel(
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, BAND: tl.constexpr,
     TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # How many tiles the groups have, the host does not know. But if group e takes those from ends[e - 1] // ROWS + e
-    # on, no two groups share one, each has enough, and all are less than n_rows // ROWS + n_groups.
+    # The host does not know the number of tiles of each group. If group e owns the tiles from ends[e - 1] // ROWS + e
+    # on, groups do not overlap, each has enough tiles, and all tiles are below n_rows // ROWS + n_groups.
     row_tiles, col_tiles = n_rows // ROWS + n_groups, tl.cdiv(n_cols, COLS)
-    # A band of a few columns is swept over all rows, so that neighbours in time share rows and weights in the cache.
-    band, place = tl.program_id(0) // (BAND * row_tiles), tl.program_id(0) % (BAND * row_tiles)
+    # Programs go through all rows of a band of a few columns first, to share rows and weights in the L2 cache.
+    band, index = tl.program_id(0) // (BAND * row_tiles), tl.program_id(0) % (BAND * row_tiles)
     width = tl.minimum(BAND, col_tiles - band * BAND)
-    row_tile, col = place // width, (band * BAND + place % width) * COLS
+    row_tile, col = index // width, (band * BAND + index % width) * COLS
 
     groups = tl.arange(0, GROUPS)
     ends = tl.load(ends_ptr + groups, mask=groups < n_groups, other=2**30)
@@ -95,16 +95,16 @@ def _outer_product_kernel(
 
 _BAND = 16
 _LARGE_GROUP = 512
-"""From so many rows a group on average, torch's product is the faster one."""
+"""Average rows per group from which torch's product is used."""
 
 
 def _precision() -> str:
-    """Of products in fp32."""
+    """The input precision of `tl.dot` in fp32, from torch's setting."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _suits_torch(a: Tensor, b: Tensor) -> bool:
-    """Whether torch's grouped_mm takes these two and multiplies them without a look at the counts from the host."""
+    """Whether torch's grouped_mm supports these inputs without a host sync."""
     return (
         is_hopper(a)
         and a.dtype == torch.bfloat16
@@ -114,13 +114,12 @@ def _suits_torch(a: Tensor, b: Tensor) -> bool:
 
 
 def _tile(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """(rows, columns, inner) of one program's step, its warps and its stages: two programs to a multiprocessor."""
+    """(rows, columns, inner) of a program's tiles, its warps and its stages. Two programs run per multiprocessor."""
     return (64, 64, 32, 4, 2) if dtype == torch.float32 else (128, 128, 64, 4, 3)
 
 
 def _descriptor(t: Tensor, tile: list[int]) -> Any:
-    """What the GPU's copy engine needs to load tiles of a contiguous tensor, or of a copy whose rows begin at multiples
-    of 16 bytes."""
+    """A TMA descriptor of a contiguous tensor. Copies it if its rows do not start at multiples of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     columns, per_16_bytes = t.shape[-1], 16 // t.element_size()
@@ -130,13 +129,13 @@ def _descriptor(t: Tensor, tile: list[int]) -> Any:
 
 
 def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
-    """(R, K) times (E, K, N), each row with the matrix of its group: (R, N). Rows from ends[-1] on are undefined.
+    """Multiplies each row by the matrix of its group: (R, K) x (E, K, N) -> (R, N). Rows from ends[-1] are undefined.
 
     Args:
-        x: (R, K), contiguous, its rows sorted by group.
+        x: (R, K), contiguous, with rows sorted by group.
         w: (E, K, N), in the dtype of `x`. Copied if neither it nor `w.mT` is contiguous.
-        ends: (E,) int32, the row after each group's last.
-        triton: whether the kernels serve these tensors.
+        ends: (E,) int32, one past the last row of each group.
+        triton: whether to use the Triton kernel, or torch's on Hopper; False loops over the groups in plain torch.
     """
     (n_rows, n_inner), (n_groups, _, n_cols) = x.shape, w.shape
     y = x.new_empty((n_rows, n_cols))
@@ -161,13 +160,13 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
 
 
 def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, triton: bool) -> Tensor:
-    """The sum over each group's rows of the outer products of (R, M) and (R, N): (E, M, N), 0 for an empty group.
+    """Sums the outer products of each group's rows: (R, M), (R, N) -> (E, M, N), 0 for an empty group.
 
     Args:
-        a: (R, M), contiguous, its rows sorted by group.
+        a: (R, M), contiguous, with rows sorted by group.
         b: (R, N), contiguous, in the dtype of `a`.
-        ends: (E,) int32, the row after each group's last.
-        triton: whether the kernels serve these tensors.
+        ends: (E,) int32, one past the last row of each group.
+        triton: as in `grouped_product`.
     """
     if triton and _suits_torch(a, b):
         return F.grouped_mm(a.T, b, offs=ends)

@@ -1,11 +1,11 @@
-"""`@kernel` and `@jit`: Triton kernels that import triton when one is first launched, and then launch quickly.
+"""`@kernel` and `@jit`: Triton kernels that import triton at their first launch, and launch with little overhead.
 
-A kernel file holds the plain-torch reference beside the kernels, and machines without a GPU (or without triton) need
-only the reference. So both decorators keep the bare function. The first launch of a kernel hands the `@jit` functions
-of its file, which kernels call, to `triton.jit` and puts the results, and the true `tl`, into the file's namespace.
+A kernel file contains kernels and their plain-torch reference. Machines without a GPU or without triton use only the
+reference. So both decorators store the plain function. The first launch of a kernel passes the `@jit` functions of its
+file to `triton.jit`, and puts the results and `triton.language` as `tl` into the file's namespace.
 
-Triton binds the arguments of every launch to the kernel's signature anew; of small launches that is most of the time.
-A `Kernel` remembers instead which compiled kernel served which arguments, and launches that one directly.
+Triton binds the arguments of each launch to the kernel's signature, which takes most of the time of a small launch. A
+`Kernel` caches the compiled kernel for each combination of arguments instead, and launches it directly.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl
 else:
-    tl = None  # stands in until the first launch, see `_bind_namespace`
+    tl = None  # until the first launch, see `_bind_namespace`
 
 __all__ = ["INTERPRETING", "jit", "kernel", "tl"]
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's interpreter runs the real kernels on CPU tensors (for tests: it is thousands of times slower)."""
+"""Whether Triton's interpreter runs the kernels on CPU tensors. For tests: it is thousands of times slower."""
 
 
 _NUMBERS = frozenset({int, float, bool, type(None)})
-_MAX_KEYS = 4096  # where every batch has another length
+_MAX_KEYS = 4096  # bounds the cache if each batch has another length
 
 
 class _DeviceFunction:
-    """A function that kernels call, until triton is imported."""
+    """A device function before triton is imported."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
 
 class Kernel:
-    """A kernel to be launched as `kernel[programs](*arguments, num_warps=...)`, its arguments by position.
+    """A kernel. Launch it as `kernel[programs](*arguments, num_warps=...)`, with arguments by position.
 
-    Its parameters that are `tl.constexpr` come last.
+    Its `tl.constexpr` parameters come last.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -51,7 +51,7 @@ class Kernel:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         constants = [name for name in names if "constexpr" in str(function.__annotations__.get(name))]
         self._n_variable = len(names) - len(constants)
-        assert list(names[self._n_variable :]) == constants, f"{function.__name__}: constants come last"
+        assert list(names[self._n_variable :]) == constants, f"{function.__name__}: constexpr parameters must come last"
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getitem__(self, programs: int) -> Callable[..., None]:
@@ -62,7 +62,7 @@ class Kernel:
             self._jitted[programs, 1, 1](*arguments, **options)
             return
         device = torch.cuda.current_device()
-        # Whatever Triton specializes a kernel on must be part of the key: of numbers it is less than their value.
+        # The key contains all that Triton specializes a kernel on. Numbers enter by value, which is more than needed.
         key = [device, *options.values(), *arguments[self._n_variable :]]
         for argument in arguments[: self._n_variable]:
             if type(argument) in _NUMBERS:
@@ -91,16 +91,17 @@ class Kernel:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Marks `function` as a Triton kernel, see `Kernel`."""
+    """Decorator for a Triton kernel, see `Kernel`."""
     return Kernel(function)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Marks `function` as one that Triton kernels call."""
+    """Decorator for a device function, which Triton kernels call."""
     return _DeviceFunction(function)
 
 
 def _bind_namespace(namespace: dict[str, Any]) -> None:
+    """Replaces `tl` and the `@jit` functions of a kernel file by Triton's."""
     import triton
 
     if namespace["tl"] is triton.language:
@@ -111,6 +112,6 @@ def _bind_namespace(namespace: dict[str, Any]) -> None:
             owner = value.function.__globals__
             if owner is namespace:
                 namespace[name] = triton.jit(value.function)
-            else:  # imported from another kernel file: one function, whoever calls it
+            else:  # imported from another kernel file, which owns the compiled function
                 _bind_namespace(owner)
                 namespace[name] = owner[value.function.__name__]

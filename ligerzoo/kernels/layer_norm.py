@@ -24,7 +24,7 @@ from ligerzoo.kernels.tiling import (
     FORWARD_TILE,
     check_columns,
     column_sums_,
-    fits,
+    fits_registers,
     group_size,
     grouped,
     persistent_programs,
@@ -203,6 +203,6 @@ def layer_norm(
         check_columns("layer_norm", x, bias=bias)
         if bias.dtype != weight.dtype:
             raise ValueError(f"layer_norm: bias has dtype {bias.dtype}; expected {weight.dtype}, the dtype of weight")
-    if uses_triton(x, weight, backend=backend) and fits(x, backend):
+    if uses_triton(x, weight, backend=backend) and fits_registers(x, backend):
         return _LayerNorm.apply(x, weight, bias, eps)
     return reference(x, weight, bias, eps)

@@ -1,7 +1,7 @@
-"""Functions of one number that several kernels use: for fp32 exact to an ulp or two, for 16-bit numbers fast.
+"""Elementwise functions shared by kernels: exact to 1 or 2 ulps for fp32, fast for 16-bit inputs.
 
-The fast ones are the GPU's approximate 2^x and log2. Triton's `exp` spends three more instructions on results below
-1e-38, which softmaxes have no use for, its `log`, exact to an ulp, twenty more. Its `tanh` is not there in the
+The fast versions use the GPU's approximate 2^x and log2. Triton's `exp` takes three more instructions for results below
+1e-38, which a softmax does not need. Its `log` is exact to 1 ulp and takes twenty more. Its `tanh` is missing in the
 interpreter.
 """
 
@@ -12,6 +12,7 @@ from ligerzoo.kernels.jit import INTERPRETING, jit, tl
 
 @jit
 def exp(x, EXACT: tl.constexpr):
+    """exp(x), exact in fp32 if EXACT, else fast."""
     if EXACT:
         return _exact_exp(x)
     else:
@@ -20,16 +21,18 @@ def exp(x, EXACT: tl.constexpr):
 
 @jit
 def fast_exp(x):
-    """Up to 2 ulps of error near 0, more as x grows, for x / log(2) is rounded; what is less than 2e-38 is 0."""
+    """exp(x) with up to 2 ulps of error near 0, and more for large x, because x / log(2) is rounded.
+
+    Results below 2e-38 are 0.
+    """
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
-def fast_log(x, less_1):
-    """log(x), for x - 1 as well: where that is small, by the first terms of the series of log(1 + (x - 1)), for the
-    fast logarithm errs by 5e-8, and to one side."""
-    near = less_1 * (1.0 + less_1 * (-1.0 / 2.0 + less_1 * (1.0 / 3.0 - less_1 * (1.0 / 4.0))))
-    return tl.where(tl.abs(less_1) < 0.05, near, _fast_log(x))
+def fast_log(x, x_minus_1):
+    """log(x), given x and x - 1. Small x - 1 uses the series of log(1 + (x - 1)): the fast log2 has a bias of 5e-8."""
+    series = x_minus_1 * (1.0 + x_minus_1 * (-1.0 / 2.0 + x_minus_1 * (1.0 / 3.0 - x_minus_1 * (1.0 / 4.0))))
+    return tl.where(tl.abs(x_minus_1) < 0.05, series, _fast_log(x))
 
 
 if INTERPRETING:
@@ -42,7 +45,7 @@ else:
 
     @jit
     def _fast_log(x):
-        """Errs by 2e-7 between 0.5 and 2, elsewhere by 2 ulps."""
+        """log(x) with an error of 2e-7 for x between 0.5 and 2, else of 2 ulps."""
         log2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )  # fmt: skip
@@ -51,50 +54,55 @@ else:
 
 @jit
 def _exact_exp(x):
-    """2^n e^r with x = n log(2) + r, |r| <= log(2) / 2, and e^r by its series; what is less than 2e-38 may be 0."""
-    x = tl.where(x < -110.0, -110.0, tl.where(x > 110.0, 110.0, x))  # beyond, all is 0 or infinity
+    """exp(x) = 2^n e^r with x = n log(2) + r and |r| <= log(2) / 2, e^r by its series. Results below 2e-38 may be 0."""
+    x = tl.where(x < -110.0, -110.0, tl.where(x > 110.0, 110.0, x))  # beyond, exp(x) is 0 or inf
     n = tl.floor(x * 1.4426950408889634 + 0.5)
-    r = tl.fma(n, -0.693145751953125, x)  # log(2) in two parts: n times the first is exact
+    r = tl.fma(n, -0.693145751953125, x)  # log(2) = c1 + c2, where n * c1 is exact
     r = tl.fma(n, -1.42860682030941723212e-06, r)
     tail = 1.0 / 24.0 + r * (1.0 / 120.0 + r * (1.0 / 720.0 + r * (1.0 / 5040.0)))
     series = 1.0 + r * (1.0 + r * (1.0 / 2.0 + r * (1.0 / 6.0 + r * tail)))
-    return 2.0 * series * tl.exp2(n - 1.0)  # 2^128 would be infinite, though e^x may not be
+    return 2.0 * series * tl.exp2(n - 1.0)  # 2^128 overflows where e^x may not
 
 
 @jit
 def sigmoids(x, EXACT: tl.constexpr):
     """s(x) and s(-x) = 1 - s(x)."""
-    if EXACT:  # which 1 - s(x) is not
+    if EXACT:  # 1 - s(x) would cancel
         decay = _exact_exp(-tl.abs(x))
         larger = 1.0 / (1.0 + decay)
         smaller = decay * larger
         return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
     else:
-        share = tl.sigmoid(x)
-        return share, 1.0 - share
+        s = tl.sigmoid(x)
+        return s, 1.0 - s
 
 
 @jit
 def tanh(x):
-    """Exact: by exp where it keeps its digits, near 0 by the first terms of the series."""
+    """tanh(x), exact in fp32, see `tanh_and_slope`."""
     t, _ = tanh_and_slope(x)
     return t
 
 
 @jit
 def tanh_and_slope(x):
-    """tanh(x) and 1 - tanh(x)^2, the latter as 4 e / (1 + e)^2 with e = exp(-2 |x|): exact where tanh(x) is near 1."""
+    """tanh(x) and 1 - tanh(x)^2, exact in fp32.
+
+    With e = exp(-2 |x|), tanh |x| is (1 - e) / (1 + e), or the first terms of its series near 0. The slope is
+    4 e / (1 + e)^2, which does not cancel where tanh(x) is near 1.
+    """
     decay = _exact_exp(-2.0 * tl.abs(x))
-    share = 1.0 / (1.0 + decay)
-    away = (1.0 - decay) / (1.0 + decay)
+    inverse = 1.0 / (1.0 + decay)
+    quotient = (1.0 - decay) / (1.0 + decay)
     square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(square < 0.0225, near, tl.where(x < 0.0, -away, away)), 4.0 * decay * share * share
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    t = tl.where(square < 0.0225, series, tl.where(x < 0.0, -quotient, quotient))
+    return t, 4.0 * decay * inverse * inverse
 
 
 @jit
 def softcapped(z, scale, softcap):
-    """x and dx/dz for x = scale * z, or softcap * tanh(scale * z / softcap); None is no scale, no softcap."""
+    """x and dx/dz for x = scale * z, or x = softcap * tanh(scale * z / softcap). None omits scale or softcap."""
     slope = 1.0 if scale is None else scale
     if softcap is None:
         x = z if scale is None else z * scale

@@ -33,7 +33,7 @@ from ligerzoo.kernels.tiling import (
     FORWARD_TILE,
     check_columns,
     column_sums_,
-    fits,
+    fits_registers,
     group_size,
     grouped,
     persistent_programs,
@@ -307,7 +307,7 @@ def rms_norm(
         ValueError: `weight` is not of shape (H,), `weight_offset` is given without a weight, or `backend` does not
             support the tensors.
     """
-    if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits(x, backend):
+    if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits_registers(x, backend):
         return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
     return reference(x, weight, eps, weight_offset, round_before_scale)
 
@@ -344,6 +344,6 @@ def add_rms_norm(
     if residual.shape != x.shape:
         raise ValueError(f"add_rms_norm: residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}")
     weights = _weights("add_rms_norm", x, weight, weight_offset)
-    if uses_triton(x, residual, *weights, backend=backend) and fits(x, backend):
+    if uses_triton(x, residual, *weights, backend=backend) and fits_registers(x, backend):
         return _AddRMSNorm.apply(x, residual, weight, eps, weight_offset, round_before_scale)
     return add_reference(x, residual, weight, eps, weight_offset, round_before_scale)

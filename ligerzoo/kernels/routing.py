@@ -1,10 +1,10 @@
-"""Tokens and the rows of their slots: where T tokens go to k experts each, their T * k slots are sorted by expert.
+"""Permutes T tokens with k experts each into T * k rows sorted by expert, one per slot, and sums the rows per token.
 
-    permute:    out[rows[t, j]] = x_t,                each token copied into the rows of its slots
-    unpermute:   y_t = sum_j values[rows[t, j]],       in fp32 and in the order of the slots
+    permute:     out[rows[t, j]] = x_t                 (copies each token to the rows of its slots)
+    unpermute:   y_t = sum_j values[rows[t, j]]        (in fp32 and in the order of the slots)
 
-The two are each other's transposes, so each is the backward pass of the other. Nothing is added by atomics, and nothing
-waits for the GPU, which alone knows how many rows an expert has.
+Each is the transpose, and so the backward pass, of the other. There are no atomics and no host syncs: the number of
+rows of each expert stays on the GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _MAX_BLOCK = 2048
 
 
 def sort_by_expert(expert_ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
-    """The row of each slot, (T, k) int32, and the first row of each expert and the row after all, (E + 1,) int32.
+    """Sorts the slots of all tokens by expert, in stable order. Slots with an id outside [0, E) come first or last.
 
-    The slots of an expert keep their order. Those of no expert, with an id outside [0, E), come before or behind.
+    Returns:
+        rows: (T, k) int32, the row of each slot.
+        bounds: (E + 1,) int32: expert e has the rows from bounds[e] to bounds[e + 1].
     """
     sorted_ids, slots = expert_ids.flatten().int().sort(stable=True)
     device = expert_ids.device
@@ -57,7 +59,7 @@ def _unpermute_kernel(
 
 
 def permute(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
-    """(T, H), any strides -> (T * k, H)."""
+    """Copies each token to the rows of its slots: (T, H), any strides -> (T * k, H)."""
     out = x.new_empty((rows.numel(), x.shape[1]))
     if triton:
         x, n_cols, block = as_rows(x), x.shape[1], min(_MAX_BLOCK, next_power_of_2(x.shape[1]))
@@ -69,7 +71,10 @@ def permute(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
 
 
 def unpermute(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
-    """(T * k, H), contiguous -> (T, H); NaN for a token with a slot of no expert."""
+    """Sums the rows of each token's slots: (T * k, H), contiguous -> (T, H).
+
+    The Triton kernel returns NaN for a token with an expert id outside [0, E).
+    """
     n_cols = values.shape[1]
     if not triton:
         return (

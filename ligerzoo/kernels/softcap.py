@@ -1,9 +1,9 @@
-"""How a model transforms its logits: multiplied by a factor, then bounded by a softcap (Gemma 2).
+"""The transform of a model's logits: a scale, then a softcap (Gemma 2).
 
     x = a z,   or  x = c tanh(a z / c)  with a softcap c;
     dx/dz = a, or  a (1 - tanh(a z / c)^2).
 
-`elementwise.softcapped` is the same for kernels.
+`math.softcapped` is the same for kernels.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 
 class Transform(NamedTuple):
-    """The factor a and the softcap c."""
+    """The scale a and the softcap c of logits; a softcap of None does not bound them."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def arguments(self) -> tuple[float | None, float | None]:
-        """`scale` and `softcap` for kernels; None is compiled to nothing."""
+        """Returns `scale` and `softcap` as kernel arguments; None for a step that the kernel leaves out."""
         return None if self.scale == 1.0 else self.scale, self.softcap
 
 
 def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | float]:
-    """x and dx/dz in plain torch, in the dtype of `logits`."""
+    """Returns x and dx/dz in plain torch, in the dtype of `logits`."""
     scale, softcap = transform
     if softcap is None:
         return (logits if scale == 1.0 else logits * scale), scale

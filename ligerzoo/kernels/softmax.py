@@ -3,9 +3,9 @@
 Forward:   y = exp(x - m) / sum(exp(x - m)),   m = max(x).
 Backward:  dx = y * (dy - sum(dy * y)).
 
-Saved: y. A row that fits the registers of one program is read once, and short rows share a program. A longer row is
-walked twice: for its maximum and sum (the sum rescaled whenever the maximum grows, Milakov & Gimelshein 2018), then for
-its results.
+Saved: y. A row that fits in the registers of one program is read once; several short rows share a program. A longer row
+is read twice: first for its maximum and sum, then for its results. The first pass rescales the sum whenever the maximum
+grows (online softmax, Milakov & Gimelshein 2018).
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, softcapped
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import FORWARD_TILE, tile
 
-_LONGEST_ROW_HELD = 32768  # of a row that is held in the registers of one program
-_BLOCK = 4096  # columns a step in a row that is not
+_MAX_COLUMNS_IN_REGISTERS = 32768  # longer rows are read in blocks
+_BLOCK = 4096  # columns per block of a longer row
 
 
 def reference(x: Tensor) -> Tensor:
-    """The same in plain torch: the specification, the CPU path and the tests' oracle."""
-    return torch.softmax(x, -1, dtype=x.dtype)  # said explicitly, the dtype is left alone by autocast
+    """`softmax` in plain torch: the specification, the CPU path and the test oracle."""
+    return torch.softmax(x, -1, dtype=x.dtype)  # an explicit dtype disables autocast
 
 
 @jit
 def max_and_sum_exp(row_ptr, scale, softcap, inverse_temperature, n_cols, BLOCK: tl.constexpr):
-    """m = max(x) and sum(exp((x - m) / temperature)) of a row transformed by `softcapped`, in one pass; the sum is NaN
-    where the row has a NaN, an inf or nothing but -inf."""
+    """Returns m = max(x) and sum(exp((x - m) / temperature)) of a row transformed by `softcapped`, in one pass.
+
+    The sum is NaN for a row that contains a NaN or an inf, or only -inf.
+    """
     steepness = inverse_temperature * 1.4426950408889634  # exp(x / temperature) = 2^(steepness * x)
-    GROUP: tl.constexpr = 8 if BLOCK > 8 else BLOCK  # neighbouring columns that one thread takes into its own results
+    GROUP: tl.constexpr = 8 if BLOCK > 8 else BLOCK  # adjacent columns that one thread reduces
     maximum = tl.full((BLOCK // GROUP,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK // GROUP,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
@@ -43,7 +46,7 @@ def max_and_sum_exp(row_ptr, scale, softcap, inverse_temperature, n_cols, BLOCK:
         x, _ = softcapped(z, scale, softcap)
         x = tl.where(cols < n_cols, x, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
-        # One that has seen nothing but -inf would subtract inf from inf.
+        # If all values so far are -inf, x - maximum would be NaN.
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         terms = tl.exp2(steepness * (x - pivot[:, None]))
         total = total * tl.exp2(steepness * (maximum - pivot)) + tl.sum(terms, axis=1)
@@ -107,16 +110,16 @@ def _long_backward_kernel(dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, n_cols, BL
         tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _forward_fake(x: Tensor) -> Tensor:
+def _allocate_forward(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@register("softmax_forward(Tensor x) -> Tensor", fake=_forward_fake)
+@register("softmax_forward", fake=_allocate_forward)
 def _forward(x: Tensor) -> Tensor:
-    y = _forward_fake(x)
+    y = _allocate_forward(x)
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
-    if n_cols > _LONGEST_ROW_HELD:
+    if n_cols > _MAX_COLUMNS_IN_REGISTERS:
         _long_forward_kernel[n_rows](rows, y, rows.stride(0), n_cols, _BLOCK, num_warps=8)
     else:
         tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
@@ -126,17 +129,17 @@ def _forward(x: Tensor) -> Tensor:
     return y
 
 
-def _backward_fake(dy: Tensor, y: Tensor) -> Tensor:
+def _allocate_backward(y: Tensor) -> Tensor:
     return y.new_empty(y.shape)
 
 
-@register("softmax_backward(Tensor dy, Tensor y) -> Tensor", fake=_backward_fake)
+@register("softmax_backward", fake=_allocate_backward)
 def _backward(dy: Tensor, y: Tensor) -> Tensor:
-    dx = _backward_fake(dy, y)
+    dx = _allocate_backward(y)
     dy_rows, y_rows = as_rows(dy), as_rows(y)
     n_rows, n_cols = y_rows.shape
     strides = dy_rows.stride(0), y_rows.stride(0)
-    if n_cols > _LONGEST_ROW_HELD:
+    if n_cols > _MAX_COLUMNS_IN_REGISTERS:
         _long_backward_kernel[n_rows](dy_rows, y_rows, dx, *strides, n_cols, _BLOCK, num_warps=8)
     else:
         tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
@@ -160,16 +163,16 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """`exp(x) / sum(exp(x))` over the last dimension, computed in fp32 whatever the dtype of `x`.
+    """Computes `exp(x) / sum(exp(x))` over the last dimension, in fp32 whatever the dtype of `x`.
 
     Args:
-        x: (..., H), any strides; rows may be of any length.
+        x: (..., H), any strides and any H.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
-        (..., H) in the dtype of `x`. A row with a NaN, an inf, or nothing but -inf is NaN.
+        (..., H) in the dtype of `x`. A row that contains a NaN or an inf, or only -inf, becomes NaN.
 
     Raises:
-        ValueError: `backend` is unknown, or can't serve `x`.
+        ValueError: `backend` is unknown, or does not support `x`.
     """
     return _Softmax.apply(x) if uses_triton(x, backend=backend) else reference(x)

@@ -1,5 +1,6 @@
-"""What kernels share that hold whole rows, (..., H), in the registers of a program: where the rows are, how many of
-them a program holds, and the sums over programs that make the gradient of a weight of shape (H,).
+"""Tiling of row-wise and elementwise kernels: tile sizes, row offsets, and column sums for weight gradients.
+
+Row-wise kernels hold whole rows of (..., H) in the registers of a program.
 """
 
 from __future__ import annotations
@@ -12,63 +13,66 @@ from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, multiprocessors, n
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 MAX_COLUMNS = 65536
-"""Longer rows take the references."""
+"""Longer rows run in plain torch."""
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 8192
-"""About how many elements a program holds at a time."""
+"""Approximate number of elements that a program holds in registers."""
 
 _STRIP, STRIP_WARPS = 2048, 4
-"""How many elements a program takes, and its warps, where each element is one of its own, see `strips`."""
+"""Elements and warps per program of an elementwise kernel, see `strips`."""
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Of the backward kernels, whose programs each walk many tiles and add up a weight's gradient on the way."""
+"""For backward kernels: a program loops over many tiles and accumulates its part of a weight gradient."""
 
 
 def check_columns(operation: str, x: Tensor, **vectors: Tensor) -> None:
-    """Raises ValueError unless each vector has a number for each column of x."""
+    """Raises ValueError unless each vector has shape (H,) for x of shape (..., H)."""
     for name, vector in vectors.items():
         if vector.shape != x.shape[-1:]:
             raise ValueError(f"{operation}: {name} has shape {tuple(vector.shape)}; expected {tuple(x.shape[-1:])}")
 
 
-def fits(x: Tensor, backend: Backend) -> bool:
-    """Whether a program can hold a row of x; a ValueError if it can't and `backend` is "triton"."""
+def fits_registers(x: Tensor, backend: Backend) -> bool:
+    """Whether a row of x fits in the registers of a program.
+
+    Raises:
+        ValueError: it does not fit, and `backend` is "triton".
+    """
     if x.shape[-1] <= MAX_COLUMNS:
         return True
     if backend == "triton":
         raise ValueError(
-            f'backend="triton" with rows of {x.shape[-1]} numbers; expected at most {MAX_COLUMNS}, or backend="auto"'
+            f'backend="triton" with x {tuple(x.shape)}; expected at most {MAX_COLUMNS} columns, or backend="auto"'
         )
     return False
 
 
 @functools.cache
 def tile(n_cols: int, elements: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of one program that holds about so many elements: short rows share a program."""
+    """(rows, columns, warps) of a program that holds about `elements` elements. Several short rows share a program."""
     cols = next_power_of_2(n_cols)
     return max(1, elements // cols), cols, min(16, max(4, cols // 1024))
 
 
 def persistent_programs(n_rows: int, tile_rows: int, x: Tensor) -> int:
-    """How many programs walk the tiles of a backward kernel; one at least, which writes zeros for a weight's gradient
-    where there are no rows."""
+    """Number of programs of a backward kernel. At least one: without rows it writes zeros to the weight gradient."""
     return max(1, min(cdiv(n_rows, tile_rows), PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x)))
 
 
 def group_size(*tensors: Tensor) -> int:
-    """How many rows of these tensors, all of one shape, make a group for `grouped`.
+    """Number of rows in a group of `grouped`, for tensors of the same shape.
 
-    1 where all are contiguous, else the last dimension but one. So attention's heads are read where they lie: from head
-    to head of a token is one stride, from token to token another, be they a part of a fused projection or not.
+    1 if all are contiguous, else the size of the last dimension but one. For attention heads, (B, T, N, D), the rows of
+    a group have the head stride and the groups have the token stride, so that no copy is needed.
     """
     shape = tensors[0].shape
     return 1 if len(shape) == 1 or all(t.is_contiguous() for t in tensors) else shape[-2]
 
 
 def grouped(x: Tensor, group: int) -> tuple[Tensor, int, int]:
-    """x and its strides from group to group and from row to row, for `row_offsets`; a copy of x where there are none.
+    """Returns x, its group stride and its row stride for `row_offsets`. Rows have unit stride.
 
-    The elements of a row lie side by side.
+    Copies x if its strides do not allow this.
     """
     if x.is_contiguous():
         return x, group * x.shape[-1], x.shape[-1]
@@ -79,7 +83,7 @@ def grouped(x: Tensor, group: int) -> tuple[Tensor, int, int]:
 
 @jit
 def row_offsets(rows, group, group_stride, row_stride):
-    """Where these rows begin. A group of 1 is a constant to Triton, and nothing is divided."""
+    """Offsets of the first elements of these rows. Triton specializes on a group of 1 and drops the division."""
     return rows // group * group_stride + rows % group * row_stride
 
 
@@ -95,17 +99,19 @@ def _column_sums_kernel(addends_ptr, sums_ptr, n_rows, n_cols, ROWS: tl.constexp
 
 
 def column_sums_(sums: Tensor, addends: Tensor) -> None:
-    """Writes the sums over the first dimension of `addends`, (programs, H) fp32, to `sums`, each rounded once."""
+    """Writes the sums over the first dimension of `addends`, (programs, H) fp32, to `sums`, (H,). Rounds once."""
     n_rows, n_cols = addends.shape
     rows, cols = 64, 32
     _column_sums_kernel[cdiv(n_cols, cols)](addends, sums, n_rows, n_cols, rows, cols, num_warps=4)
 
 
 def strips(*tensors: Tensor) -> tuple[tuple[Tensor, ...], int, int, int]:
-    """For what is elementwise: the tensors with columns of unit stride, how many columns, how many of them a program
-    takes, and the programs.
+    """Splits the rows of an elementwise kernel's inputs into strips, one per program.
 
-    Where nothing is strided, all elements are one row. The halves of a fused projection are read where they are.
+    If all tensors are contiguous, they are treated as a single row. The halves of a fused projection are not copied.
+
+    Returns:
+        The tensors with unit stride along rows, the number of columns, the columns per program, the number of programs.
     """
     if all(t.is_contiguous() for t in tensors):
         n_rows, n_cols = 1, tensors[0].numel()
@@ -118,6 +124,6 @@ def strips(*tensors: Tensor) -> tuple[tuple[Tensor, ...], int, int, int]:
 
 @jit
 def row_and_columns(n_cols, BLOCK: tl.constexpr):
-    """Of a program that takes a part of a row: the row and its columns."""
+    """The row and the columns of this program's strip."""
     program, blocks = tl.program_id(0), tl.cdiv(tl.cast(n_cols, tl.int64), BLOCK)
     return program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -1,10 +1,10 @@
-"""The gate between the matrix products of a mixture's experts: `w * act(gate) * up`, w the weight of the row's slot.
+"""The activation between the two matrix products of experts: `w * act(gate) * up`, w the weight of the row's slot.
 
 Forward:   a = w * act(gate) * up,   gate and up the halves of a row h,   in fp32, rounded once.
 Backward:  dw = sum over the row of da * act(gate) * up,   dgate = da * w * up * act'(gate),   dup = da * w * act(gate).
 
-With the weight in here and not after the down projection, backward finds dw without that projection's result. A program
-takes a slot's row, wherever it was sorted to: `rows` and `bounds` are those of `routing`.
+The weight is applied before the down projection, so its gradient does not need that projection's result. A program
+handles the row of one slot. `rows` and `bounds` are those of `routing.sort_by_expert`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _row_weights(expert_weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def weighted_glu(hidden: Tensor, expert_weights: Tensor, rows: Tensor, activation: Activation, triton: bool) -> Tensor:
-    """(T * k, 2I) -> (T * k, I): what the down projections take."""
+    """Computes the input of the down projections: (T * k, 2I) -> (T * k, I)."""
     if not triton:
         weight, (gate, up) = (
             _row_weights(expert_weights, rows),
@@ -96,7 +96,10 @@ def weighted_glu_backward(
     dactive: Tensor, hidden: Tensor, expert_weights: Tensor, rows: Tensor, bounds: Tensor, activation: Activation,
     needs_active: bool, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of the hidden rows and of the experts' weights, and again what `weighted_glu` gave."""
+    """Returns the gradients of `hidden` and of `expert_weights`, and the result of `weighted_glu`, recomputed.
+
+    With Triton the last is empty unless `needs_active`.
+    """
     if not triton:
         weight, (gate, up) = (
             _row_weights(expert_weights, rows),

@@ -102,7 +102,7 @@ def test_numbers_that_are_not_finite_stay_with_their_token_and_their_expert(devi
 def test_an_expert_that_does_not_exist(wrong: int, device: str) -> None:
     inputs = make(5, 33, 17, 3, 2, torch.float32, device)
     inputs[1][3, 1] = wrong
-    message = re.escape(f"experts_mlp: slot 1 of token 3 goes to expert {wrong}; expected 0 to 2")
+    message = re.escape(f"experts_mlp: expert_ids[3, 1] is {wrong}; expected 0 to 2")
     with pytest.raises(ValueError, match=message):
         experts_mlp(*inputs)
 
@@ -175,7 +175,7 @@ def test_frozen_inputs_cost_nothing(device: str) -> None:
 def test_shapes_and_dtypes_that_do_not_fit(change: dict[str, Tensor]) -> None:
     names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
     inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
-    with pytest.raises(ValueError, match=r"experts_mlp: x \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\), \(E,"):
+    with pytest.raises(ValueError, match=r"experts_mlp: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\), \(E,"):
         experts_mlp(**(inputs | change))
 
 

@@ -97,7 +97,7 @@ def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernel_file("tiling"), "MAX_COLUMNS", 64)
     assert torch.equal(layer_norm(x, weight), reference(x, weight, None, 1e-5))
     launch_nothing(monkeypatch, "layer_norm")
-    with pytest.raises(ValueError, match='backend="triton" with rows of 65 numbers; expected at most 64'):
+    with pytest.raises(ValueError, match=r'backend="triton" with x \(3, 65\); expected at most 64 columns'):
         layer_norm(x, weight, backend="triton")
 
 

@@ -25,7 +25,7 @@ def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
 def test_rows_too_long_for_a_program(
     shape: tuple[int, int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_file("softmax"), "_LONGEST_ROW_HELD", 64)
+    monkeypatch.setattr(kernel_file("softmax"), "_MAX_COLUMNS_IN_REGISTERS", 64)
     judge(softmax, reference, [numbers(*shape, dtype=dtype, device=device)])
 
 
