@@ -50,6 +50,10 @@ def needs_dispatch(*args: Any) -> bool:
 is_watched = needs_dispatch  # the old name; remove it when `kernels/loss` uses the new one
 
 
+OPS: dict[str, Op[*tuple[Any, ...], Any]] = {}
+"""All registered ops by name."""
+
+
 def register(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[[*Ts], R]], Op[*Ts, R]]:
     """Registers the decorated function as the op `ligerzoo::<name>`, for tensors on every device but meta.
 
@@ -77,22 +81,25 @@ class Op(Generic[*Ts, R]):
         self._function = function
         hints = get_type_hints(function)
         self._names = list(inspect.signature(function).parameters)
+        fake_names = list(inspect.signature(fake).parameters)
+        if unknown := [n for n in fake_names if n not in self._names]:
+            raise TypeError(f"{name}: the fake has parameter {unknown[0]}; expected some of {', '.join(self._names)}")
         # Position and type of each NamedTuple; the last first, so that flattening one leaves the others' positions.
         self._structs = [(i, hints[n]) for i, n in enumerate(self._names) if _is_struct(hints[n])][::-1]
         results = hints["return"]
         self._make_result: Callable[[Any], R] | None = results._make if _is_struct(results) else None
-        parameters = ", ".join(p for n in self._names for p in _parameter_schema(n, hints[n]))
-        _library.define(f"{name}({parameters}) -> {_result_schema(results)}")
+        schema = ", ".join(p for n in self._names for p in _parameter_schema(n, hints[n]))
+        _library.define(f"{name}({schema}) -> {_result_schema(results)}")
         for device in _DEVICES:
             _library.impl(name, lambda *flat: self._run(flat[0], self._nest(flat)), device)
-        fake_names = list(inspect.signature(fake).parameters)
 
         def fake_of_flat(*flat: Any) -> Any:
             arguments = dict(zip(self._names, self._nest(flat), strict=True))
             return fake(**{n: arguments[n] for n in fake_names})
 
-        torch.library.register_fake(f"ligerzoo::{name}", fake_of_flat, lib=_library)
-        self.overload = getattr(torch.ops.ligerzoo, name).default
+        torch.library.register_fake(f"{_library.ns}::{name}", fake_of_flat, lib=_library)
+        self.overload = getattr(getattr(torch.ops, _library.ns), name).default
+        OPS[name] = self
 
     def __call__(self, *args: *Ts) -> R:
         flat: Sequence[Any] = self._flatten(args) if self._structs else args
@@ -132,17 +139,22 @@ def _is_struct(hint: Any) -> bool:
 def _parameter_schema(name: str, hint: Any) -> Iterator[str]:
     if _is_struct(hint):
         for field, field_hint in get_type_hints(hint).items():
-            yield f"{_schema_type(field_hint)} {name}_{field}"
+            yield f"{_schema_type(f'{name}_{field}', field_hint)} {name}_{field}"
     else:
-        yield f"{_schema_type(hint)} {name}"
+        yield f"{_schema_type(name, hint)} {name}"
 
 
-def _schema_type(hint: Any) -> str:
+def _schema_type(name: str, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "str"
     if get_origin(hint) in (Union, UnionType):
         (type_,) = (t for t in get_args(hint) if t is not NoneType)
-        return f"{_schema_type(type_)}?"
+        return f"{_schema_type(name, type_)}?"
+    if hint not in _SCHEMA_TYPES:
+        expected = ", ".join(t.__name__ if isinstance(t, type) else str(t) for t in _SCHEMA_TYPES)
+        raise TypeError(
+            f"parameter {name} has type {hint}; expected one of {expected}, Literal, NamedTuple, or ... | None"
+        )
     return _SCHEMA_TYPES[hint]
 
 

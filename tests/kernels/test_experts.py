@@ -175,7 +175,7 @@ def test_frozen_inputs_cost_nothing(device: str) -> None:
 def test_shapes_and_dtypes_that_do_not_fit(change: dict[str, Tensor]) -> None:
     names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
     inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
-    with pytest.raises(ValueError, match=r"experts_mlp: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\), \(E,"):
+    with pytest.raises(ValueError, match=r"experts_mlp: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\)"):
         experts_mlp(**(inputs | change))
 
 

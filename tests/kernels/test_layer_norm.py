@@ -130,5 +130,5 @@ def test_vectors_of_another_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_a_bias_of_another_dtype() -> None:
-    with pytest.raises(ValueError, match=r"layer_norm: bias is torch.float16; expected torch.float32"):
+    with pytest.raises(ValueError, match=r"layer_norm: bias has dtype torch.float16; expected torch.float32"):
         layer_norm(torch.ones(5, 33), torch.ones(33), torch.ones(33, dtype=torch.float16))

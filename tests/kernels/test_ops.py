@@ -9,100 +9,30 @@ from torch import Tensor
 
 from ligerzoo import kernels
 from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.registration import OPS
 from tests.kernels.accuracy import as_tuple, assert_as_exact_as, assert_equal, in_fp64
 from tests.kernels.layouts import transposed
 from tests.kernels.machine import needs_triton
 from tests.kernels.operations import Operation, every_kernel
 from tests.kernels.oracles import angles, numbers, targets
+from tests.kernels.samples import SAMPLES
 
 
-def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
-    """For each op some arguments that differ in layout, in dtype and in what is needed."""
+def loss_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Samples of the loss ops by position; those of the other ops are in `samples`, by keyword."""
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return numbers(*shape, dtype=dtype, device=device).detach()
 
     half = torch.float16
-    q, k, one_angle, each_angle = (
-        new(2, 3, 4, 8),
-        new(2, 3, 2, 8),
-        angles(1, 3, 3, device=device),
-        angles(2, 3, 3, device=device),
-    )
     logits, target = new(5, 33), targets(5, classes=33, device=device)
     other_target = targets(5, classes=33, device=device, ignore_index=5)
     hidden, weight, upstream = new(5, 7), new(33, 7), new(5)
     summed, no_upstream = upstream[:1].expand(5), upstream[:0]
     fused = device == "cuda" or INTERPRETING
-    tokens, dy, gate_up, down = new(5, 7), new(5, 7), new(3, 8, 7), new(3, 7, 4)
-    routes = torch.tensor([[0, 2], [2, 0], [0, 0], [2, 2], [0, 2]], device=device)  # none to the second expert
-    routed = (
-        new(10, 8),
-        torch.arange(10, device=device).int().view(5, 2),
-        torch.tensor([0, 5, 5, 10], device=device).int(),
-    )
     untransformed = (1.0, None, 1.0, None)
     plain, options = (1.0, None, 1.0, 0.0, 0.0), (0.7, 3.0, 1.3, 0.1, 0.01)
     return {
-        "rms_norm_forward": [
-            (new(5, 33), new(33), 1e-6, 0.0, True),
-            (transposed(new(2, 3, 33)), new(33, dtype=half), 1e-6, 0.0, True),
-            (new(5, 33, dtype=half), new(33), 1e-6, 1.0, False),
-            (new(5, 33, dtype=half), None, 1e-6, 0.0, True),
-            (new(0, 33), new(33), 1e-6, 0.0, True),
-        ],
-        "add_rms_norm_forward": [
-            (new(5, 33), new(5, 33), new(33), 1e-6, 0.0, True),
-            (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(33), 1e-6, 1.0, False),
-            (new(5, 33), new(5, 33, dtype=half), None, 1e-6, 0.0, True),
-            (new(0, 33), new(0, 33), new(33), 1e-6, 0.0, True),
-        ],
-        "rms_norm_backward": [
-            (new(5, 33), None, new(5, 33), new(33), new(5).abs(), 0.0, True, True, True),
-            (transposed(new(2, 3, 33)), new(2, 3, 33), new(2, 3, 33, dtype=half), new(33), new(2, 3), 1.0, False, True,
-             False),
-            (new(5, 33), new(5, 33), new(5, 33), new(33), new(5).abs(), 0.0, True, False, True),
-            (new(5, 33), new(5, 33), new(5, 33, dtype=half), None, new(5).abs(), 0.0, True, True, False),
-            (new(0, 33), None, new(0, 33), new(33), new(0), 0.0, True, True, True),
-        ],
-        "layer_norm_forward": [
-            (new(5, 33), new(33), new(33), 1e-5),
-            (transposed(new(2, 3, 33)), new(33, dtype=half), None, 1e-5),
-            (new(0, 33), new(33), new(33), 1e-5),
-        ],
-        "layer_norm_backward": [
-            (new(5, 33), new(5, 33), new(33), new(5), new(5).abs(), True, True, True),
-            (transposed(new(2, 3, 33)), new(2, 3, 33, dtype=half), new(33), new(2, 3), new(2, 3), False, True, False),
-            (new(5, 33), new(5, 33), new(33), new(5), new(5).abs(), True, False, True),
-            (new(0, 33), new(0, 33), new(33), new(0), new(0), True, True, True),
-        ],
-        "rope": [
-            (*one_angle, q, k, False, False),
-            (*each_angle, q.half(), transposed(k), True, True),
-            (*one_angle, None, k, True, False),
-            (*one_angle, q, None, False, True),
-            (*(a[:, :0] for a in one_angle), q[:, :0], k[:, :0], False, True),
-        ],
-        "glu_forward": [
-            (new(5, 33), new(5, 33), "silu", torch.float32),
-            (transposed(new(2, 3, 33)), new(2, 3, 33), "gelu_tanh", half),
-            (new(0, 33), new(0, 33), "gelu", torch.float32),
-        ],
-        "glu_backward": [
-            (new(5, 33), new(5, 33), new(5, 33), "silu", True, False, True),
-            (new(2, 3, 33, dtype=half), transposed(new(2, 3, 33)), new(2, 3, 33), "gelu_tanh", False, True, False),
-            (new(0, 33), new(0, 33), new(0, 33), "gelu", True, True, True),
-        ],
-        "activation_forward": [
-            (new(5, 33), "quick_gelu", torch.float32),
-            (transposed(new(2, 3, 33)), "gelu_tanh", half),
-            (new(0, 33), "gelu", torch.float32),
-        ],
-        "activation_backward": [
-            (new(5, 33), new(5, 33), "quick_gelu", True),
-            (transposed(new(2, 3, 33, dtype=half)), new(2, 3, 33), "gelu_tanh", False),
-            (new(0, 33), new(0, 33), "gelu", True),
-        ],
         "cross_entropy_forward": [
             (logits, target, None, *plain, -100, False),
             (transposed(logits).half(), other_target, weight[:, 0], *options, 5, True),
@@ -125,12 +55,6 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (hidden[:0], weight, target[:0], None, None, no_upstream, None, None, None, *plain, -100, 512, fused, False,
              True, True, False),
         ],
-        "softmax_forward": [(new(5, 33),), (transposed(new(2, 3, 33)).half(),), (new(0, 33),)],
-        "softmax_backward": [
-            (new(5, 33), new(5, 33)),
-            (transposed(new(2, 3, 33)), new(2, 3, 33, dtype=half)),
-            (new(0, 33), new(0, 33)),
-        ],
         "divergence_forward": [
             (logits, logits.flip(0), target, "forward_kl", 0.0, 1.0, -100, *untransformed),
             (transposed(new(5, 33)).half(), logits, other_target, "jsd", 0.3, 2.0, 5, 0.7, 3.0, 0.9, None),
@@ -152,16 +76,6 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
             (hidden[:0], weight, None, hidden[:0], weight, None, target[:0], no_upstream,
              "tvd", 0.0, 1.0, -100, *untransformed, None, fused, True, True, False),
         ],
-        "experts_forward": [
-            (tokens, routes, new(5, 2), gate_up, down, "silu", fused),
-            (transposed(tokens).half(), routes, new(5, 2), gate_up.half(), transposed(down).half(), "gelu", fused),
-            (tokens[:0], routes[:0], new(0, 2), gate_up, down, "silu", fused),
-        ],
-        "experts_backward": [
-            (dy, tokens, new(5, 2), gate_up, down, *routed, "silu", fused, True, True, True, True),
-            (dy, tokens, new(5, 2), gate_up, down, *routed, "gelu_tanh", fused, False, False, False, True),
-            (transposed(dy), tokens, new(5, 2), gate_up, down, *routed, "gelu", fused, True, False, True, False),
-        ],
         "scaled": [
             (weight, new(), torch.bfloat16),
             (transposed(weight).half(), new(), half),
@@ -170,7 +84,7 @@ def sample_arguments(device: str) -> dict[str, list[tuple[Any, ...]]]:
     }  # fmt: skip
 
 
-OPS = sorted(sample_arguments("cpu"))
+OP_NAMES = sorted([*SAMPLES, *loss_arguments("cpu")])
 ON_ANY_MACHINE = {
     "experts_backward",
     "experts_forward",
@@ -182,14 +96,18 @@ ON_ANY_MACHINE = {
 
 def test_every_op_is_checked() -> None:
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligerzoo::")]
-    assert sorted(registered) == [f"ligerzoo::{name}" for name in OPS]
+    assert sorted(registered) == [f"ligerzoo::{name}" for name in OP_NAMES]
 
 
 @pytest.mark.no_poison  # opcheck compares what two runs write
-@pytest.mark.parametrize("name", [n if n in ON_ANY_MACHINE else pytest.param(n, marks=needs_triton) for n in OPS])
+@pytest.mark.parametrize("name", [n if n in ON_ANY_MACHINE else pytest.param(n, marks=needs_triton) for n in OP_NAMES])
 def test_opcheck(name: str, device: str) -> None:
-    for arguments in sample_arguments(device)[name]:
-        torch.library.opcheck(getattr(torch.ops.ligerzoo, name).default, arguments)
+    if name in SAMPLES:
+        arguments = [OPS[name].flat_arguments(**sample) for sample in SAMPLES[name](device)]
+    else:
+        arguments = loss_arguments(device)[name]
+    for args in arguments:
+        torch.library.opcheck(getattr(torch.ops.ligerzoo, name).default, args)
 
 
 def gradients_of(

@@ -1,0 +1,205 @@
+"""Sample arguments of the registered ops, by keyword: layouts, dtypes, empty inputs, and results not needed."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.jit import INTERPRETING
+from tests.kernels.layouts import transposed
+from tests.kernels.oracles import angles, numbers
+
+Samples = list[dict[str, Any]]
+
+
+def new(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return numbers(*shape, dtype=dtype, device=device).detach()
+
+
+def _rms_norm_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    llama = {"eps": 1e-6, "weight_offset": 0.0, "round_before_scale": True}
+    gemma = {"eps": 1e-6, "weight_offset": 1.0, "round_before_scale": False}
+    return [
+        {"x": t(5, 33), "weight": t(33), **llama},
+        {"x": transposed(t(2, 3, 33)), "weight": half(33), **llama},
+        {"x": half(5, 33), "weight": t(33), **gemma},
+        {"x": half(5, 33), "weight": None, **llama},
+        {"x": t(0, 33), "weight": t(33), **llama},
+    ]
+
+
+def _add_rms_norm_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    llama = {"eps": 1e-6, "weight_offset": 0.0, "round_before_scale": True}
+    gemma = {"eps": 1e-6, "weight_offset": 1.0, "round_before_scale": False}
+    return [
+        {"x": t(5, 33), "residual": t(5, 33), "weight": t(33), **llama},
+        {"x": half(2, 3, 33), "residual": transposed(t(2, 3, 33)), "weight": t(33), **gemma},
+        {"x": t(5, 33), "residual": half(5, 33), "weight": None, **llama},
+        {"x": t(0, 33), "residual": t(0, 33), "weight": t(33), **llama},
+    ]
+
+
+def _rms_norm_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 33), "dsummed": t(5, 33), "x": t(5, 33), "weight": t(33), "rstd": t(5).abs()}
+    common |= {"weight_offset": 0.0, "round_before_scale": True, "needs_x": True, "needs_weight": True}
+    empty = {"dy": t(0, 33), "dsummed": None, "x": t(0, 33), "rstd": t(0)}
+    batched = {"dy": transposed(t(2, 3, 33)), "dsummed": t(2, 3, 33), "x": half(2, 3, 33), "rstd": t(2, 3)}
+    return [
+        common | {"dsummed": None},
+        common | batched | {"weight_offset": 1.0, "round_before_scale": False, "needs_weight": False},
+        common | {"needs_x": False},
+        common | {"x": half(5, 33), "weight": None, "needs_weight": False},
+        common | empty,
+    ]
+
+
+def _layer_norm_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    return [
+        {"x": t(5, 33), "weight": t(33), "bias": t(33), "eps": 1e-5},
+        {"x": transposed(t(2, 3, 33)), "weight": half(33), "bias": None, "eps": 1e-5},
+        {"x": t(0, 33), "weight": t(33), "bias": t(33), "eps": 1e-5},
+    ]
+
+
+def _layer_norm_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 33), "x": t(5, 33), "weight": t(33), "mean": t(5), "rstd": t(5).abs()}
+    common |= {"needs_x": True, "needs_weight": True, "needs_bias": True}
+    batched = {"dy": transposed(t(2, 3, 33)), "x": half(2, 3, 33), "mean": t(2, 3), "rstd": t(2, 3)}
+    return [
+        common,
+        common | batched | {"needs_x": False, "needs_bias": False},
+        common | {"needs_weight": False},
+        common | {"dy": t(0, 33), "x": t(0, 33), "mean": t(0), "rstd": t(0)},
+    ]
+
+
+def _rope(device: str) -> Samples:
+    q, k = new(2, 3, 4, 8, device=device), new(2, 3, 2, 8, device=device)
+    shared, per_sequence = (
+        dict(zip(("cos", "sin"), angles(batch, 3, 3, device=device), strict=True)) for batch in (1, 2)
+    )
+    no_tokens = {name: angle[:, :0] for name, angle in shared.items()}
+    return [
+        {**shared, "q": q, "k": k, "interleaved": False, "inverse": False},
+        {**per_sequence, "q": q.half(), "k": transposed(k), "interleaved": True, "inverse": True},
+        {**shared, "q": None, "k": k, "interleaved": True, "inverse": False},
+        {**shared, "q": q, "k": None, "interleaved": False, "inverse": True},
+        {**no_tokens, "q": q[:, :0], "k": k[:, :0], "interleaved": False, "inverse": True},
+    ]
+
+
+def _glu_forward(device: str) -> Samples:
+    t = partial(new, device=device)
+    return [
+        {"gate": t(5, 33), "up": t(5, 33), "activation": "silu", "dtype": torch.float32},
+        {"gate": transposed(t(2, 3, 33)), "up": t(2, 3, 33), "activation": "gelu_tanh", "dtype": torch.float16},
+        {"gate": t(0, 33), "up": t(0, 33), "activation": "gelu", "dtype": torch.float32},
+    ]
+
+
+def _glu_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 33), "gate": t(5, 33), "up": t(5, 33), "activation": "silu"}
+    batched = {"dy": half(2, 3, 33), "gate": transposed(t(2, 3, 33)), "up": t(2, 3, 33), "activation": "gelu_tanh"}
+    empty = {"dy": t(0, 33), "gate": t(0, 33), "up": t(0, 33), "activation": "gelu"}
+    return [
+        {**common, "needs_gate": True, "needs_up": False, "needs_y": True},
+        {**batched, "needs_gate": False, "needs_up": True, "needs_y": False},
+        {**empty, "needs_gate": True, "needs_up": True, "needs_y": True},
+    ]
+
+
+def _activation_forward(device: str) -> Samples:
+    t = partial(new, device=device)
+    return [
+        {"x": t(5, 33), "activation": "quick_gelu", "dtype": torch.float32},
+        {"x": transposed(t(2, 3, 33)), "activation": "gelu_tanh", "dtype": torch.float16},
+        {"x": t(0, 33), "activation": "gelu", "dtype": torch.float32},
+    ]
+
+
+def _activation_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    return [
+        {"dy": t(5, 33), "x": t(5, 33), "activation": "quick_gelu", "needs_y": True},
+        {"dy": transposed(half(2, 3, 33)), "x": t(2, 3, 33), "activation": "gelu_tanh", "needs_y": False},
+        {"dy": t(0, 33), "x": t(0, 33), "activation": "gelu", "needs_y": True},
+    ]
+
+
+def _softmax_forward(device: str) -> Samples:
+    t = partial(new, device=device)
+    return [{"x": t(5, 33)}, {"x": transposed(t(2, 3, 33)).half()}, {"x": t(0, 33)}]
+
+
+def _softmax_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    return [
+        {"dy": t(5, 33), "y": t(5, 33)},
+        {"dy": transposed(t(2, 3, 33)), "y": half(2, 3, 33)},
+        {"dy": t(0, 33), "y": t(0, 33)},
+    ]
+
+
+def _experts(device: str) -> dict[str, Any]:
+    t = partial(new, device=device)
+    fused = device == "cuda" or INTERPRETING
+    return {"expert_weights": t(5, 2), "gate_up": t(3, 8, 7), "down": t(3, 7, 4), "activation": "silu", "triton": fused}
+
+
+def _experts_forward(device: str) -> Samples:
+    expert_ids = torch.tensor([[0, 2], [2, 0], [0, 0], [2, 2], [0, 2]], device=device)  # expert 1 gets no token
+    common = {"x": new(5, 7, device=device), "expert_ids": expert_ids, **_experts(device)}
+    gate_up, down = common["gate_up"].half(), transposed(common["down"]).half()
+    return [
+        common,
+        common | {"x": transposed(common["x"]).half(), "gate_up": gate_up, "down": down, "activation": "gelu"},
+        common | {"x": common["x"][:0], "expert_ids": expert_ids[:0], "expert_weights": new(0, 2, device=device)},
+    ]
+
+
+def _experts_backward(device: str) -> Samples:
+    t = partial(new, device=device)
+    common = {
+        **_experts(device),
+        "dy": t(5, 7),
+        "x": t(5, 7),
+        "hidden": t(10, 8),
+        "rows": torch.arange(10, device=device).int().view(5, 2),
+        "bounds": torch.tensor([0, 5, 5, 10], device=device).int(),
+    }
+
+    def needs(*names: str) -> dict[str, bool]:
+        return {f"needs_{name}": name in names for name in ("x", "weights", "gate_up", "down")}
+
+    return [
+        common | needs("x", "weights", "gate_up", "down"),
+        common | {"activation": "gelu_tanh"} | needs("down"),
+        common | {"dy": transposed(common["dy"]), "activation": "gelu"} | needs("x", "gate_up"),
+    ]
+
+
+SAMPLES: dict[str, Callable[[str], Samples]] = {
+    "rms_norm_forward": _rms_norm_forward,
+    "add_rms_norm_forward": _add_rms_norm_forward,
+    "rms_norm_backward": _rms_norm_backward,
+    "layer_norm_forward": _layer_norm_forward,
+    "layer_norm_backward": _layer_norm_backward,
+    "rope": _rope,
+    "glu_forward": _glu_forward,
+    "glu_backward": _glu_backward,
+    "activation_forward": _activation_forward,
+    "activation_backward": _activation_backward,
+    "softmax_forward": _softmax_forward,
+    "softmax_backward": _softmax_backward,
+    "experts_forward": _experts_forward,
+    "experts_backward": _experts_backward,
+}
+"""Op name -> its samples on a device, by the parameter names of the registered function."""
