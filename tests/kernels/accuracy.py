@@ -1,4 +1,4 @@
-"""How the kernel tests judge an operation: by plain torch's own error against fp64, outputs and every gradient."""
+"""Accuracy checks: the error of outputs and gradients against fp64, compared with the error of plain torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 def assert_as_exact_as(
     actual: Tensor | None, reference: Tensor | None, truth: Tensor | None, ulps: float = 2.0
 ) -> None:
-    """`actual` errs from `truth` at most twice as much as `reference` does, plus `ulps` of the truth's largest element.
+    """Asserts that the error of `actual` is at most twice that of `reference`, plus `ulps` of the largest element.
 
-    The three have the same shape, `actual` and `reference` the same dtype and device, and where `reference` is not
-    finite, `actual` is the same infinity or NaN.
+    Errors are against `truth`. All three have the same shape; `actual` and `reference` have the same dtype and device.
+    Where `reference` is not finite, `actual` must be the same infinity or NaN.
     """
     if reference is None or actual is None or truth is None:
         assert reference is None
@@ -29,19 +29,18 @@ def assert_as_exact_as(
     truth = truth[finite].double()
     error, reference_error = ((t[finite].double() - truth).abs().max().item() for t in (actual, reference))
     floor = ulps * torch.finfo(reference.dtype).eps * truth.abs().max().item()
-    assert error <= 2 * reference_error + floor, f"errs by {error:.3g}, the reference by {reference_error:.3g}"
+    assert error <= 2 * reference_error + floor, f"error {error:.3g}; error of the reference {reference_error:.3g}"
 
 
 def judge_draws(judge_draw: Callable[[int], None], seed: int, repeats: int = 4) -> None:
-    """Judges one random draw of inputs; if it fails, all of `repeats` further draws must pass.
+    """Checks one random draw of inputs. If it fails, all of `repeats` further draws must pass.
 
-    Where a result has few large elements, plain torch's error is sometimes near 0 by luck. Luck does not repeat, and a
-    defect does.
+    If a result has few large elements, plain torch's error is sometimes near 0 by chance. A defect fails repeatedly.
 
     Args:
-        judge_draw: takes a seed, and raises AssertionError if results for inputs drawn with it are not exact enough.
-        seed: of the first draw.
-        repeats: how many draws confirm or refute a failure.
+        judge_draw: takes a seed, and raises AssertionError if the results for inputs drawn with it are inaccurate.
+        seed: seed of the first draw.
+        repeats: number of further draws.
     """
     try:
         judge_draw(seed)
@@ -51,14 +50,14 @@ def judge_draws(judge_draw: Callable[[int], None], seed: int, repeats: int = 4) 
 
 
 def assert_as_good_as_a_plain_product(actual: Tensor, a: Tensor, b: Tensor) -> None:
-    """`actual` errs from a @ b no more than plain torch does."""
+    """Asserts that the error of `actual` against a @ b is at most 1 % above that of plain torch."""
     truth = a.double() @ b.double()
     error, plain = ((t.double() - truth).norm().item() for t in (actual, a @ b))
     assert error <= 1.01 * plain
 
 
 def assert_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    """The same bits (NaN equals NaN) and the same Nones."""
+    """Asserts bitwise equality (NaN equals NaN), and the same Nones."""
     assert [t is None for t in actual] == [t is None for t in expected]
     for a, e in zip(actual, expected, strict=True):
         if a is not None:
@@ -72,23 +71,23 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def differentiate(
     function: Callable[..., Any], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """The outputs, and the gradient of each input (None for one that requires none).
+    """Returns the outputs, and the gradient of each input (None if it does not require one).
 
-    Nothing may be written to on the way: neither inputs, outputs nor upstream gradients, nor what is saved between the
-    two passes, so that a second backward pass gives the same (which the interpreter, being slow, is not asked for).
+    Asserts that neither pass writes to inputs, outputs or upstream gradients, and that a second backward pass returns
+    the same gradients, so that saved tensors are not written to either. (The slow interpreter skips the second pass.)
     """
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     outputs = as_tuple(function(*leaves))
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    trainable = [leaf for leaf in leaves if leaf.requires_grad]
     pairs = [(output, dy) for output, dy in zip(outputs, upstream, strict=True) if output.requires_grad]
     differentiable, upstreams = zip(*pairs, strict=True)
-    seen = [*inputs, *upstream, *outputs]
-    before = [t.detach().clone() for t in seen]
+    read_only = [*inputs, *upstream, *outputs]
+    before = [t.detach().clone() for t in read_only]
     first, *others = (
-        torch.autograd.grad(differentiable, wanted, upstreams, retain_graph=True, allow_unused=True)
+        torch.autograd.grad(differentiable, trainable, upstreams, retain_graph=True, allow_unused=True)
         for _ in range(1 if INTERPRETING else 2)
     )
-    assert_equal([t.detach() for t in seen], before)
+    assert_equal([t.detach() for t in read_only], before)
     for second in others:
         assert_equal(second, first)
     gradients = iter(first)
@@ -107,7 +106,7 @@ def judge(
     inputs: Sequence[Tensor],
     layout: Callable[[Tensor], Tensor] = torch.clone,
 ) -> None:
-    """Holds outputs and gradients to `assert_as_exact_as`, for random upstream gradients laid out by `layout`."""
+    """Checks outputs and gradients with `assert_as_exact_as`, for random upstream gradients in the given layout."""
     before = [t.detach().clone() for t in inputs]
     upstream = [layout(torch.randn_like(output)) for output in as_tuple(reference(*inputs))]
     outputs, gradients = differentiate(function, inputs, upstream)

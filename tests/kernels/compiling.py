@@ -12,8 +12,10 @@ from tests.kernels.machine import kernel_file
 
 
 class _Hopper:
-    """As much of Triton's driver as a compilation asks for. No machine has a device of this number, so that what was
-    compiled here is never launched."""
+    """The part of Triton's driver that a compilation uses.
+
+    The device index -1 exists on no machine, so kernels compiled this way are never launched.
+    """
 
     def get_current_device(self) -> int:
         return -1
@@ -36,12 +38,12 @@ def _compile(self: Kernel, programs: int, *arguments: Any, **options: int) -> No
 
 @contextmanager
 def compiling_for_hopper() -> Iterator[None]:
-    """Within it, operations on CPU tensors take the way they take on a Hopper GPU, but each launch only compiles its
+    """A context in which operations on CPU tensors run the code for a Hopper GPU, but each launch only compiles its
     kernel. Results are undefined."""
     from triton.runtime import driver
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_file("dispatch"), "INTERPRETING", True)  # as there, Triton serves tensors on a CPU
+        patch.setattr(kernel_file("dispatch"), "INTERPRETING", True)  # enables Triton for CPU tensors
         patch.setattr(kernel_file("loss.ragged_gemm"), "is_hopper", lambda _: True)
         patch.setattr(Kernel, "_launch", _compile)
         patch.setattr(driver, "_active", _Hopper())
@@ -49,7 +51,7 @@ def compiling_for_hopper() -> Iterator[None]:
 
 
 def compile_both_passes(function: Any, inputs: list[torch.Tensor]) -> None:
-    """Compiles what the forward and the backward pass launch."""
+    """Compiles the kernels of the forward and the backward pass."""
     with compiling_for_hopper():
         outputs = function(*inputs)
         for output in outputs if isinstance(outputs, tuple) else (outputs,):

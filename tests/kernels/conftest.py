@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs: silence where it computes with NumPy, and less of what makes it slow."""
+"""Fixtures for Triton's interpreter: they silence NumPy's warnings, and patch the language once per launch."""
 
 import functools
 import warnings
@@ -13,7 +13,7 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 
 @pytest.fixture(autouse=True)
 def _silent_numpy() -> Iterator[None]:
-    """NumPy warns where a GPU silently gives infinities and NaN."""
+    """Silences NumPy's warnings about infinities and NaN, which a GPU computes silently."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)
         yield
@@ -21,19 +21,19 @@ def _silent_numpy() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _patched_once() -> Iterator[None]:
-    """Each call of a device function puts the interpreter's functions in the places of the language's, though they are
-    there since the launch of its kernel, or since another call: a third of all time."""
+    """Patches Triton's language once per launch. The interpreter does so at each device function call, which takes a
+    third of the time."""
     if not INTERPRETING:
         yield
         return
     from triton.runtime import interpreter
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", _once_a_launch(interpreter._patch_lang))
+        patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
         yield
 
 
-def _once_a_launch(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _once_per_launch(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
     patched: set[int] = set()  # modules
     scopes: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""The same shape and, but for the expanded ones, the same values, laid out otherwise in memory."""
+"""Memory layouts. Each function keeps the shape and values of a tensor; expanded ones repeat some values."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def offset(t: Tensor) -> Tensor:
-    """Begins one element into its storage, where no vector load is aligned."""
+    """Starts one element into its storage, so that vector loads are not aligned."""
     return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
 
 def sliced(t: Tensor) -> Tensor:
-    """Every second element of every dimension of something larger."""
+    """Every second element of every dimension of a larger tensor."""
     view = t.new_zeros([2 * n for n in t.shape])[(slice(1, None, 2),) * t.dim()]
     return view.copy_(t)
 
@@ -24,13 +24,13 @@ def padded(t: Tensor) -> Tensor:
 
 
 def transposed(t: Tensor) -> Tensor:
-    """The dimensions in memory are the reverse of those in the shape."""
+    """Stores the dimensions in reverse order."""
     backwards = tuple(range(t.dim()))[::-1]
     return t.permute(backwards).contiguous().permute(backwards)
 
 
 def swapped(t: Tensor) -> Tensor:
-    """(A, B, ...) in memory as (B, A, ...), as attention hands queries on."""
+    """Stores (A, B, ...) as (B, A, ...), the layout of attention's queries."""
     return t if t.dim() < 3 else t.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -40,7 +40,7 @@ def repeated_rows(t: Tensor) -> Tensor:
 
 
 def constant(t: Tensor) -> Tensor:
-    """One number expanded over all dimensions, as the gradient of a sum is."""
+    """One number expanded over all dimensions, like the gradient of a sum."""
     return t.flatten()[:1].view((1,) * t.dim()).expand_as(t)
 
 
@@ -48,4 +48,5 @@ LAYOUTS = [offset, sliced, padded, transposed, swapped, repeated_rows, constant]
 
 
 def laid_out(inputs: Sequence[Tensor], layout: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Leaves with the values of `inputs` in the given layout."""
     return [layout(t.detach()).requires_grad_(t.requires_grad) for t in inputs]

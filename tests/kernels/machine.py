@@ -1,4 +1,4 @@
-"""Where the kernel tests run, and what of it they need."""
+"""What the machine that runs the kernel tests supports: device, dtypes, markers."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +13,7 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 ON_GPU = torch.cuda.is_available() and not INTERPRETING
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDED_DTYPES = tuple(d for d in DTYPES if not (INTERPRETING and d == torch.bfloat16))
-"""Those to which this machine rounds: the interpreter cuts the bits of bf16 off, and its `tl.dot` takes them for
+"""The dtypes that this machine rounds to correctly. The interpreter truncates to bf16, and its `tl.dot` treats bf16 as
 integers."""
 HALF_DTYPE = ROUNDED_DTYPES[1]
 
@@ -24,10 +24,10 @@ needs_hopper = pytest.mark.skipif(
 
 
 def on_gpu_too(small: Sequence[Any], large: Sequence[Any]) -> list[Any]:
-    """The small cases, and on a GPU the large ones as well."""
+    """The small cases, and on a GPU also the large ones."""
     return [*small, *(large if ON_GPU else ())]
 
 
 def kernel_file(name: str) -> ModuleType:
-    """The module ligerzoo.kernels.<name>; as an attribute of the package, that name is the function."""
+    """The module `ligerzoo.kernels.<name>`. The attribute of that name of the package is the function."""
     return import_module(f"ligerzoo.kernels.{name}")

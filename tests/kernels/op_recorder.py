@@ -1,4 +1,4 @@
-"""What runs, what memory it makes, and launches that do nothing."""
+"""Records the operations that run and the memory that they allocate; replaces kernel launches by no-ops."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -15,7 +15,12 @@ from tests.kernels.machine import kernel_file
 
 @dataclass
 class Recorder(TorchDispatchMode):
-    """Records every operation that runs, those inside ligerzoo's own as well, and the bytes of all memory it makes."""
+    """Records all operations that run, including those inside ligerzoo's ops.
+
+    Attributes:
+        names: of the operations.
+        made: bytes of each allocated storage.
+    """
 
     names: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
@@ -29,17 +34,17 @@ class Recorder(TorchDispatchMode):
             key = torch._C.DispatchKey.CUDA if args[0].is_cuda else torch._C.DispatchKey.CPU
             with self:
                 return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
         self.names.append(func.overloadpacket.__name__)
         for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t.numel() and t.untyped_storage().data_ptr() not in known:
+            if isinstance(t, Tensor) and t.numel() and t.untyped_storage().data_ptr() not in inputs:
                 self.made.append(t.untyped_storage().nbytes())
         return result
 
 
 def launch_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Lets the launching code of a kernel file run anywhere, with kernels that do nothing."""
+    """Runs the launching code of a kernel file on any machine, with kernels replaced by no-ops."""
     file = kernel_file(name)
     monkeypatch.setattr(file, "uses_triton", lambda *_, **__: True, raising=False)
     for kernel in [name for name in vars(file) if name.endswith("_kernel")]:

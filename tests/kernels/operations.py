@@ -1,4 +1,4 @@
-"""The table of operations that the general tests walk, and small inputs for each."""
+"""The table of operations that the general tests run on, with small inputs for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ DIVERGENCES = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One public function under one set of options; `inputs(batch, dtype, device)` makes small inputs for it."""
+    """A public function with fixed options. `inputs(batch, dtype, device)` returns small inputs for it."""
 
     name: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
     inputs: Callable[[int, torch.dtype, str], list[Tensor]]
     always_fused: bool = False
-    """Whether an autograd.Function runs on a plain CPU too."""
+    """Whether it uses an autograd.Function on a CPU too."""
 
 
 def _softmax_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -111,7 +111,7 @@ def _linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) ->
 OPTIONS: dict[str, Any] = {
     "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3, "reduction": "none",
 }  # fmt: skip
-"""Options of `cross_entropy` that bring in all of its formula."""
+"""Options of `cross_entropy` that enable all terms of its formula."""
 
 
 def _weighted_linear_cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -138,7 +138,7 @@ def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
 
 
 GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
-"""The options of `rms_norm` that are not Llama's."""
+"""The options of `rms_norm` for Gemma."""
 
 
 OPERATIONS = [
@@ -264,8 +264,8 @@ every_kernel = pytest.mark.parametrize(
     ),
     ids=lambda operation: operation.name,
 )
-"""For what options hardly bear on: on a CPU, where time is short, one operation of each kernel; on a GPU all."""
+"""For tests that hardly depend on options: one operation per kernel on a CPU, where tests are slow, all on a GPU."""
 
 every_divergence = pytest.mark.parametrize("of", DIVERGENCES)
 one_divergence = pytest.mark.parametrize("of", on_gpu_too(["jsd"], [name for name in DIVERGENCES if name != "jsd"]))
-"""Likewise."""
+"""One divergence on a CPU, all on a GPU."""

@@ -1,4 +1,4 @@
-"""What operations promise, in terms of torch's own, and numbers to try them with."""
+"""Oracles: the specified results of operations in terms of torch's functions; and random test inputs."""
 
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ def cross_entropy_oracle(
     num_items: int | Tensor | None = None,
     **transform: Any,
 ) -> Tensor:
-    """What `cross_entropy` promises, in terms of torch's own."""
+    """The specified result of `cross_entropy`, computed with torch's."""
     logits = transformed(logits, **transform)
     class_weight = logits.new_ones(logits.shape[-1]) if class_weight is None else class_weight.to(logits.dtype)
     counts = target != ignore_index
@@ -66,7 +66,7 @@ def linear_cross_entropy_oracle(
 def statistics_oracle(
     hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, **transform: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The differentiable ones of `token_statistics`."""
+    """The differentiable results of `token_statistics`."""
     logits = transformed(F.linear(hidden, weight), **transform)
     distribution = torch.distributions.Categorical(logits=logits, validate_args=False)
     counts = target != ignore_index
@@ -92,7 +92,7 @@ def divergence_oracle(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """What one of DIVERGENCES promises of finite logits, in terms of torch's own."""
+    """The specified result of one of DIVERGENCES for finite logits, computed with torch's `kl_div`."""
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     log_q, log_p = ((t.to(dtype) / temperature).log_softmax(-1) for t in (student, teacher))
     kl_div = partial(F.kl_div, reduction="none", log_target=True)  # torch's first argument is the second of KL(. || .)
@@ -141,22 +141,22 @@ def linear_divergence_oracle(
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 1.0) -> Tensor:
-    """Normally distributed, and differentiable."""
+    """Normally distributed, requires grad."""
     return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
 
 
 def bf16(*shape: int) -> Tensor:
-    """Normally distributed, on a GPU, a constant."""
+    """Normally distributed, on a GPU, without grad."""
     return torch.randn(shape, device="cuda").bfloat16()
 
 
 def count_of(n: int) -> Tensor:
-    """As the kernels that skip rows are told how many count."""
+    """The number of valid rows, in the form that kernels skipping rows read."""
     return torch.tensor([n], device="cuda", dtype=torch.int32)
 
 
 def targets(*shape: int, classes: int, device: str = "cpu", ignored: float = 0.3, ignore_index: int = -100) -> Tensor:
-    """Random classes, a share of them replaced by `ignore_index`."""
+    """Random classes, where the fraction `ignored` is replaced by `ignore_index`."""
     target = torch.randint(classes, shape, device=device)
     return target.masked_fill(torch.rand(shape, device=device) < ignored, ignore_index)
 
