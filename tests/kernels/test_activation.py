@@ -32,7 +32,7 @@ def test_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype, devic
     "activation, theirs",
     [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("quick_gelu", "quick_gelu")],
 )
-def test_the_activations_are_transformers_s(activation: Activation, theirs: str, device: str) -> None:
+def test_activations_match_transformers(activation: Activation, theirs: str, device: str) -> None:
     x = torch.linspace(-6, 6, 1001, device=device)[:, None]
     found = activation_linear(x, torch.ones(1, 1, device=device), activation=activation)
     torch.testing.assert_close(found, ACT2FN[theirs](x), rtol=0, atol=2e-6)
@@ -40,37 +40,37 @@ def test_the_activations_are_transformers_s(activation: Activation, theirs: str,
 
 @every_activation
 @pytest.mark.parametrize("scale", [10.0, 100.0, 1e4])
-def test_numbers_far_from_zero(scale: float, activation: Activation, device: str) -> None:
+def test_large_values(scale: float, activation: Activation, device: str) -> None:
     x, weight = numbers(20, 33, device=device, scale=scale), torch.eye(33, device=device)
     of = partial(activation_linear, activation=activation), partial(reference, activation=activation)
     judge(of[0], of[1], [x, weight])
 
 
-def test_it_keeps_no_activated_numbers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activated_values_are_not_saved(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "activation")
     inputs = [numbers(*shape, device=device) for shape in ((64, 33), (17, 33))]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()), lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
         activation_linear(*inputs)
-    assert kept == [t.data_ptr() for t in inputs]
+    assert saved == [t.data_ptr() for t in inputs]
 
 
 @pytest.mark.parametrize("trainable, made", [("x", [64, 64]), ("x weight", [64, 64, 64, 17]), ("weight", [64, 17])])
-def test_what_is_frozen_costs_nothing(
+def test_frozen_inputs_allocate_nothing(
     trainable: str, made: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of dy, dx, the activated numbers and dweight only what is asked for is made."""
+    """Of dy, dx, the activated values and dweight, backward allocates only those that are needed."""
     launch_nothing(monkeypatch, "activation")
     inputs = {"x": torch.ones(64, 33, device=device), "weight": torch.ones(17, 33, device=device)}
-    wanted = [inputs[name].requires_grad_() for name in trainable.split()]
+    trainable_inputs = [inputs[name].requires_grad_() for name in trainable.split()]
     z = activation_linear(**inputs)
     upstream = torch.ones_like(z)
     with Recorder() as recorder:
-        torch.autograd.grad(z, wanted, upstream)
+        torch.autograd.grad(z, trainable_inputs, upstream)
     assert recorder.made == [rows * 33 * 4 for rows in made]
 
 
-def test_autocast_rounds_what_is_activated_and_not_before(device: str) -> None:
+def test_autocast_rounds_activated_values_but_not_inputs(device: str) -> None:
     x = torch.rand(64, 33, device=device) + 1
     with torch.autocast(device, HALF_DTYPE):
         z = activation_linear(x, torch.eye(33, device=device))
@@ -79,11 +79,11 @@ def test_autocast_rounds_what_is_activated_and_not_before(device: str) -> None:
     assert ((z.double() - activated).abs() / activated).max() <= 0.501 * torch.finfo(HALF_DTYPE).eps
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize("weight, bias", [(torch.ones(3, 32), None), (torch.ones(33), None), (torch.ones(3, 33), [4])])
-def test_shapes_that_do_not_fit(weight: Tensor, bias: Any) -> None:
+def test_mismatched_shapes(weight: Tensor, bias: Any) -> None:
     with pytest.raises(ValueError, match=r"activation_linear: x is \(5, 33\), weight .*; expected shapes \(..., I\)"):
         activation_linear(torch.ones(5, 33), weight, bias and torch.ones(bias))
 
@@ -94,7 +94,7 @@ def test_an_unknown_activation() -> None:
 
 
 @needs_triton
-def test_the_backend_is_a_matter_of_the_call(device: str) -> None:
+def test_backend_argument(device: str) -> None:
     x = numbers(3, 3, device=device)
     for backend, fused in (("auto", True), ("triton", True), ("torch", False)):
         node = activation_linear(x, x, backend=backend).grad_fn  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from tests.kernels.oracles import numbers
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.int64], ids=str)
-def test_who_serves_which_tensor(dtype: torch.dtype, device: str) -> None:
+def test_dtypes_and_devices_that_triton_supports(dtype: torch.dtype, device: str) -> None:
     fused = (ON_GPU or dispatch.INTERPRETING) and dtype in DTYPES
     x = torch.ones(3, device=device).to(dtype)
     assert uses_triton(x) == fused
@@ -30,7 +30,7 @@ def test_who_serves_which_tensor(dtype: torch.dtype, device: str) -> None:
         assert not uses_triton(x, torch.ones(3))
 
 
-def test_importing_the_kernels_leaves_triton_alone() -> None:
+def test_importing_the_kernels_does_not_import_triton() -> None:
     program = "import sys, ligerzoo.kernels; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
@@ -64,7 +64,9 @@ def write(x_ptr, y_ptr, N: tl.constexpr):
 
 
 @needs_triton
-def test_a_kernel_may_call_those_of_another_file(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_call_device_functions_of_other_files(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "first_file.py").write_text("from __future__ import annotations\n" + FIRST_FILE)
     (tmp_path / "second_file.py").write_text("from __future__ import annotations\n" + SECOND_FILE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -82,7 +84,7 @@ def test_a_kernel_may_call_those_of_another_file(tmp_path: Path, device: str, mo
 def test_a_launch_finds_the_kernel_compiled_for_its_arguments(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dtype, alignment, and integers that are 1, multiples of 16 or beyond 32 bits each mean another kernel."""
+    """Triton specializes on dtype, alignment, and integers that are 1, multiples of 16 or beyond 32 bits."""
     source = """
 from __future__ import annotations
 from ligerzoo.kernels.jit import kernel, tl
@@ -112,11 +114,11 @@ def write_shifted(x_ptr, y_ptr, shift, big, N: tl.constexpr):
 
 @needs_triton
 @pytest.mark.parametrize("backend", ["auto", "triton", "torch"])
-def test_the_backend_is_a_matter_of_the_call(backend: Any, device: str) -> None:
+def test_backend_argument(backend: Any, device: str) -> None:
     assert uses_triton(torch.ones(3, device=device), backend=backend) == (backend != "torch")
 
 
-def test_a_backend_that_cannot_serve() -> None:
+def test_unsupported_backends() -> None:
     with pytest.raises(ValueError, match=r'backend="triton" with tensors torch.float64 on cpu; expected fp32'):
         uses_triton(torch.ones(3, dtype=torch.float64), backend="triton")
     with pytest.raises(ValueError, match="backend='cuda'; expected \"auto\""):
@@ -124,24 +126,24 @@ def test_a_backend_that_cannot_serve() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU runs the references")
-def test_plain_tensors_go_past_the_dispatcher(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+def test_plain_tensors_bypass_the_dispatcher(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
     gate, up = numbers(3, 5, device=device), numbers(3, 5, device=device)
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
+            recorded.append(str(func))
             return func(*args, **(kwargs or {}))
 
     with torch.profiler.profile(acc_events=True) as profile:
         swiglu(gate, up)
     assert not any("ligerzoo" in event.key for event in profile.key_averages())
-    with Watch():
+    with Recorder():
         swiglu(gate, up)
-    assert "ligerzoo.glu_forward.default" in seen
+    assert "ligerzoo.glu_forward.default" in recorded
 
 
-def test_rows_are_a_view_where_the_strides_allow_it() -> None:
+def test_rows_are_a_view_if_the_strides_allow_it() -> None:
     x = torch.arange(120.0).view(4, 5, 6)
     for view in (x, x[1:], x[..., 2:5], x[0], x[:1, :1].expand(1, 5, 6), x[:, 2], x[0, 0]):
         rows = as_rows(view)
@@ -162,24 +164,24 @@ def test_powers_of_2() -> None:
     assert [next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 127, 128, 129)] == [1, 1, 2, 4, 4, 8, 128, 128, 256]
 
 
-def test_wide_dtypes() -> None:
+def test_accumulation_dtypes() -> None:
     assert [accumulation_dtype(dtype) for dtype in DTYPES] == [torch.float32] * 3
     assert accumulation_dtype(torch.float64) == torch.float64
 
 
-def test_autocast_treats_tensors_as_a_matrix_product_would(device: str) -> None:
+def test_autocast_casts_like_a_matrix_product(device: str) -> None:
     x = torch.ones(3, device=device)
     assert autocast(x)[0] is x
     with torch.autocast(device, torch.bfloat16):
-        wanted = [torch.nn.functional.linear(t, t).dtype for t in (x, x.half(), x.double())]
+        expected_dtypes = [torch.nn.functional.linear(t, t).dtype for t in (x, x.half(), x.double())]
         cast = autocast(x, x.half(), x.double(), None)
-        assert [t.dtype for t in cast[:3]] == wanted
+        assert [t.dtype for t in cast[:3]] == expected_dtypes
         assert cast[3] is None
     meta = x.to("meta")
     assert autocast(meta)[0] is meta
 
 
-def test_a_second_derivative_is_refused_however_the_first_one_comes() -> None:
+def test_second_derivatives_raise() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
@@ -194,6 +196,6 @@ def test_a_second_derivative_is_refused_however_the_first_one_comes() -> None:
 
     x = torch.tensor([3.0], requires_grad=True)
     assert torch.autograd.grad(Square.apply(x), x)[0].item() == 6.0
-    for loss in (Square.apply(x), Square.apply(x) ** 2):  # the upstream gradient is a constant, or depends on x
+    for loss in (Square.apply(x), Square.apply(x) ** 2):  # with an upstream gradient that is constant, or depends on x
         with pytest.raises(RuntimeError, match="differentiated only once"):
             torch.autograd.grad(loss, x, create_graph=True)

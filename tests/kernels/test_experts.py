@@ -23,7 +23,7 @@ FUSED = ON_GPU or INTERPRETING
 
 
 def routes(tokens: int, experts: int, slots: int, device: str) -> Tensor:
-    """Random experts, all different where there are enough."""
+    """Random expert ids, distinct per token if there are enough experts."""
     return torch.rand(tokens, max(experts, slots), device=device).argsort(-1)[:, :slots] % experts
 
 
@@ -81,7 +81,7 @@ def test_int32_ids_and_weights_in_fp32(device: str) -> None:
     judge(experts_mlp, reference, [x, expert_ids.int(), expert_weights.detach().float().requires_grad_(), *matrices])
 
 
-def test_numbers_that_are_not_finite_stay_with_their_token_and_their_expert(device: str) -> None:
+def test_non_finite_values_stay_within_their_token_and_expert(device: str) -> None:
     x, _, expert_weights, gate_up, down = make(6, 33, 17, 4, 1, torch.float32, device)
     expert_ids = torch.tensor([[0], [0], [1], [2], [3], [3]], device=device)
     with torch.no_grad():
@@ -97,21 +97,21 @@ def test_numbers_that_are_not_finite_stay_with_their_token_and_their_expert(devi
         assert torch.equal(gradient[3].isnan().any(), torch.tensor(True, device=device))
 
 
-@pytest.mark.skipif(ON_GPU, reason="looking would wait for the GPU")
-@pytest.mark.parametrize("wrong", [-1, 3, 2**40])
-def test_an_expert_that_does_not_exist(wrong: int, device: str) -> None:
+@pytest.mark.skipif(ON_GPU, reason="ids are not checked on a GPU, to avoid a host sync")
+@pytest.mark.parametrize("invalid_id", [-1, 3, 2**40])
+def test_an_invalid_expert_id(invalid_id: int, device: str) -> None:
     inputs = make(5, 33, 17, 3, 2, torch.float32, device)
-    inputs[1][3, 1] = wrong
-    message = re.escape(f"experts_mlp: expert_ids[3, 1] is {wrong}; expected 0 to 2")
+    inputs[1][3, 1] = invalid_id
+    message = re.escape(f"experts_mlp: expert_ids[3, 1] is {invalid_id}; expected 0 to 2")
     with pytest.raises(ValueError, match=message):
         experts_mlp(*inputs)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [-1, 3, 2**20])
-def test_an_expert_that_does_not_exist_on_a_gpu(wrong: int, device: str) -> None:
+@pytest.mark.parametrize("invalid_id", [-1, 3, 2**20])
+def test_an_invalid_expert_id_on_a_gpu(invalid_id: int, device: str) -> None:
     inputs = make(5, 33, 17, 3, 2, torch.float32, device)
-    inputs[1][3, 1] = wrong
+    inputs[1][3, 1] = invalid_id
     (y,), (dx, _, dweights, *_) = differentiate(experts_mlp, inputs, [torch.randn_like(inputs[0])])
     assert dx is not None
     assert dweights is not None
@@ -120,25 +120,25 @@ def test_an_expert_that_does_not_exist_on_a_gpu(wrong: int, device: str) -> None
     assert dweights.isnan().nonzero().tolist() == [[3, 1]]
 
 
-def test_only_the_hidden_rows_are_kept(device: str) -> None:
+def test_only_the_hidden_rows_are_saved(device: str) -> None:
     inputs = make(64, 33, 17, 5, 2, torch.float32, device)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
-        kept.append(t)
+        saved.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         experts_mlp(*inputs)
-    own = [t for t in kept if t.data_ptr() not in {i.data_ptr() for i in inputs}]
+    own = [t for t in saved if t.data_ptr() not in {i.data_ptr() for i in inputs}]
     assert sorted(t.nbytes for t in own) == [6 * 4, 64 * 2 * 4, 64 * 2 * 2 * 17 * 4]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter copies what a kernel is given")
-def test_frozen_inputs_cost_nothing(device: str) -> None:
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter copies kernel arguments")
+def test_frozen_inputs_allocate_nothing(device: str) -> None:
     inputs = make(64, 36, 20, 5, 2, torch.float32, device)
 
-    def made_in_backward(*trainable: int) -> set[int]:
+    def allocated_in_backward(*trainable: int) -> set[int]:
         leaves = [t.detach().requires_grad_(i in trainable) for i, t in enumerate(inputs)]
         y = experts_mlp(*leaves)
         upstream = torch.ones_like(y)
@@ -148,11 +148,11 @@ def test_frozen_inputs_cost_nothing(device: str) -> None:
 
     dx, dgate_up, ddown, dhidden = (4 * n for n in (64 * 36, 5 * 40 * 36, 5 * 36 * 20, 128 * 40))
     sizes = {dx, dgate_up, ddown, dhidden}
-    assert made_in_backward(0, 2, 3, 4) & sizes == sizes
-    assert made_in_backward(0) & sizes == {dx, dhidden}
-    assert made_in_backward(2) & sizes == {dhidden}
-    assert made_in_backward(3) & sizes == {dgate_up, dhidden}
-    assert made_in_backward(4) & sizes == {ddown}
+    assert allocated_in_backward(0, 2, 3, 4) & sizes == sizes
+    assert allocated_in_backward(0) & sizes == {dx, dhidden}
+    assert allocated_in_backward(2) & sizes == {dhidden}
+    assert allocated_in_backward(3) & sizes == {dgate_up, dhidden}
+    assert allocated_in_backward(4) & sizes == {ddown}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_frozen_inputs_cost_nothing(device: str) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_shapes_and_dtypes_that_do_not_fit(change: dict[str, Tensor]) -> None:
+def test_mismatched_shapes_and_dtypes(change: dict[str, Tensor]) -> None:
     names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
     inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
     with pytest.raises(ValueError, match=r"experts_mlp: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\)"):
@@ -184,7 +184,7 @@ def test_an_unknown_activation() -> None:
         experts_mlp(*make(5, 33, 17, 3, 2, torch.float32, "cpu"), activation="relu")
 
 
-# The parts
+# Routing and grouped products
 
 
 def test_slots_are_sorted_by_expert_and_keep_their_order(device: str) -> None:
@@ -233,7 +233,7 @@ def test_grouped_products(groups: list[int], sizes: tuple[int, int], dtype: torc
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_no_group_sees_another_one_s_numbers(is_transposed: bool, device: str) -> None:
+def test_groups_do_not_affect_each_other(is_transposed: bool, device: str) -> None:
     n_rows, ends = grouped([65, 63, 70], device)
     x, a = (numbers(n_rows, n, device=device).detach() for n in (33, 36))
     w = numbers(3, 33, 70, device=device).detach()
@@ -247,7 +247,7 @@ def test_no_group_sees_another_one_s_numbers(is_transposed: bool, device: str) -
 
 @pytest.mark.gpu
 @pytest.mark.no_poison
-@pytest.mark.parametrize("tokens", [300, 5000])  # our own product, and torch's
+@pytest.mark.parametrize("tokens", [300, 5000])  # our kernel, and torch's grouped_mm
 def test_a_graph_replays_with_other_routes(tokens: int) -> None:
     inputs = make(tokens, 256, 136, 4, 2, torch.bfloat16, "cuda")
     upstream = torch.randn_like(inputs[0])
@@ -274,8 +274,8 @@ def test_a_graph_replays_with_other_routes(tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-def test_many_rows_an_expert_without_waiting(dtype: torch.dtype) -> None:
-    """So many that torch's grouped product does what it can."""
+def test_many_rows_per_expert_without_host_sync(dtype: torch.dtype) -> None:
+    """Enough rows per expert to use torch's grouped_mm where it is supported."""
     inputs = make(3000, 64, 24, 4, 2, dtype, "cuda")
     judge(experts_mlp, reference, inputs)
     y = experts_mlp(*inputs)

@@ -39,13 +39,13 @@ def test_linear_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype
     gate, up, bias = (numbers(*s, dtype=dtype, device=device) for s in (shape, shape, (13,)))
     weight = numbers(13, shape[-1], dtype=dtype, device=device, scale=shape[-1] ** -0.5)
     layout: Callable[[Tensor], Tensor] = torch.clone
-    if shape == (1,):  # a gradient that is a single sum tells rounding from error only if nothing in it cancels
+    if shape == (1,):  # avoids cancellation in the single sum that is the gradient, which would amplify rounding
         weight, layout = weight.detach().abs().requires_grad_(), torch.abs
     judge(glu_linear, linear_reference, [gate, up, weight, *([bias] if has_bias else [])], layout)
 
 
 @pytest.mark.parametrize(
-    "function, torch_s",
+    "function, expected_function",
     [
         (swiglu, F.silu),
         (geglu, partial(F.gelu, approximate="tanh")),
@@ -53,10 +53,10 @@ def test_linear_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype
         (partial(glu, activation="gelu"), F.gelu),
     ],
 )
-def test_the_activations_are_torch_s(function: Any, torch_s: Callable[[Tensor], Tensor], device: str) -> None:
-    """The two GELUs differ by 5e-4 at most."""
+def test_activations_match_torch(function: Any, expected_function: Callable[[Tensor], Tensor], device: str) -> None:
+    """The two GELUs differ by at most 5e-4."""
     gate, up = torch.linspace(-6, 6, 1001, device=device), torch.ones(1001, device=device)
-    torch.testing.assert_close(function(gate, up), torch_s(gate), rtol=0, atol=2e-6)
+    torch.testing.assert_close(function(gate, up), expected_function(gate), rtol=0, atol=2e-6)
 
 
 @every_activation
@@ -64,13 +64,15 @@ def test_the_activations_are_torch_s(function: Any, torch_s: Callable[[Tensor], 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 def test_gates_far_from_zero(scale: float, dtype: torch.dtype, activation: Activation, device: str) -> None:
     gate, up = numbers(100, 33, dtype=dtype, device=device, scale=scale), numbers(100, 33, dtype=dtype, device=device)
-    gate = gate.detach().clamp(-3000, 3000).requires_grad_()  # or quick_gelu's steps in fp16 would overflow
+    gate = (
+        gate.detach().clamp(-3000, 3000).requires_grad_()
+    )  # intermediate results of quick_gelu overflow in fp16 beyond
     judge(partial(glu, activation=activation), partial(reference, activation=activation), [gate, up])
 
 
 @every_activation
-def test_gates_at_infinity(activation: Activation, device: str) -> None:
-    """-inf * 0 is NaN for torch as well."""
+def test_infinite_gates(activation: Activation, device: str) -> None:
+    """-inf * 0 is NaN in torch too."""
     inf = torch.inf
     gate = torch.tensor([1e4, -1e4, 1e15, -1e15, inf, -inf, torch.nan], device=device).requires_grad_()
     if activation == "gelu" and not (INTERPRETING or ON_GPU):
@@ -83,7 +85,7 @@ def test_gates_at_infinity(activation: Activation, device: str) -> None:
 
 
 @every_activation
-def test_numbers_that_are_not_finite_stay_alone(activation: Activation, device: str) -> None:
+def test_non_finite_elements_do_not_affect_others(activation: Activation, device: str) -> None:
     gate, up = numbers(5, 33, device=device), numbers(5, 33, device=device)
     with torch.no_grad():
         gate[1, 3], up[2, 5] = torch.nan, torch.inf
@@ -115,16 +117,16 @@ def test_halves_of_one_projection_are_not_copied(device: str, monkeypatch: pytes
     assert recorder.made == [64 * 33 * 4] * 3
 
 
-# What is kept, and what is computed
+# Memory
 
 
-def test_the_linear_layer_keeps_no_product(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glu_linear_does_not_save_the_product(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "glu")
     inputs = [numbers(*shape, device=device) for shape in ((64, 33), (64, 33), (17, 33))]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()), lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: t):
         glu_linear(*inputs)
-    assert kept == [t.data_ptr() for t in inputs]
+    assert saved == [t.data_ptr() for t in inputs]
 
 
 @pytest.mark.parametrize(
@@ -133,27 +135,27 @@ def test_the_linear_layer_keeps_no_product(device: str, monkeypatch: pytest.Monk
         ("gate up", [1, 1, 1]),  # dy, dgate, dup
         ("gate", [1, 1]),
         ("up", [1, 1]),
-        ("gate up weight", [1, 1, 1, 1, 0]),  # the product and dweight as well
+        ("gate up weight", [1, 1, 1, 1, 0]),  # also the product and dweight
         ("up weight", [1, 1, 1, 0]),
         ("weight", [1, 0]),
     ],
 )
-def test_what_is_frozen_costs_nothing(
+def test_frozen_inputs_allocate_nothing(
     trainable: str, made: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch_nothing(monkeypatch, "glu")
     shapes = {"gate": (64, 33), "up": (64, 33), "weight": (17, 33)}
     inputs = {name: torch.ones(*shape, device=device) for name, shape in shapes.items()}
-    wanted = [inputs[name].requires_grad_() for name in trainable.split()]
+    trainable_inputs = [inputs[name].requires_grad_() for name in trainable.split()]
     z = glu_linear(**inputs)
     upstream = torch.ones_like(z)
     with Recorder() as recorder:
-        torch.autograd.grad(z, wanted, upstream)
+        torch.autograd.grad(z, trainable_inputs, upstream)
     assert recorder.made == [64 * 33 * 4 if activations else 17 * 33 * 4 for activations in made]
 
 
 @pytest.mark.parametrize("frozen", ["gate", "up"])
-def test_a_frozen_half_costs_nothing(frozen: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_half_allocates_nothing(frozen: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "glu")
     gate, up = (torch.ones(64, 33, device=device, requires_grad=name != frozen) for name in ("gate", "up"))
     y = swiglu(gate, up)
@@ -163,8 +165,8 @@ def test_a_frozen_half_costs_nothing(frozen: str, device: str, monkeypatch: pyte
     assert recorder.made == [64 * 33 * 4]
 
 
-def test_autocast_rounds_the_product_and_not_its_factors(device: str) -> None:
-    """Rounding fp32 factors first would cost up to three times as much as rounding their product."""
+def test_autocast_rounds_the_product_but_not_its_factors(device: str) -> None:
+    """Rounding the fp32 factors first could triple the error."""
     dtype = HALF_DTYPE
     gate, up = torch.rand(64, 33, device=device) + 1, torch.rand(64, 33, device=device) + 1
     with torch.autocast(device, dtype):
@@ -199,12 +201,12 @@ def test_the_product_is_rounded_to_the_dtype_of_the_weight(device: str) -> None:
     assert glu_linear(gate, up, weight).dtype == torch.float16
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize("function", [swiglu, geglu, lambda gate, up: glu_linear(gate, up, torch.ones(3, 33))])
 @pytest.mark.parametrize("up", [torch.ones(5, 32), torch.ones(33), torch.ones(5, 33, dtype=torch.float16)])
-def test_gate_and_up_that_differ(function: Any, up: Tensor) -> None:
+def test_mismatched_gate_and_up(function: Any, up: Tensor) -> None:
     with pytest.raises(ValueError, match=r"gate is \(5, 33\) torch.float32 and up .*; expected the same"):
         function(torch.ones(5, 33), up)
 
@@ -219,7 +221,7 @@ def test_unknown_activations() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("function", [swiglu, geglu, lambda x, _, **how: glu_linear(x, x, x, **how)])
-def test_the_backend_is_a_matter_of_the_call(function: Any, device: str) -> None:
+def test_backend_argument(function: Any, device: str) -> None:
     x = numbers(3, 3, device=device)
     for backend, fused in (("auto", True), ("triton", True), ("torch", False)):
         node = function(x, x, backend=backend).grad_fn

@@ -1,4 +1,4 @@
-"""What only a GPU can show: sizes beyond 32-bit offsets, no waiting, other devices, the same bits in every run."""
+"""Tests that need a GPU: sizes beyond 32-bit offsets, host syncs, several devices, determinism, CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,7 +36,7 @@ def upstream_of(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @every_operation
-def test_the_host_never_waits(operation: Operation) -> None:
+def test_no_host_sync(operation: Operation) -> None:
     inputs = operation.inputs(5, torch.bfloat16, "cuda")
     upstream = upstream_of(as_tuple(operation.function(*inputs)))
     differentiable = [t for t in inputs if t.requires_grad]
@@ -49,7 +49,7 @@ def test_the_host_never_waits(operation: Operation) -> None:
 
 
 @every_operation
-def test_every_run_gives_the_same_bits(operation: Operation) -> None:
+def test_results_are_deterministic(operation: Operation) -> None:
     inputs = operation.inputs(3000, torch.bfloat16, "cuda")
     upstream = upstream_of(as_tuple(operation.function(*inputs)))
 
@@ -64,16 +64,16 @@ def test_every_run_gives_the_same_bits(operation: Operation) -> None:
 
 @every_operation
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_gpu_that_is_not_the_current_one(operation: Operation) -> None:
+def test_tensors_on_another_gpu_than_the_current_one(operation: Operation) -> None:
     inputs = operation.inputs(5, torch.float32, "cuda:0")
     upstream = upstream_of(as_tuple(operation.function(*inputs)))
     outputs, gradients = differentiate(operation.function, inputs, upstream)
 
-    def elsewhere(tensors: Sequence[Tensor]) -> list[Tensor]:
+    def on_gpu_1(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in tensors]
 
     assert torch.cuda.current_device() == 0
-    results = differentiate(operation.function, elsewhere(inputs), elsewhere(upstream))
+    results = differentiate(operation.function, on_gpu_1(inputs), on_gpu_1(upstream))
     assert torch.cuda.current_device() == 0
     for actual, expected in zip((*results[0], *results[1]), (*outputs, *gradients), strict=True):
         assert (actual is None) == (expected is None)
@@ -85,12 +85,12 @@ def test_a_gpu_that_is_not_the_current_one(operation: Operation) -> None:
 @every_operation
 def test_a_cuda_graph_replays_with_new_inputs(operation: Operation) -> None:
     static = operation.inputs(5, torch.bfloat16, "cuda")
-    wanted = [t for t in static if t.requires_grad]
+    trainable = [t for t in static if t.requires_grad]
     upstream = upstream_of(as_tuple(operation.function(*static)))
 
     def results() -> tuple[Tensor, ...]:
         outputs = as_tuple(operation.function(*static))
-        return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, wanted, upstream)
+        return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, trainable, upstream)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -119,7 +119,7 @@ def big(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-def assert_rows_do_not_know_how_many_they_are(
+def assert_slices_give_the_same_rows(
     function: Callable[..., Any], rowwise: Sequence[Tensor], shared: Sequence[Tensor], slices: int = 8
 ) -> None:
     """Outputs and gradients of all rows at once are those of a slice of them at a time, to the bit."""
@@ -128,8 +128,8 @@ def assert_rows_do_not_know_how_many_they_are(
     upstream = upstream_of(outputs)
     gradients = torch.autograd.grad(outputs, [t for t in rowwise if t.requires_grad], upstream)
     n_rows = rowwise[0].shape[0]
-    for piece in torch.arange(n_rows).chunk(slices):
-        rows = slice(int(piece[0]), int(piece[-1]) + 1)
+    for row_slice in torch.arange(n_rows).chunk(slices):
+        rows = slice(int(row_slice[0]), int(row_slice[-1]) + 1)
         some = [t.detach()[rows].requires_grad_(t.requires_grad) for t in rowwise]
         some_outputs = as_tuple(function(*some, *shared))
         some_gradients = torch.autograd.grad(
@@ -142,7 +142,7 @@ def assert_rows_do_not_know_how_many_they_are(
 @pytest.mark.slow
 @pytest.mark.no_poison
 def test_large_rms_norm() -> None:
-    assert_rows_do_not_know_how_many_they_are(rms_norm, [big(2**19 + 5, 4096)], [torch.ones(4096, device="cuda")])
+    assert_slices_give_the_same_rows(rms_norm, [big(2**19 + 5, 4096)], [torch.ones(4096, device="cuda")])
 
 
 @pytest.mark.slow
@@ -162,27 +162,27 @@ def test_large_rms_norm_gradient_of_the_weight() -> None:
 @pytest.mark.no_poison
 @pytest.mark.parametrize("function", [swiglu, geglu, add_rms_norm_of_ones], ids=lambda function: function.__name__)
 def test_two_large_tensors(function: Callable[..., Any]) -> None:
-    assert_rows_do_not_know_how_many_they_are(function, [big(2**19 + 5, 4096), big(2**19 + 5, 4096)], [])
+    assert_slices_give_the_same_rows(function, [big(2**19 + 5, 4096), big(2**19 + 5, 4096)], [])
 
 
 @pytest.mark.slow
 @pytest.mark.no_poison
 def test_large_halves_of_one_tensor() -> None:
-    assert_rows_do_not_know_how_many_they_are(lambda x: swiglu(*x.chunk(2, -1)), [big(2**18 + 5, 2**13 + 16)], [])
+    assert_slices_give_the_same_rows(lambda x: swiglu(*x.chunk(2, -1)), [big(2**18 + 5, 2**13 + 16)], [])
 
 
 @pytest.mark.slow
 @pytest.mark.no_poison
 def test_large_layer_norm() -> None:
     ones = torch.ones(4096, device="cuda")
-    assert_rows_do_not_know_how_many_they_are(layer_norm, [big(2**19 + 5, 4096)], [ones, ones])
+    assert_slices_give_the_same_rows(layer_norm, [big(2**19 + 5, 4096)], [ones, ones])
 
 
 @pytest.mark.slow
 @pytest.mark.no_poison
 @pytest.mark.parametrize("columns", [2**12, 2**17 + 3])
 def test_large_softmax(columns: int) -> None:
-    assert_rows_do_not_know_how_many_they_are(softmax, [big(2**31 // columns + 5, columns)], [])
+    assert_slices_give_the_same_rows(softmax, [big(2**31 // columns + 5, columns)], [])
 
 
 @pytest.mark.slow
@@ -190,21 +190,21 @@ def test_large_softmax(columns: int) -> None:
 @pytest.mark.parametrize("divergence", [kl_div, jsd, tvd], ids=lambda function: function.__name__)
 def test_large_divergences(divergence: Callable[..., Any]) -> None:
     student, teacher = big(2**14 + 5, 2**17 + 3), big(2**14 + 5, 2**17 + 3).detach()
-    assert_rows_do_not_know_how_many_they_are(partial(divergence, reduction="none"), [student, teacher], [])
+    assert_slices_give_the_same_rows(partial(divergence, reduction="none"), [student, teacher], [])
 
 
 @pytest.mark.slow
 @pytest.mark.no_poison
 def test_large_cross_entropy() -> None:
     logits, target = big(2**14 + 5, 2**17 + 3), targets(2**14 + 5, classes=2**17 + 3, device="cuda")
-    assert_rows_do_not_know_how_many_they_are(partial(cross_entropy, reduction="none"), [logits, target], [])
+    assert_slices_give_the_same_rows(partial(cross_entropy, reduction="none"), [logits, target], [])
 
 
 @pytest.mark.slow
 @pytest.mark.no_poison
 def test_large_rope() -> None:
     rows = 2**19 + 5
-    assert_rows_do_not_know_how_many_they_are(
+    assert_slices_give_the_same_rows(
         rope, [big(rows, 1, 32, 128), big(rows, 1, 8, 128)], angles(1, 1, 64, device="cuda")
     )
 
@@ -213,7 +213,7 @@ def test_large_rope() -> None:
 @pytest.mark.no_poison
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 3, 2), (3, 0, 2, 1)], ids=str)
 def test_rope_of_heads_or_features_far_apart(order: tuple[int, ...]) -> None:
-    """Dimensions in memory in this order, the outermost beyond 2^31 elements from end to end."""
+    """The dimensions are stored in this order, and offsets exceed 2^31 elements."""
     shape = (1, 2**17, 130, 128)
     laid_out = big(*(shape[i] for i in order)).detach()
     q = laid_out.permute([order.index(i) for i in range(4)])

@@ -34,7 +34,7 @@ def test_sizes(has_bias: bool, shape: tuple[int, ...], dtype: torch.dtype, devic
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 1)], ids=str)
 def test_a_single_column(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """It is its own mean. Of the gradients, exactly 0, no more is left than the rounding of one product."""
+    """A single column equals its mean. The exact gradients are 0; the computed ones are the rounding of one product."""
     x, weight, bias = (numbers(*s, dtype=dtype, device=device) for s in (shape, (1,), (1,)))
     y = layer_norm(x, weight, bias)
     assert torch.equal(y, bias.expand_as(x))
@@ -53,20 +53,20 @@ def test_mixed_dtypes(x_dtype: torch.dtype, weight_dtype: torch.dtype, device: s
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-def test_the_reference_is_torch_s(dtype: torch.dtype, device: str) -> None:
+def test_the_reference_equals_torch(dtype: torch.dtype, device: str) -> None:
     x, *vectors = (numbers(*shape, dtype=dtype, device=device) for shape in ((5, 33), (33,), (33,)))
     assert torch.equal(layer_norm(x, *vectors, 1e-3, backend="torch"), F.layer_norm(x, (33,), *vectors, 1e-3))
 
 
 def test_a_mean_far_from_zero(device: str) -> None:
-    """The variance is not the difference of two large numbers."""
+    """The variance is not computed as a difference of two large numbers."""
     x = (numbers(5, 130, device=device) + 1000).detach().requires_grad_()
     vectors = [numbers(130, device=device) for _ in range(2)]
     judge(layer_norm, partial(reference, eps=1e-5), [x, *vectors])
 
 
 @pytest.mark.parametrize("shape", [(2100, 16), (11, 4000)], ids=str)
-def test_each_program_of_the_backward_kernel_walks_several_blocks(
+def test_backward_programs_process_several_blocks(
     shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_file("tiling"), "multiprocessors", lambda _: 1)
@@ -80,7 +80,7 @@ def test_heads_before_tokens(batch: int, device: str) -> None:
     judge(layer_norm, partial(reference, eps=1e-5), [x, *(numbers(80, device=device) for _ in range(2))])
 
 
-def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
+def test_a_non_finite_row_does_not_affect_others(device: str) -> None:
     x, weight, bias = numbers(5, 33, device=device), numbers(33, device=device), numbers(33, device=device)
     with torch.no_grad():
         x[1, 3], x[2, 5], x[4] = torch.nan, torch.inf, 7.0
@@ -92,7 +92,7 @@ def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
         assert t[[0, 3, 4]].isfinite().all()
 
 
-def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_too_long_for_the_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = numbers(3, 65, device=device), numbers(65, device=device)
     monkeypatch.setattr(kernel_file("tiling"), "MAX_COLUMNS", 64)
     assert torch.equal(layer_norm(x, weight), reference(x, weight, None, 1e-5))
@@ -101,12 +101,12 @@ def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatc
         layer_norm(x, weight, backend="triton")
 
 
-def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_inputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "layer_norm")
     launch_nothing(monkeypatch, "tiling")
     x, weight, bias = numbers(300, 64, device=device), numbers(64, device=device), numbers(64, device=device)
 
-    def made_in_backward(*inputs: Tensor) -> int:
+    def allocated_in_backward(*inputs: Tensor) -> int:
         y = layer_norm(*inputs)
         upstream = torch.ones_like(y)
         with Recorder() as recorder:
@@ -115,20 +115,20 @@ def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPat
 
     programs = kernel_file("tiling").persistent_programs(300, 128, x)
     dx, vector = 300 * 64 * 4, (programs + 1) * 64 * 4
-    assert made_in_backward(x, weight.detach(), bias.detach()) == dx
-    assert made_in_backward(x.detach(), weight, bias.detach()) == vector
-    assert made_in_backward(x.detach(), weight.detach(), bias) == vector
-    assert made_in_backward(x, weight, bias) == dx + 2 * vector
+    assert allocated_in_backward(x, weight.detach(), bias.detach()) == dx
+    assert allocated_in_backward(x.detach(), weight, bias.detach()) == vector
+    assert allocated_in_backward(x.detach(), weight.detach(), bias) == vector
+    assert allocated_in_backward(x, weight, bias) == dx + 2 * vector
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 33), ()])
-def test_vectors_of_another_shape(shape: tuple[int, ...]) -> None:
+def test_vectors_of_the_wrong_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"layer_norm: weight has shape .*; expected \(33,\)"):
         layer_norm(torch.ones(5, 33), torch.ones(shape))
     with pytest.raises(ValueError, match=r"layer_norm: bias has shape .*; expected \(33,\)"):
         layer_norm(torch.ones(5, 33), torch.ones(33), torch.ones(shape))
 
 
-def test_a_bias_of_another_dtype() -> None:
+def test_a_bias_of_the_wrong_dtype() -> None:
     with pytest.raises(ValueError, match=r"layer_norm: bias has dtype torch.float16; expected torch.float32"):
         layer_norm(torch.ones(5, 33), torch.ones(33), torch.ones(33, dtype=torch.float16))

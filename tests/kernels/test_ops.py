@@ -1,4 +1,4 @@
-"""The registered ops as torch sees them, and the public functions under torch.compile."""
+"""`opcheck` of all registered ops, and the public functions under torch.compile."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,11 +113,11 @@ def test_opcheck(name: str, device: str) -> None:
 def gradients_of(
     function: Callable[..., Any], inputs: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The outputs and the gradients; compiled code may use up what it saved, so one backward pass only."""
+    """The outputs and the gradients, with one backward pass only: compiled code may free its saved tensors."""
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     outputs = as_tuple(function(*leaves))
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, wanted, upstream)
+    trainable = [leaf for leaf in leaves if leaf.requires_grad]
+    return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, trainable, upstream)
 
 
 @pytest.fixture
@@ -139,10 +139,10 @@ def test_compiled_equals_eager_at_any_batch_without_compiling_a_third_time(opera
         assert_equal(actual, gradients_of(operation.function, inputs, upstream))
 
 
-def all_of_them(
+def transformer_like(
     x: Tensor, norm: Tensor, gate: Tensor, down: Tensor, head: Tensor, cos: Tensor, sin: Tensor, target: Tensor
 ) -> Tensor:
-    """Something of a Transformer's shape that calls every function."""
+    """A small Transformer block with a loss."""
     h = kernels.rms_norm(x, norm)
     q, k = kernels.rope(h.unflatten(-1, (4, 4)), h.unflatten(-1, (4, 4)), cos, sin)
     h = h + (q * k).flatten(-2)
@@ -157,10 +157,10 @@ def judge_compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> No
     reference = gradients_of(function, inputs, upstream)
     truth = gradients_of(function, in_fp64(inputs), in_fp64(upstream))
     for case in zip(actual, reference, truth, strict=True):
-        assert_as_exact_as(*case, ulps=8)  # inductor fuses and reorders what surrounds the kernels
+        assert_as_exact_as(*case, ulps=8)  # inductor fuses and reorders the operations around the kernels
 
 
-@pytest.mark.skipif(INTERPRETING, reason="inductor's code is the same without")
+@pytest.mark.skipif(INTERPRETING, reason="inductor's code does not depend on the interpreter")
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.inductor
 def test_inductor_with_the_loss_head(device: str) -> None:
@@ -177,4 +177,6 @@ def test_inductor_with_the_loss_head(device: str) -> None:
 @pytest.mark.inductor
 def test_inductor_with_everything(device: str) -> None:
     inputs = [numbers(*shape, device=device) for shape in ((2, 3, 16), (16,), (24, 16), (16, 24), (33, 16))]
-    judge_compiled(all_of_them, [*inputs, *angles(1, 3, 2, device=device), targets(2, 3, classes=33, device=device)])
+    judge_compiled(
+        transformer_like, [*inputs, *angles(1, 3, 2, device=device), targets(2, 3, classes=33, device=device)]
+    )

@@ -1,6 +1,6 @@
-"""Options of one kernel together: each pair of them at least once, and random products, in every dtype.
+"""Combinations of a kernel's options: each pair at least once, and random combinations, in every dtype.
 
-A kernel may be right, or compile at all, for each option alone and not for two of them.
+A kernel may work for each option alone and fail, or not compile, for two together.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [torch.clone, offset, padded, transp
 
 @dataclass(frozen=True)
 class Case:
-    """A function, its reference, and the inputs of both; of a loss head, how many rows' logits exist at a time."""
+    """A function, its reference, and the inputs of both. For a loss head also the number of rows per chunk."""
 
     function: Callable[..., Any]
     reference: Callable[..., Any]
@@ -39,10 +39,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`case` takes a dtype, a device, and one value of each option but those that `judge_together` itself applies.
+    """`case` takes a dtype, a device, and one value of each option, except two that `judge_combination` applies.
 
-    These are "layout", how inputs and upstream gradients lie in memory, and "frozen", which input has no gradient,
-    counted among those that could have one, or None.
+    These are "layout", the memory layout of inputs and upstream gradients, and "frozen", the index of the frozen one of
+    the differentiable inputs, or None.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Kernel:
     options: dict[str, list[Any]]
 
 
-def judge_together(kernel: Kernel, dtype: torch.dtype, device: str, combination: dict[str, Any]) -> None:
+def judge_combination(kernel: Kernel, dtype: torch.dtype, device: str, combination: dict[str, Any]) -> None:
     options = dict(combination)
     layout, frozen = options.pop("layout"), options.pop("frozen", None)
     case = kernel.case(dtype, device, **options)
@@ -64,13 +64,13 @@ def judge_together(kernel: Kernel, dtype: torch.dtype, device: str, combination:
         judge(case.function, case.reference, inputs, layout)
 
 
-# Divergences. Student and teacher are kept apart: where two probabilities are all but equal, rounding decides which way
-# the gradient of tvd points.
+# Divergences. Student and teacher differ clearly: for almost equal probabilities, rounding decides the sign of the
+# gradient of tvd.
 
 DIVERGENCE_OPTIONS: dict[str, list[Any]] = {
     "of": [("kl_div", {}), ("kl_div-reverse", {}), ("jsd", {"beta": 0.1}), ("jsd", {"beta": 1.0}), ("tvd", {})],
     "temperature": [1.0, 2.0],
-    "reduced": [{"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"}, {"num_items": 7}],
+    "reduction": [{"reduction": "mean"}, {"reduction": "sum"}, {"reduction": "none"}, {"num_items": 7}],
     "ignore_index": [None, -100, 5],  # None: no targets
     "teacher_is_fp32": [False, True],
     "layout": LAYOUTS,
@@ -81,31 +81,31 @@ def apart(n_classes: int, device: str) -> Tensor:
     return torch.tensor([2.0, -2.0], device=device).repeat(n_classes)[:n_classes]
 
 
-def tokens_that_count(ignore_index: int | None, *shape: int, device: str) -> tuple[list[Tensor], dict[str, Any]]:
+def targets_and_ignore_index(ignore_index: int | None, *shape: int, device: str) -> tuple[list[Tensor], dict[str, Any]]:
     if ignore_index is None:
         return [], {}
     return [targets(*shape, classes=33, device=device, ignore_index=ignore_index)], {"ignore_index": ignore_index}
 
 
 def divergence(
-    dtype: torch.dtype, device: str, *, of: tuple[str, dict[str, Any]], temperature: float, reduced: dict[str, Any],
+    dtype: torch.dtype, device: str, *, of: tuple[str, dict[str, Any]], temperature: float, reduction: dict[str, Any],
     ignore_index: int | None, teacher_is_fp32: bool, classes: int,
 ) -> Case:  # fmt: skip
     name, beta = of
     student, teacher = (
         (sign * apart(classes, device) + 0.5 * torch.randn(3, 4, classes, device=device)).to(dtype) for sign in (1, -1)
     )
-    target, ignoring = tokens_that_count(ignore_index, 3, 4, device=device)
+    target, ignoring = targets_and_ignore_index(ignore_index, 3, 4, device=device)
     inputs = [student.requires_grad_(), teacher.float() if teacher_is_fp32 else teacher, *target]
-    options = {"temperature": temperature, **reduced, **ignoring, **beta}
+    options = {"temperature": temperature, **reduction, **ignoring, **beta}
     return Case(partial(DIVERGENCES[name][0], **options), partial(divergence_oracle, name, **options), inputs)
 
 
 def head(features: int, classes: int, sign: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Hidden states and weight of a side, whose first feature keeps the logits apart.
+    """Hidden states and weight of student or teacher. The first feature keeps their logits apart.
 
-    The logits are multiples of 1/32 below 8: exact in every dtype, in whichever order products are summed. So losses
-    differ by nothing but what the kernel does with logits, and are judged in fp32.
+    The logits are multiples of 1/32 below 8, which are exact in every dtype and for every order of summation. So the
+    losses depend only on what the kernel does with the logits, and are checked in fp32.
     """
     hidden = torch.randint(-2, 3, (3, 4, features), device=device) / 2
     weight = torch.randint(-1, 2, (classes, features), device=device) / 16
@@ -114,7 +114,7 @@ def head(features: int, classes: int, sign: int, dtype: torch.dtype, device: str
 
 
 def linear_divergence(
-    dtype: torch.dtype, device: str, *, of: tuple[str, dict[str, Any]], temperature: float, reduced: dict[str, Any],
+    dtype: torch.dtype, device: str, *, of: tuple[str, dict[str, Any]], temperature: float, reduction: dict[str, Any],
     ignore_index: int | None, teacher_is_fp32: bool, sizes: tuple[int, int, int], student: dict[str, Any],
     teacher: dict[str, Any], biases: tuple[str, ...],
 ) -> Case:  # fmt: skip
@@ -122,13 +122,13 @@ def linear_divergence(
     teacher_dtype = torch.float32 if teacher_is_fp32 else dtype
     student_head = [t.requires_grad_() for t in head(features, classes, 1, dtype, device)]
     teacher_head = head(2 * features, classes, -1, teacher_dtype, device)
-    target, ignoring = tokens_that_count(ignore_index, 3, 4, device=device)
-    added = {
+    target, ignoring = targets_and_ignore_index(ignore_index, 3, 4, device=device)
+    bias_tensors = {
         f"{side}_bias": torch.randint(-8, 9, (classes,), device=device).div(32).to(side_dtype)
         for side, side_dtype in (("student", dtype), ("teacher", teacher_dtype))
     }
-    added["student_bias"].requires_grad_()
-    options = {"temperature": temperature, **reduced, **ignoring, **beta, **student, **teacher}
+    bias_tensors["student_bias"].requires_grad_()
+    options = {"temperature": temperature, **reduction, **ignoring, **beta, **student, **teacher}
 
     def with_biases(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*inputs: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def linear_divergence(
     return Case(
         with_biases(DIVERGENCES[name][1]),
         with_biases(partial(linear_divergence_oracle, name)),
-        [*student_head, *teacher_head, *target, *(added[bias] for bias in biases)],
+        [*student_head, *teacher_head, *target, *(bias_tensors[bias] for bias in biases)],
         rows,
     )
 
@@ -151,18 +151,22 @@ def linear_divergence(
 SHAPES = [(5, 33), (2, 3, 4, 64), (3, 4100)]
 
 
-def normalized(shape: tuple[int, ...], added: bool, residual_is_fp32: bool, dtype: torch.dtype, device: str) -> Any:
+def norm_inputs(
+    shape: tuple[int, ...], has_residual: bool, residual_is_fp32: bool, dtype: torch.dtype, device: str
+) -> Any:
     residual = numbers(*shape, dtype=torch.float32 if residual_is_fp32 else dtype, device=device)
-    return [numbers(*shape, dtype=dtype, device=device), *([residual] if added else [])]
+    return [numbers(*shape, dtype=dtype, device=device), *([residual] if has_residual else [])]
 
 
 def rms_norm(
-    dtype: torch.dtype, device: str, *, added: bool, residual_is_fp32: bool, weight: torch.dtype | str | None,
+    dtype: torch.dtype, device: str, *, has_residual: bool, residual_is_fp32: bool, weight: torch.dtype | str | None,
     order: dict[str, Any], eps: float, shape: tuple[int, ...],
 ) -> Case:  # fmt: skip
     file = kernel_file("rms_norm")
-    function, reference = (kernels.add_rms_norm, file.add_reference) if added else (kernels.rms_norm, file.reference)
-    inputs, options = normalized(shape, added, residual_is_fp32, dtype, device), {"eps": eps, **order}
+    function, reference = (
+        (kernels.add_rms_norm, file.add_reference) if has_residual else (kernels.rms_norm, file.reference)
+    )
+    inputs, options = norm_inputs(shape, has_residual, residual_is_fp32, dtype, device), {"eps": eps, **order}
     if weight is None:
         options |= {"weight": None, "weight_offset": 0.0}
     else:
@@ -208,7 +212,7 @@ def experts(
     sizes: tuple[int, int],
 ) -> Case:  # fmt: skip
     features, inner = sizes
-    tokens = 100  # enough for the largest errors of both to be alike
+    tokens = 100  # enough for the largest errors of both to be similar
     weights = torch.rand(tokens, slots, device=device).to(torch.float32 if weights_are_fp32 else dtype)
     inputs = [
         numbers(tokens, features, dtype=dtype, device=device),
@@ -247,7 +251,7 @@ KERNELS = [
         linear_divergence,
         {
             **DIVERGENCE_OPTIONS,
-            # Features, classes, rows at a time. Not few rows and many classes: torch sums such products less exactly.
+            # Features, classes, rows per chunk. Not few rows with many classes: torch is less exact for those.
             "sizes": [(17, 33, 5), (64, 40, 5), (64, 40, 100), (64, 4104, 100)],
             "student": [
                 {},
@@ -264,7 +268,7 @@ KERNELS = [
         "rms_norm",
         rms_norm,
         {
-            "added": [False, True],
+            "has_residual": [False, True],
             "residual_is_fp32": [False, True],
             "weight": ["same", torch.float32, None],
             "order": [{}, GEMMA, {"round_before_scale": False}],
@@ -336,9 +340,9 @@ KERNELS = [
 
 
 def combinations() -> list[Any]:
-    """All pairs in all dtypes on a GPU; elsewhere, where time is short, some of them."""
-    every = 1 if ON_GPU else 29 if INTERPRETING else 7
-    everything = [
+    """All pairs in all dtypes on a GPU, a part of them on a CPU, where they are slow."""
+    stride = 1 if ON_GPU else 29 if INTERPRETING else 7
+    cases = [
         (kernel, dtype, combination)
         for kernel in KERNELS
         for combination in covering(kernel.options)
@@ -346,26 +350,26 @@ def combinations() -> list[Any]:
     ]
     return [
         pytest.param(kernel, dtype, combination, id=f"{kernel.name}-{dtype}-{i}")
-        for i, (kernel, dtype, combination) in enumerate(everything)
-        if i % every == 0
+        for i, (kernel, dtype, combination) in enumerate(cases)
+        if i % stride == 0
     ]
 
 
 @pytest.mark.parametrize("kernel, dtype, combination", combinations())
 def test_pairs(kernel: Kernel, dtype: torch.dtype, combination: dict[str, Any], device: str) -> None:
-    judge_together(kernel, dtype, device, combination)
+    judge_combination(kernel, dtype, device, combination)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
-def test_random_products(device: str, data: st.DataObject) -> None:
+def test_random_combinations(device: str, data: st.DataObject) -> None:
     kernel = data.draw(st.sampled_from(KERNELS))
     dtype = data.draw(st.sampled_from(ROUNDED_DTYPES))
     combination = {name: data.draw(st.sampled_from(values), label=name) for name, values in kernel.options.items()}
 
     def judge_draw(seed: int) -> None:
         torch.manual_seed(seed)
-        judge_together(kernel, dtype, device, combination)
+        judge_combination(kernel, dtype, device, combination)
 
     judge_draws(judge_draw, data.draw(st.integers(0, 2**31 - 1), label="seed"))

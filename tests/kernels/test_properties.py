@@ -1,4 +1,4 @@
-"""What holds for every operation: exact in every dtype and memory layout, nothing written to, no gradient too many."""
+"""Properties of every operation: accuracy in all dtypes and layouts, no input modified, only needed gradients."""
 
 from collections.abc import Callable
 from itertools import product
@@ -28,12 +28,12 @@ def test_outputs_and_gradients(operation: Operation, batch: int, dtype: torch.dt
 
 @every_kernel
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_inputs_and_upstream_gradients_of_any_layout(
+def test_layouts_of_inputs_and_upstream_gradients(
     operation: Operation, layout: Callable[[Tensor], Tensor], device: str
 ) -> None:
     first, *others = operation.inputs(5, torch.float32, device)
     inputs = laid_out([first], layout)
-    # Were the rows of a head equal, too, gradients would cancel to 0, and nothing but the order of summation be judged.
+    # With equal rows in the other inputs too, gradients would cancel to 0 and the check would compare rounding only.
     inputs += others if layout in (constant, repeated_rows) else laid_out(others, layout)
     judge(operation.function, operation.reference, inputs, layout)
 
@@ -52,7 +52,7 @@ def test_zero_rows(operation: Operation, device: str) -> None:
 
 
 @every_kernel
-def test_gradients_exactly_where_they_are_needed(operation: Operation, device: str) -> None:
+def test_gradients_of_every_subset_of_inputs(operation: Operation, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
     upstream = upstream_of(operation, inputs)
     outputs, gradients = differentiate(operation.function, inputs, upstream)
@@ -64,7 +64,7 @@ def test_gradients_exactly_where_they_are_needed(operation: Operation, device: s
             assert_equal(some_outputs, outputs)
             for gradient, of_all, is_needed in zip(some_gradients, gradients, needed, strict=True):
                 assert (gradient is not None) == is_needed
-                if gradient is not None:  # a kernel compiled for other needs may contract other products into sums
+                if gradient is not None:  # another compiled kernel may contract other products into FMAs
                     torch.testing.assert_close(gradient, of_all, rtol=1e-5, atol=1e-6)
 
 
@@ -97,7 +97,7 @@ def test_checkpointing(operation: Operation, use_reentrant: bool, device: str) -
 
 
 @every_kernel
-def test_saved_tensors_are_never_written_to(operation: Operation, device: str) -> None:
+def test_saved_tensors_are_not_modified(operation: Operation, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
     saved: list[tuple[Tensor, Tensor]] = []
 
@@ -113,11 +113,10 @@ def test_saved_tensors_are_never_written_to(operation: Operation, device: str) -
 
 
 @every_operation
-def test_a_second_derivative_is_right_or_refused(operation: Operation, device: str) -> None:
+def test_a_second_derivative_is_correct_or_raises(operation: Operation, device: str) -> None:
     inputs = operation.inputs(2, torch.float32, device)
-    upstream = upstream_of(
-        operation, inputs
-    )  # constants, as most are: autograd alone would take the gradients for such
+    # Upstream gradients without grad, as usual: autograd alone would treat the gradients as constants.
+    upstream = upstream_of(operation, inputs)
 
     def second_derivative(function: Callable[..., Any], inputs: list[Tensor], upstream: list[Tensor]) -> Tensor:
         (gradient,) = torch.autograd.grad(as_tuple(function(*inputs)), inputs[0], upstream, create_graph=True)
@@ -135,7 +134,7 @@ def test_a_second_derivative_is_right_or_refused(operation: Operation, device: s
 
 @every_kernel
 def test_autocast(operation: Operation, device: str) -> None:
-    dtype = HALF_DTYPE  # the interpreter cuts bits off where a GPU rounds to bf16
+    dtype = HALF_DTYPE  # the interpreter truncates to bf16 where a GPU rounds
 
     def with_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Tensor) -> Any:
@@ -144,7 +143,7 @@ def test_autocast(operation: Operation, device: str) -> None:
 
         return run
 
-    # fp32 weights, whose gradients come back in fp32, and activations as the layers before would hand them on
+    # fp32 weights, whose gradients are fp32, and activations in the autocast dtype
     inputs = [
         t.detach().to(dtype).requires_grad_() if t.requires_grad and t.dim() > 2 else t
         for t in operation.inputs(5, torch.float32, device)

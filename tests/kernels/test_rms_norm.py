@@ -24,7 +24,7 @@ SHAPES = on_gpu_too(
     + [(4, 100, 8, head_dim) for head_dim in (64, 80, 128, 256)],
 )
 
-EPS = 0.1  # of a single column the gradient is otherwise what cancellation leaves
+EPS = 0.1  # with a small eps the gradient of a single column would be rounding noise
 
 OLMO2 = {"round_before_scale": False}
 every_order = pytest.mark.parametrize("options", [{}, GEMMA, OLMO2], ids=["llama", "gemma", "olmo2"])
@@ -55,7 +55,7 @@ def test_sizes_without_a_weight(shape: tuple[int, ...], dtype: torch.dtype, devi
 
 
 @pytest.mark.parametrize("round_before_scale", [False, True])
-def test_no_weight_is_a_weight_of_one(round_before_scale: bool, device: str) -> None:
+def test_no_weight_equals_a_weight_of_ones(round_before_scale: bool, device: str) -> None:
     x, ones = numbers(5, 130, dtype=HALF_DTYPE, device=device), torch.ones(130, dtype=HALF_DTYPE, device=device)
     y, expected = (rms_norm(x, weight, round_before_scale=round_before_scale) for weight in (None, ones))
     upstream = torch.randn_like(y)
@@ -63,14 +63,14 @@ def test_no_weight_is_a_weight_of_one(round_before_scale: bool, device: str) -> 
 
 
 @pytest.mark.parametrize("function", [rms_norm, lambda x, **options: add_rms_norm(x, x, **options)])
-def test_an_offset_without_a_weight(function: Callable[..., object]) -> None:
+def test_an_offset_without_a_weight_raises(function: Callable[..., object]) -> None:
     with pytest.raises(ValueError, match=r"rms_norm: weight_offset=1.0 without a weight; expected 0.0, or a weight"):
         function(torch.ones(5, 33), weight_offset=1.0)
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @every_order
-def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+def test_add_rms_norm_normalizes_the_rounded_sum(options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     x, residual, weight = (numbers(*shape, dtype=dtype, device=device) for shape in ((5, 130), (5, 130), (130,)))
     normalized, summed = add_rms_norm(x, residual, weight, **options)
     assert torch.equal(normalized, rms_norm(summed, weight, **options))
@@ -79,7 +79,9 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(options: dict[str, Any], d
 @pytest.mark.parametrize(
     "module, options", [(LlamaRMSNorm, {}), (Gemma2RMSNorm, GEMMA), (Olmo2RMSNorm, OLMO2)], ids=str
 )
-def test_each_order_is_its_model_s(module: type[torch.nn.Module], options: dict[str, Any], device: str) -> None:
+def test_rounding_orders_match_transformers(
+    module: type[torch.nn.Module], options: dict[str, Any], device: str
+) -> None:
     dtype = HALF_DTYPE
     x, weight = numbers(5, 257, dtype=dtype, device=device, scale=3.0), numbers(257, dtype=dtype, device=device)
     norm = module(257, eps=1e-6)
@@ -129,7 +131,7 @@ def test_heads(batch: int, make: Callable[..., Tensor], upstream: Callable[[Tens
 
 
 @pytest.mark.parametrize("batch, make", [(1, heads_before_tokens), (2, heads_of_a_fused_projection)])
-def test_heads_are_read_where_they_lie(
+def test_heads_are_not_copied(
     batch: int, make: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch_nothing(monkeypatch, "rms_norm")
@@ -144,8 +146,8 @@ def test_heads_are_read_where_they_lie(
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
-def test_where_the_normalized_numbers_are_rounded(dtype: torch.dtype, device: str) -> None:
-    """Before the product, as Llama's checkpoints were trained, or after it; in both directions."""
+def test_normalized_values_are_rounded_before_the_scale(dtype: torch.dtype, device: str) -> None:
+    """Rounds before the scale as Llama does, or after it, in forward and backward."""
     x, weight = numbers(1, 33, dtype=dtype, device=device), torch.ones(33, device=device).requires_grad_()
     y = rms_norm(x, weight)
     (dweight,) = torch.autograd.grad(y, weight, torch.ones_like(y))
@@ -158,7 +160,7 @@ def test_where_the_normalized_numbers_are_rounded(dtype: torch.dtype, device: st
 
 
 @pytest.mark.parametrize("options", [GEMMA, OLMO2], ids=["gemma", "olmo2"])
-def test_nothing_is_rounded_but_the_product(options: dict[str, Any], device: str) -> None:
+def test_only_the_product_is_rounded(options: dict[str, Any], device: str) -> None:
     dtype = HALF_DTYPE
     x, weight = numbers(5, 257, dtype=dtype, device=device), numbers(257, dtype=dtype, device=device)
     truth = reference(x.double(), weight.double(), 1e-6, **options)
@@ -168,7 +170,7 @@ def test_nothing_is_rounded_but_the_product(options: dict[str, Any], device: str
 
 
 @pytest.mark.parametrize("shape", [(2100, 16), (11, 4000)], ids=str)
-def test_each_program_of_the_backward_kernel_walks_several_blocks(
+def test_backward_programs_process_several_blocks(
     shape: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_file("tiling"), "multiprocessors", lambda _: 1)
@@ -179,12 +181,12 @@ def test_each_program_of_the_backward_kernel_walks_several_blocks(
 @pytest.mark.parametrize("scale", [1e-6, 1e4])
 @pytest.mark.parametrize("eps", [1e-5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_scales_at_which_the_square_leaves_fp16(scale: float, eps: float, dtype: torch.dtype, device: str) -> None:
+def test_squares_outside_the_range_of_fp16(scale: float, eps: float, dtype: torch.dtype, device: str) -> None:
     x, weight = numbers(5, 33, dtype=dtype, device=device, scale=scale), numbers(33, dtype=dtype, device=device)
     judge(lambda x, weight: rms_norm(x, weight, eps), lambda x, weight: reference(x, weight, eps), [x, weight])
 
 
-def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
+def test_a_non_finite_row_does_not_affect_others(device: str) -> None:
     x, weight = numbers(5, 33, device=device), numbers(33, device=device)
     with torch.no_grad():
         x[1, 3], x[2, 5], x[4] = torch.nan, torch.inf, 0.0
@@ -198,12 +200,12 @@ def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
         assert t[[0, 3, 4]].isfinite().all()
 
 
-def test_the_reference_is_rms_normalization(device: str) -> None:
+def test_the_reference_equals_torch(device: str) -> None:
     x, weight = (t.double() for t in (numbers(5, 33, device=device), numbers(33, device=device)))
     torch.testing.assert_close(reference(x, weight, 1e-3), F.rms_norm(x, (33,), weight, 1e-3), rtol=1e-13, atol=1e-13)
 
 
-def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_too_long_for_the_kernel(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = numbers(3, 65, device=device), numbers(65, device=device)
     monkeypatch.setattr(kernel_file("tiling"), "MAX_COLUMNS", 64)
     assert torch.equal(rms_norm(x, weight), reference(x, weight, 1e-6))
@@ -213,12 +215,12 @@ def test_rows_too_long_for_a_program(device: str, monkeypatch: pytest.MonkeyPatc
         rms_norm(x, weight, backend="triton")
 
 
-def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_inputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "rms_norm")
     launch_nothing(monkeypatch, "tiling")
     x, weight = numbers(300, 64, device=device), numbers(64, device=device)
 
-    def made_in_backward(x: Tensor, weight: Tensor) -> list[int]:
+    def allocated_in_backward(x: Tensor, weight: Tensor) -> list[int]:
         y = rms_norm(x, weight)
         upstream = torch.ones_like(y)
         with Recorder() as recorder:
@@ -227,12 +229,12 @@ def test_what_is_frozen_costs_nothing(device: str, monkeypatch: pytest.MonkeyPat
 
     programs = kernel_file("tiling").persistent_programs(300, 128, x)
     dx, dweight = [300 * 64 * 4], [64 * 4, programs * 64 * 4]
-    assert made_in_backward(x, weight.detach()) == dx
-    assert made_in_backward(x.detach(), weight) == dweight
-    assert made_in_backward(x, weight) == dx + dweight
+    assert allocated_in_backward(x, weight.detach()) == dx
+    assert allocated_in_backward(x.detach(), weight) == dweight
+    assert allocated_in_backward(x, weight) == dx + dweight
 
 
-def test_the_gradients_of_both_summands_share_no_memory(device: str) -> None:
+def test_gradients_of_both_summands_share_no_memory(device: str) -> None:
     x, residual, weight = numbers(5, 33, device=device), numbers(5, 33, device=device), numbers(33, device=device)
     outputs = add_rms_norm(x, residual, weight)
     torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
@@ -242,8 +244,8 @@ def test_the_gradients_of_both_summands_share_no_memory(device: str) -> None:
     assert torch.equal(residual.grad, before)
 
 
-def test_summands_that_are_used_elsewhere_too(device: str) -> None:
-    """Autograd then adds to the gradients of both, which began as one tensor."""
+def test_summands_with_other_uses(device: str) -> None:
+    """Autograd then accumulates into the gradients of both summands, which are one tensor at first."""
 
     def with_other_uses(add_rms_norm: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
         def run(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -260,7 +262,7 @@ def test_summands_that_are_used_elsewhere_too(device: str) -> None:
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_of_both_results_is_enough(used: int, device: str) -> None:
+def test_a_single_result_used(used: int, device: str) -> None:
     inputs = [numbers(5, 33, device=device), numbers(5, 33, device=device), numbers(33, device=device)]
     inputs[2].requires_grad_(used == 0)
     judge(lambda *inputs: add_rms_norm(*inputs)[used], lambda *inputs: add_reference(*inputs, 1e-6)[used], inputs)
@@ -274,20 +276,20 @@ def test_a_sum_of_frozen_summands_is_frozen(device: str) -> None:
 
 @pytest.mark.parametrize("function", [rms_norm, lambda x, weight: add_rms_norm(x, x, weight)])
 @pytest.mark.parametrize("weight_shape", [(32,), (1, 33), ()])
-def test_a_weight_of_another_shape(weight_shape: tuple[int, ...], function: Callable[..., object]) -> None:
+def test_a_weight_of_the_wrong_shape(weight_shape: tuple[int, ...], function: Callable[..., object]) -> None:
     with pytest.raises(ValueError, match=r"rms_norm: weight has shape .*; expected \(33,\)"):
         function(torch.ones(5, 33), torch.ones(weight_shape))
 
 
 @pytest.mark.parametrize("residual_shape", [(33,), (1, 33), (5, 1)])
-def test_a_residual_of_another_shape(residual_shape: tuple[int, ...]) -> None:
+def test_a_residual_of_the_wrong_shape(residual_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"add_rms_norm: residual has shape .*; expected \(5, 33\)"):
         add_rms_norm(torch.ones(5, 33), torch.ones(residual_shape), torch.ones(33))
 
 
 @pytest.mark.parametrize("round_before_scale", [False, True])
 def test_the_offset_is_added_in_fp32(round_before_scale: bool, device: str) -> None:
-    """To small weights in half precision, where the sum would lose them."""
+    """A sum in half precision would lose small weights."""
     x, weight = numbers(5, 64, dtype=torch.float16, device=device), numbers(64, device=device, scale=0.01).half()
     options: dict[str, Any] = {"weight_offset": 1.0, "round_before_scale": round_before_scale}
     truth = rms_norm(x.double(), weight.double(), **options)

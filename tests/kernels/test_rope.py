@@ -19,13 +19,13 @@ from tests.kernels.oracles import angles, numbers
 SHAPES = on_gpu_too(
     [
         (1, 1, 1, 1, 2, 2),
-        (2, 2, 4, 4, 8, 8),  # as many keys' heads as queries'
-        (1, 5, 6, 2, 16, 16),  # grouped queries
-        (1, 3, 3, 1, 14, 14),  # one key's head, odd sizes
-        (2, 2, 5, 1, 12, 8),  # the last 4 features pass through
-        (1, 3, 1, 3, 7, 4),  # 3 of them, an odd number
-        (1, 2, 2, 2, 6, 0),  # all of them
-        (1, 2, 96, 12, 6, 6),  # neither number a power of 2
+        (2, 2, 4, 4, 8, 8),  # as many key heads as query heads
+        (1, 5, 6, 2, 16, 16),  # grouped-query attention
+        (1, 3, 3, 1, 14, 14),  # multi-query attention, odd sizes
+        (2, 2, 5, 1, 12, 8),  # the last 4 features are not rotated
+        (1, 3, 1, 3, 7, 4),  # the last 3, an odd number
+        (1, 2, 2, 2, 6, 0),  # no feature is rotated
+        (1, 2, 96, 12, 6, 6),  # head counts that are not powers of 2
     ],
     [(2, 1000, 32, 8, 128, 128), (1, 300, 128, 8, 128, 128), (2, 500, 16, 16, 96, 24), (1, 127, 7, 1, 256, 256)],
 )
@@ -45,7 +45,7 @@ def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool, de
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_each_text_of_a_batch_has_positions_of_its_own(batch: int, device: str) -> None:
+def test_angles_per_sequence(batch: int, device: str) -> None:
     q, k = numbers(batch, 3, 4, 10, device=device), numbers(batch, 3, 2, 10, device=device)
     judge(rope, reference, [q, k, *angles(batch, 3, 4, device=device)])
 
@@ -68,16 +68,16 @@ def test_angles_of_any_layout(device: str) -> None:
     judge(rope, reference, inputs)
 
 
-def test_the_reference_is_a_rotation_of_complex_numbers(device: str) -> None:
+def test_the_reference_is_a_complex_rotation(device: str) -> None:
     q, k = in_fp64([numbers(2, 3, 4, 8, device=device), numbers(2, 3, 2, 8, device=device)])
     angle = torch.randn(2, 3, 4, device=device, dtype=torch.float64)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    rotation = torch.polar(torch.ones_like(angle), angle)[:, :, None]
     for x, y in zip((q, k), reference(q, k, angle.cos(), angle.sin()), strict=True):
-        turned = torch.complex(x[..., :4], x[..., 4:]) * turn
-        torch.testing.assert_close(y, torch.cat([turned.real, turned.imag], dim=-1), rtol=1e-13, atol=1e-13)
+        rotated = torch.complex(x[..., :4], x[..., 4:]) * rotation
+        torch.testing.assert_close(y, torch.cat([rotated.real, rotated.imag], dim=-1), rtol=1e-13, atol=1e-13)
 
 
-def test_interleaved_is_half_split_of_features_in_another_order(device: str) -> None:
+def test_interleaved_is_half_split_of_permuted_features(device: str) -> None:
     q, k, (cos, sin) = torch.randn(2, 3, 4, 10), torch.randn(2, 3, 2, 10), angles(1, 3, 4)
     q, k, cos, sin = (t.to(device) for t in (q, k, cos, sin))
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
@@ -86,8 +86,8 @@ def test_interleaved_is_half_split_of_features_in_another_order(device: str) -> 
         torch.testing.assert_close(x[..., order], y, rtol=0, atol=1e-6)
 
 
-def assert_it_is_transformers(theirs: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor], **how: Any) -> None:
-    """`theirs` takes each angle twice: once for either feature of its pair."""
+def assert_matches_transformers(theirs: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor], **how: Any) -> None:
+    """Compares with `theirs`, which takes each angle twice: once per feature of a pair."""
     twice = [torch.cat([t, t], dim=-1) for t in angles]
     for actual, expected, truth in zip(
         rope(q, k, *angles, **how), theirs(q, k, *twice), theirs(*in_fp64([q, k, *twice])), strict=True
@@ -97,23 +97,23 @@ def assert_it_is_transformers(theirs: Any, q: Tensor, k: Tensor, angles: tuple[T
 
 @pytest.mark.parametrize("angle_dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 13])
-def test_interleaved_is_glm_s(head_dim: int, angle_dtype: torch.dtype, device: str) -> None:
+def test_interleaved_matches_glm(head_dim: int, angle_dtype: torch.dtype, device: str) -> None:
     q, k = (numbers(2, 5, heads, head_dim, dtype=angle_dtype, device=device) for heads in (6, 2))
     theirs = partial(modeling_glm.apply_rotary_pos_emb, unsqueeze_dim=2)
-    assert_it_is_transformers(theirs, q, k, angles(2, 5, 4, dtype=angle_dtype, device=device), interleaved=True)
+    assert_matches_transformers(theirs, q, k, angles(2, 5, 4, dtype=angle_dtype, device=device), interleaved=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_height_and_width_side_by_side_are_qwen2_vl_s_vision_rotation(dtype: torch.dtype, device: str) -> None:
+def test_concatenated_height_and_width_angles_match_qwen2_vl(dtype: torch.dtype, device: str) -> None:
     height, width = torch.meshgrid(torch.arange(3.0, device=device), torch.arange(5.0, device=device), indexing="ij")
     frequencies = torch.tensor([1.0, 0.3], device=device)
     angle = torch.cat([axis.flatten()[:, None] * frequencies for axis in (height, width)], dim=-1)[None]
     q, k = (numbers(1, 15, 3, 8, dtype=dtype, device=device) for _ in range(2))
-    assert_it_is_transformers(modeling_qwen2_vl.apply_rotary_pos_emb_vision, q, k, (angle.cos(), angle.sin()))
+    assert_matches_transformers(modeling_qwen2_vl.apply_rotary_pos_emb_vision, q, k, (angle.cos(), angle.sin()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_angles_in_fp32_cost_one_rounding(dtype: torch.dtype) -> None:
+def test_fp32_angles_round_once(dtype: torch.dtype) -> None:
     q, k, (cos, sin) = numbers(1, 64, 3, 8, dtype=dtype), numbers(1, 64, 3, 8, dtype=dtype), angles(1, 64, 4)
     exact = reference(q.double(), k.double(), cos.double(), sin.double())
     for y, truth in zip(reference(q, k, cos, sin), exact, strict=True):
@@ -121,14 +121,14 @@ def test_angles_in_fp32_cost_one_rounding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-def test_norms_are_kept_and_the_inverse_gives_the_input_back(dtype: torch.dtype, device: str) -> None:
+def test_rotation_preserves_norms_and_is_invertible(dtype: torch.dtype, device: str) -> None:
     q, k = (numbers(2, 5, 3, 12, dtype=dtype, device=device) for _ in range(2))
     cos, sin = angles(2, 5, 4, device=device)
     ulp = torch.finfo(dtype).eps
-    turned = rope(q, k, cos, sin)
-    for x, y, back in zip((q, k), turned, rope(*turned, cos, -sin), strict=True):
-        norm, turned_norm = x.float().norm(dim=-1), y.float().norm(dim=-1)
-        assert (turned_norm - norm).abs().max() <= 2 * ulp * norm.max()
+    rotated = rope(q, k, cos, sin)
+    for x, y, back in zip((q, k), rotated, rope(*rotated, cos, -sin), strict=True):
+        norm, rotated_norm = x.float().norm(dim=-1), y.float().norm(dim=-1)
+        assert (rotated_norm - norm).abs().max() <= 2 * ulp * norm.max()
         assert (back - x).abs().max() <= 4 * ulp * x.abs().max()
         assert torch.equal(y[..., 8:], x[..., 8:])
         assert not torch.equal(y[..., :8], x[..., :8])
@@ -154,8 +154,8 @@ def test_only_one_output_is_used(used: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_what_is_frozen_costs_nothing(frozen: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it make those who use it compute a gradient."""
+def test_frozen_inputs_allocate_nothing(frozen: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output for a frozen input does not require grad either."""
     launch_nothing(monkeypatch, "rope")
     heads = (4, 2)
     inputs = [torch.ones(2, 3, n, 8, device=device, requires_grad=i != frozen) for i, n in enumerate(heads)]
@@ -167,22 +167,22 @@ def test_what_is_frozen_costs_nothing(frozen: int, device: str, monkeypatch: pyt
     assert recorder.made == [2 * 3 * heads[1 - frozen] * 8 * 4]
 
 
-def test_what_is_unused_costs_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_outputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "rope")
     q, k = (torch.ones(2, 3, n, 8, device=device, requires_grad=True) for n in (4, 2))
-    turned, _ = rope(q, k, *angles(1, 3, 4, device=device))
-    upstream = torch.ones_like(turned)
+    rotated, _ = rope(q, k, *angles(1, 3, 4, device=device))
+    upstream = torch.ones_like(rotated)
     with Recorder() as recorder:
-        gradients = torch.autograd.grad(turned, [q, k], upstream, allow_unused=True)
+        gradients = torch.autograd.grad(rotated, [q, k], upstream, allow_unused=True)
     assert recorder.made == [2 * 3 * 4 * 8 * 4]
     assert gradients[1] is None
 
 
 @needs_triton
-def test_gradients_that_never_come(device: str) -> None:
-    """Both outputs are used, by something that gives neither a gradient."""
+def test_outputs_whose_consumer_returns_no_gradient(device: str) -> None:
+    """The consumer of both outputs returns None as their gradients."""
 
-    class Deaf(torch.autograd.Function):
+    class WithoutGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, other: Tensor) -> Tensor:
             return q.sum() + k.sum() + other
@@ -192,7 +192,7 @@ def test_gradients_that_never_come(device: str) -> None:
             return None, None, upstream
 
     q, k, other = numbers(2, 3, 4, 8, device=device), numbers(2, 3, 2, 8, device=device), numbers(device=device)
-    Deaf.apply(*rope(q, k, *angles(1, 3, 4, device=device)), other).backward()
+    WithoutGradient.apply(*rope(q, k, *angles(1, 3, 4, device=device)), other).backward()
     assert q.grad is None
     assert k.grad is None
     assert other.grad == 1
@@ -235,8 +235,6 @@ Q, K, ANGLE = (2, 3, 4, 8), (2, 3, 2, 8), (1, 3, 4)
         (Q, K, (1, 3, 1, 4), (1, 3, 1, 4)),
     ],
 )
-def test_shapes_that_do_not_fit(
-    q: tuple[int, ...], k: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...]
-) -> None:
+def test_mismatched_shapes(q: tuple[int, ...], k: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"rope: q is .*; expected shapes"):
         rope(*(torch.ones(shape) for shape in (q, k, cos, sin)))
