@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, once_differentiable, uses_triton
-from ligerzoo.kernels.loss.chunked_head import Needs, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import with_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduced
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, walk_rows_
@@ -52,7 +52,7 @@ def _sweep(
     losses = torch.zeros_like(target, dtype=accumulation_dtype(hidden.dtype))
     own = empty_results(target, losses.dtype, statistics=False)
     of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
-    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
+    head = head_type(hidden.shape[0], weight)(HeadInputs(hidden, weight), counts, rows, needs)
     walk = functools.partial(
         walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
         order=head.order, triton=triton,

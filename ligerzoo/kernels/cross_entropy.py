@@ -10,12 +10,12 @@ A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -27,7 +27,6 @@ from ligerzoo.kernels.loss.reduction import (
 )
 from ligerzoo.kernels.loss.token_loss import (
     NOTHING,
-    TERMS_SCHEMA,
     Terms,
     TokenStatistics,
     Upstream,
@@ -36,57 +35,47 @@ from ligerzoo.kernels.loss.token_loss import (
     statistics_of,
     walk_rows_,
 )
+from ligerzoo.kernels.registration import register
 
 
-def _forward_fake(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
-    temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+class _ForwardResults(NamedTuple):
+    """`RowResults` of the flattened targets, and (2, T) fp32 m and s of each row for backward."""
+
+    loss: Tensor
+    logp: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    normalizer: Tensor
+
+
+def _forward_fake(logits: Tensor, target: Tensor, statistics: bool) -> _ForwardResults:
     results = empty_results(target.reshape(-1), accumulation_dtype(logits.dtype), statistics=statistics)
-    return *results, results.loss.new_empty((2, target.numel()))
+    return _ForwardResults(*results, results.loss.new_empty((2, target.numel())))
 
 
-@register(
-    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weight, {TERMS_SCHEMA}, int ignore_index, "
-    "bool statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_forward_fake,
-)
+@register("cross_entropy_forward", fake=_forward_fake)
 def _forward(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
-    temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The results of the flattened targets, and the normalizers."""
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int, statistics: bool
+) -> _ForwardResults:  # fmt: skip
     targets = target.reshape(-1)
-    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
     results = empty_results(targets, accumulation_dtype(logits.dtype), statistics=statistics)
     normalizer = results.loss.new_zeros((2, target.numel()))
     walk_rows_(
         as_rows(logits), targets, results, NOTHING, terms, ignore_index, class_weight, normalizer=normalizer,
         triton=True,
     )  # fmt: skip
-    return *results, normalizer
+    return _ForwardResults(*results, normalizer)
 
 
-def _backward_fake(
-    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape)
-
-
-@register(
-    "cross_entropy_backward(Tensor logits, Tensor target, Tensor normalizer, Tensor upstream, Tensor? class_weight, "
-    f"{TERMS_SCHEMA}, int ignore_index) -> Tensor",
-    fake=_backward_fake,
-)
+@register("cross_entropy_backward", fake=lambda logits: logits.new_empty(logits.shape))
 def _backward(
-    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
+    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None, terms: Terms,
+    ignore_index: int,
 ) -> Tensor:  # fmt: skip
     dlogits = logits.new_empty(logits.shape)
     walk_rows_(
-        as_rows(logits), target.reshape(-1), None, Upstream(upstream.reshape(-1)),
-        Terms(scale, softcap, temperature, label_smoothing, z_loss), ignore_index, class_weight,
+        as_rows(logits), target.reshape(-1), None, Upstream(upstream.reshape(-1)), terms, ignore_index, class_weight,
         out=dlogits.view(-1, logits.shape[-1]), normalizer=normalizer, triton=True,
     )  # fmt: skip
     return dlogits
@@ -100,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int,
         statistics: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        *results, normalizer = _forward(logits, target, class_weight, *terms, ignore_index, statistics)
+        *results, normalizer = _forward(logits, target, class_weight, terms, ignore_index, statistics)
         ctx.save_for_backward(logits, target, normalizer, class_weight)
         ctx.terms, ctx.ignore_index = terms, ignore_index
         ctx.set_materialize_grads(False)
@@ -111,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         logits, target, normalizer, class_weight = ctx.saved_tensors
-        dlogits = _backward(logits, target, normalizer, upstream, class_weight, *ctx.terms, ctx.ignore_index)
+        dlogits = _backward(logits, target, normalizer, upstream, class_weight, ctx.terms, ctx.ignore_index)
         return dlogits, None, None, None, None, None
 
 

@@ -43,12 +43,12 @@ from ligerzoo.kernels.dispatch import (
     as_rows,
     next_power_of_2,
     once_differentiable,
-    register,
     uses_triton,
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduced
 from ligerzoo.kernels.math import exp, fast_log, softcapped
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.kernels.softmax import max_and_sum_exp
 
@@ -56,7 +56,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"]
 """The last, of `cosine`, is one of logits."""
 
 
-class Options(NamedTuple):
+class DivergenceOptions(NamedTuple):
     """What is computed; only "jsd" uses `beta`. The scales and softcaps are applied before the temperature."""
 
     divergence: Divergence
@@ -82,13 +82,9 @@ class Options(NamedTuple):
         return self.ignore_index, 1 / self.temperature, self.beta, *student, *teacher
 
 
-OPTIONS_SCHEMA = (
-    "str divergence, float beta, float temperature, int ignore_index, float student_scale, float? student_softcap, "
-    "float teacher_scale, float? teacher_softcap"
-)
-
-
-def _log_probabilities(student: Tensor, teacher: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor | float]:
+def _log_probabilities(
+    student: Tensor, teacher: Tensor, options: DivergenceOptions
+) -> tuple[Tensor, Tensor, Tensor | float]:
     """(log p, log q, the slope of the student's transformed logits)"""
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     (y, _), (x, slope) = (
@@ -119,7 +115,7 @@ def _parts(log_p: Tensor, log_q: Tensor, divergence: Divergence, beta: float) ->
     return slope - beta * p * torch.log1p((1 - beta) * torch.expm1(ratio)), slope
 
 
-def reference(student: Tensor, teacher: Tensor, target: Tensor, options: Options) -> Tensor:
+def reference(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> Tensor:
     """The divergence of each token in plain torch: the specification, the CPU path and the tests' oracle."""
     ignored = target == options.ignore_index
     # Masking the losses alone would multiply NaN logits of an ignored token by an upstream gradient of 0.
@@ -325,73 +321,62 @@ def _block(n_cols: int) -> tuple[int, int]:
     return block, min(8, max(4, block // 512))
 
 
-def _forward_fake(student: Tensor, teacher: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+class _ForwardResults(NamedTuple):
+    """Of each token the loss, and five numbers for backward: the student's maximum and log of its sum of exponentials,
+    the teacher's two, and S."""
+
+    loss: Tensor
+    statistics: Tensor
+
+
+def _forward_fake(student: Tensor, target: Tensor) -> _ForwardResults:
     loss = student.new_empty(target.shape, dtype=torch.float32)
-    return loss, student.new_empty((*target.shape, 5), dtype=torch.float32)
+    return _ForwardResults(loss, student.new_empty((*target.shape, 5), dtype=torch.float32))
 
 
-@register(
-    f"divergence_forward(Tensor student, Tensor teacher, Tensor target, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
-    fake=_forward_fake,
-)
-def _forward(
-    student: Tensor, teacher: Tensor, target: Tensor, divergence: Divergence, beta: float, temperature: float,
-    ignore_index: int, student_scale: float, student_softcap: float | None, teacher_scale: float,
-    teacher_softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss of each token, and its statistics."""
-    options = Options(
-        divergence, beta, temperature, ignore_index, student_scale, student_softcap, teacher_scale, teacher_softcap
-    )
-    loss, statistics = _forward_fake(student, teacher, target)
+@register("divergence_forward", fake=_forward_fake)
+def _forward(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> _ForwardResults:
+    results = _forward_fake(student, target)
     student_rows, teacher_rows = as_rows(student), as_rows(teacher)
     n_rows, n_cols = student_rows.shape
     block, warps = _block(n_cols)
     _forward_kernel[n_rows](
-        student_rows, teacher_rows, target.contiguous(), loss, statistics, student_rows.stride(0),
-        teacher_rows.stride(0), *options.numbers(), n_cols, divergence, block, num_warps=warps,
+        student_rows, teacher_rows, target.contiguous(), *results, student_rows.stride(0), teacher_rows.stride(0),
+        *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
     )  # fmt: skip
-    return loss, statistics
+    return results
 
 
-def _backward_fake(student: Tensor, *_: Any) -> Tensor:
+def _backward_fake(student: Tensor) -> Tensor:
     return student.new_empty(student.shape)
 
 
-@register(
-    "divergence_backward(Tensor student, Tensor teacher, Tensor target, Tensor statistics, Tensor upstream, "
-    f"{OPTIONS_SCHEMA}) -> Tensor",
-    fake=_backward_fake,
-)
+@register("divergence_backward", fake=_backward_fake)
 def _backward(
-    student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, divergence: Divergence,
-    beta: float, temperature: float, ignore_index: int, student_scale: float, student_softcap: float | None,
-    teacher_scale: float, teacher_softcap: float | None,
+    student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, options: DivergenceOptions
 ) -> Tensor:  # fmt: skip
-    options = Options(
-        divergence, beta, temperature, ignore_index, student_scale, student_softcap, teacher_scale, teacher_softcap
-    )
     dstudent = _backward_fake(student)
     student_rows, teacher_rows = as_rows(student), as_rows(teacher)
     n_rows, n_cols = student_rows.shape
     block, warps = _block(n_cols)
     _backward_kernel[n_rows](
         student_rows, teacher_rows, target.contiguous(), statistics, upstream, dstudent, student_rows.stride(0),
-        teacher_rows.stride(0), upstream.stride(0), *options.numbers(), n_cols, divergence, block, num_warps=warps,
+        teacher_rows.stride(0), upstream.stride(0), *options.numbers(), n_cols, options.divergence, block,
+        num_warps=warps,
     )  # fmt: skip
     return dstudent
 
 
-def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: Options, triton: bool) -> Tensor:
+def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions, triton: bool) -> Tensor:
     """The divergence of each row of (M, V) logits, outside autograd; by Triton, or by plain torch."""
     if options.divergence == "cosine":
         ignored = target == options.ignore_index
         return cosine.losses_of(student, teacher, ignored, options.student, options.teacher)
-    return _forward(student, teacher, target, *options)[0] if triton else reference(student, teacher, target, options)
+    return _forward(student, teacher, target, options).loss if triton else reference(student, teacher, target, options)
 
 
 def loss_then_gradient_(
-    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: Options, triton: bool
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: DivergenceOptions, triton: bool
 ) -> Tensor:
     """Returns each row's divergence and overwrites `student` with its gradient.
 
@@ -427,8 +412,8 @@ def loss_then_gradient_(
 
 class _Losses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, target: Tensor, options: Options) -> Tensor:
-        loss, statistics = _forward(student, teacher, target, *options)
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> Tensor:
+        loss, statistics = _forward(student, teacher, target, options)
         ctx.save_for_backward(student, teacher, target, statistics)
         ctx.options = options
         return loss
@@ -436,10 +421,12 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(*ctx.saved_tensors, upstream.reshape(-1), *ctx.options), None, None, None
+        student, teacher, target, statistics = ctx.saved_tensors
+        dstudent = _backward(student, teacher, target, statistics, upstream.reshape(-1), ctx.options)
+        return dstudent, None, None, None
 
 
-def check(name: str, options: Options, **of_the_teacher: Tensor | None) -> None:
+def check(name: str, options: DivergenceOptions, **of_the_teacher: Tensor | None) -> None:
     """Raises ValueError for numbers that define no divergence, and for a teacher that expects gradients."""
     if not (0 <= options.beta <= 1 and options.temperature > 0):
         raise ValueError(
@@ -462,8 +449,8 @@ def jsd_at(beta: float) -> Divergence:
 
 
 def _divergence(
-    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, options: Options, reduction: Reduction,
-    num_items: int | Tensor | None, backend: Backend,
+    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, options: DivergenceOptions,
+    reduction: Reduction, num_items: int | Tensor | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
     check(name, options, teacher=teacher)
     if student.shape != teacher.shape:
@@ -481,7 +468,7 @@ def _divergence(
     return reduced(losses, denominator(name, losses.dtype, target, reduction, options.ignore_index, num_items))
 
 
-def every_token_counts(student: Tensor, options: Options) -> tuple[Tensor, Options]:
+def every_token_counts(student: Tensor, options: DivergenceOptions) -> tuple[Tensor, DivergenceOptions]:
     """Targets of which none is ignored, for (..., V) logits or (..., H) hidden states."""
     target = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
     return target, options._replace(ignore_index=-100)
@@ -521,7 +508,7 @@ def kl_div(
     Raises:
         ValueError: the shapes do not fit, an option is out of range, or the teacher requires a gradient.
     """
-    options = Options("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
+    options = DivergenceOptions("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
     return _divergence("kl_div", student, teacher, target, options, reduction, num_items, backend)
 
 
@@ -547,7 +534,7 @@ def jsd(
 
     The other arguments, the result and the errors are those of `kl_div`.
     """
-    options = Options(jsd_at(beta), beta, temperature, ignore_index)
+    options = DivergenceOptions(jsd_at(beta), beta, temperature, ignore_index)
     return _divergence("jsd", student, teacher, target, options, reduction, num_items, backend)
 
 
@@ -567,5 +554,5 @@ def tvd(
 
     The arguments, the result and the errors are those of `kl_div`.
     """
-    options = Options("tvd", 0.0, temperature, ignore_index)
+    options = DivergenceOptions("tvd", 0.0, temperature, ignore_index)
     return _divergence("tvd", student, teacher, target, options, reduction, num_items, backend)

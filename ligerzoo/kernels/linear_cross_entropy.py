@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, register, uses_triton
-from ligerzoo.kernels.loss.chunked_head import Needs, gradient_dtype, head_type, rows_per_chunk
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, gradient_dtype, head_type, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import with_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
@@ -31,7 +31,8 @@ from ligerzoo.kernels.loss.reduction import (
     reduced,
 )
 from ligerzoo.kernels.loss.token_loss import (
-    TERMS_SCHEMA,
+    NOTHING,
+    RowResults,
     Terms,
     TokenStatistics,
     Upstream,
@@ -39,75 +40,86 @@ from ligerzoo.kernels.loss.token_loss import (
     statistics_of,
     walk_rows_,
 )
+from ligerzoo.kernels.registration import register
 
 
-class _Options(NamedTuple):
-    terms: Terms
+class SweepOptions(NamedTuple):
+    """How rows are swept.
+
+    Attributes:
+        ignore_index: the target of a row that is ignored.
+        budget: MiB of logits that exist at a time, or None for `set_logits_budget`'s.
+        triton: by Triton, or by plain torch.
+        statistics: whether to compute entropies and argmaxes.
+    """
+
     ignore_index: int
     budget: int | None
     triton: bool
     statistics: bool
 
 
-def _sweep_fake(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    of_loss: Tensor | None, of_logp: Tensor | None, of_entropy: Tensor | None, of_logsumexp: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float,
-    ignore_index: int, budget: int | None, triton: bool, statistics: bool,
-    needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return (
-        *empty_results(target, accumulation_dtype(hidden.dtype), statistics=statistics),
-        hidden.new_empty(hidden.shape if needs_hidden else (0,)),
-        weight.new_empty(weight.shape if needs_weight else (0,), dtype=gradient_dtype(weight)),
-        weight.new_empty(weight.shape[:1] if needs_bias else (0,), dtype=accumulation_dtype(weight.dtype)),
+class SweepResults(NamedTuple):
+    """`RowResults`, and `HeadGradients`."""
+
+    loss: Tensor
+    logp: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+    @property
+    def rows(self) -> RowResults:
+        return RowResults(*self[:5])
+
+
+def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> SweepResults:
+    hidden, weight, _ = head
+    return SweepResults(
+        *empty_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics),
+        hidden.new_empty(hidden.shape if needs.hidden else (0,)),
+        weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(weight)),
+        weight.new_empty(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype)),
     )
 
 
-@register(
-    "linear_cross_entropy_sweep(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, "
-    "Tensor? of_loss, Tensor? of_logp, Tensor? of_entropy, Tensor? of_logsumexp, "
-    f"{TERMS_SCHEMA}, int ignore_index, int? budget, bool triton, bool statistics, "
-    "bool needs_hidden, bool needs_weight, bool needs_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_sweep_fake,
-)
+@register("linear_cross_entropy_sweep", fake=_sweep_fake)
 def _sweep(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    of_loss: Tensor | None, of_logp: Tensor | None, of_entropy: Tensor | None, of_logsumexp: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float,
-    ignore_index: int, budget: int | None, triton: bool, statistics: bool,
-    needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    upstream = Upstream(of_loss, of_logp, of_entropy, of_logsumexp)
-    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    needs = Needs(needs_hidden, needs_weight)  # the bias's gradient is summed here, from what is not rounded yet
-    results = empty_results(target, accumulation_dtype(hidden.dtype), statistics=statistics)
-    counts = target != ignore_index
-    rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), budget)
-    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs, bias)
-    dbias = weight.new_zeros(weight.shape[:1] if needs_bias else (0,), dtype=accumulation_dtype(weight.dtype))
-    for chunk in head.chunks:
-        logits = head.logits(chunk)
+    head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
+    options: SweepOptions, needs: Needs,
+) -> SweepResults:  # fmt: skip
+    hidden, weight, _ = head
+    results = empty_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics)
+    counts = target != options.ignore_index
+    rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), options.budget)
+    dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
+    needs_products = needs.hidden or needs.weight
+    # The head would sum the bias's gradient from logits that are rounded already.
+    chunked = head_type(hidden.shape[0], weight)(head, counts, rows, needs._replace(bias=False))
+    for chunk in chunked.chunks:
+        logits = chunked.logits(chunk)
         walk_rows_(
-            logits, target, results, upstream, terms, ignore_index, class_weight=class_weight,
-            out=logits if any(needs) or needs_bias else None, sums=dbias if needs_bias else None, order=head.order,
-            count=head.count(chunk), first_row=chunk.start, triton=triton,
+            logits, target, results, upstream, terms, options.ignore_index, class_weight=class_weight,
+            out=logits if any(needs) else None, sums=dbias if needs.bias else None, order=chunked.order,
+            count=chunked.count(chunk), first_row=chunk.start, triton=options.triton,
         )  # fmt: skip
-        if any(needs):
-            head.take_gradient(chunk, logits)
-    dhidden, dweight, _ = head.gradients()
-    return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
+        if needs_products:
+            chunked.take_gradient(chunk, logits)
+    dhidden, dweight, _ = chunked.gradients()
+    return SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
 
 
 def _reduced_loss(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    token_weight: Tensor | None, divisor: int | Tensor, options: _Options,
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    head: HeadInputs, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None, divisor: int | Tensor,
+    terms: Terms, options: SweepOptions,
+) -> tuple[Tensor, RowResults]:  # fmt: skip
     """The sum of the tokens' weighted losses, divided, and their results as constants; gradients are made in this one
     sweep."""
-    terms, *others = options
-    needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    hidden = head.hidden
+    needs = Needs(*(t is not None and t.requires_grad for t in head))
     with torch.no_grad():
         ones = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
         of_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
@@ -116,16 +128,14 @@ def _reduced_loss(
             largest = of_loss.abs().max()
             largest = torch.where(largest == 0, 1.0, largest)
             of_loss = of_loss / largest
-        *results, dhidden, dweight, dbias = _sweep(
-            hidden, weight, target, bias, class_weight, of_loss.expand(target.shape), None, None, None,
-            *terms, *others, *needs,
-        )  # fmt: skip
-        losses = results[0]
-        total = (losses if token_weight is None else losses * token_weight).sum()
-    loss = with_gradients(total / divisor, (hidden, dhidden), (weight, dweight), (bias, dbias), factor=largest)
+        upstream = Upstream(loss=of_loss.expand(target.shape))
+        results = _sweep(head, target, class_weight, upstream, terms, options, needs)
+        total = (results.loss if token_weight is None else results.loss * token_weight).sum()
+    gradients = results.dhidden, results.dweight, results.dbias
+    loss = with_gradients(total / divisor, *zip(head, gradients, strict=True), factor=largest)
     if token_weight is not None:
-        loss = with_gradients(loss, (token_weight, (losses / divisor).detach()))
-    return loss, results
+        loss = with_gradients(loss, (token_weight, (results.loss / divisor).detach()))
+    return loss, results.rows
 
 
 class _TokenResults(torch.autograd.Function):
@@ -133,45 +143,37 @@ class _TokenResults(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: _Options,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+        terms: Terms, options: SweepOptions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        terms, *others = options
         results = _sweep(
-            hidden, weight, target, bias, class_weight, None, None, None, None, *terms, *others, False, False, False
-        )[:5]
-        ctx.save_for_backward(hidden, weight, target, bias, class_weight)
-        ctx.options = options
+            HeadInputs(hidden, weight, bias), target, class_weight, NOTHING, terms, options, Needs(False, False)
+        ).rows
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        ctx.terms, ctx.options = terms, options
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(results[4])
-        return results
+        ctx.mark_non_differentiable(results.argmax)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, bias, class_weight = ctx.saved_tensors
-        terms, ignore_index, budget, triton, statistics = ctx.options
-        of_loss, of_logp, of_entropy, of_logsumexp, _ = upstream
-        of_entropy = of_entropy if statistics else None  # compiled code gives zeros for what nobody used
-        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        *_, dhidden, dweight, dbias = _sweep(
-            hidden, weight, target, bias, class_weight, of_loss, of_logp, of_entropy, of_logsumexp,
-            *terms, ignore_index, budget, triton, False, needs_hidden, needs_weight, needs_bias,
-        )  # fmt: skip
-        return (
-            dhidden if needs_hidden else None,
-            dweight.to(weight.dtype) if needs_weight else None,
-            None,
-            dbias.to(bias.dtype) if needs_bias else None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
+        *head, target, class_weight = ctx.saved_tensors
+        upstream = Upstream(*upstreams[:4])
+        if not ctx.options.statistics:  # compiled code gives zeros for what nobody used
+            upstream = upstream._replace(entropy=None)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        options = ctx.options._replace(statistics=False)
+        results = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs)
+        gradients = results.dhidden, results.dweight, results.dbias
+        of_head = (g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, head, needs, strict=True))
+        return *of_head, None, None, None, None
 
 
 def prepared(
     name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, terms: Terms,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(rows of hidden, weight, target, bias) in the dtypes that they are computed in; ValueError if they do not fit."""
+) -> tuple[HeadInputs, Tensor]:  # fmt: skip
+    """The head, of rows, and the targets, in the dtypes that they are computed in; ValueError if they do not fit."""
     hidden, weight, bias = autocast(hidden, weight, bias)
     if (
         hidden.shape[:-1] != target.shape
@@ -186,7 +188,8 @@ def prepared(
             "expected (..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype"
         )
     check_terms(name, terms)
-    return hidden.reshape(-1, hidden.shape[-1]), weight, as_targets(name, target, weight.shape[0], ignore_index), bias
+    head = HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    return head, as_targets(name, target, weight.shape[0], ignore_index)
 
 
 @overload
@@ -257,22 +260,21 @@ def linear_cross_entropy(  # type: ignore[misc]
             target is no class. On a GPU without LIGERZOO_DEBUG such a token's loss is NaN.
     """
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
-    rows, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
+    head, target = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     check_class_weight(name, class_weight, weight.shape[0])
-    token_weight = as_token_weight(name, token_weight, target, ignore_index, accumulation_dtype(rows.dtype))
-    triton = uses_triton(rows, weight, backend=backend)
-    options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
+    dtype = accumulation_dtype(head.hidden.dtype)
+    token_weight = as_token_weight(name, token_weight, target, ignore_index, dtype)
+    triton = uses_triton(head.hidden, head.weight, backend=backend)
+    options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
-    divisor = denominator(
-        name, accumulation_dtype(rows.dtype), target, reduction, ignore_index, num_items, class_weight, token_weight
-    )
+    divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
     if divisor is None or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
-        results = _TokenResults.apply(rows, weight, targets, bias, class_weight, options)
+        results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
         loss = reduced(losses if token_weight is None else losses * token_weight, divisor)
     else:
         token_weights = None if token_weight is None else token_weight.reshape(-1)
-        loss, results = _reduced_loss(rows, weight, targets, bias, class_weight, token_weights, divisor, options)
+        loss, results = _reduced_loss(head, targets, class_weight, token_weights, divisor, terms, options)
     if return_statistics:
         return loss, statistics_of([t.detach() for t in results], target, ignore_index)
     return loss
@@ -296,9 +298,10 @@ def token_statistics(
     All of one sweep; differentiable, but for the last two. Arguments and errors are those of `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    rows, weight, target, bias = prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
-    options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), True)
-    results = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)
+    head, target = prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
+    triton = uses_triton(head.hidden, head.weight, backend=backend)
+    options = SweepOptions(ignore_index, logits_budget, triton, True)
+    results = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)
     return statistics_of(results, target, ignore_index)
 
 
@@ -320,7 +323,8 @@ def token_logps(
     What preference and reinforcement losses stand on. Arguments and errors are those of `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    rows, weight, target, bias = prepared("token_logps", hidden, weight, target, bias, ignore_index, terms)
-    options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), False)
-    logps: Tensor = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)[1]
+    head, target = prepared("token_logps", hidden, weight, target, bias, ignore_index, terms)
+    triton = uses_triton(head.hidden, head.weight, backend=backend)
+    options = SweepOptions(ignore_index, logits_budget, triton, False)
+    logps: Tensor = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)[1]
     return logps.view(target.shape)

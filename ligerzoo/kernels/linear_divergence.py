@@ -26,20 +26,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
 from ligerzoo.kernels.divergence import (
-    OPTIONS_SCHEMA,
-    Divergence,
-    Options,
+    DivergenceOptions,
     check,
     every_token_counts,
     jsd_at,
     loss_then_gradient_,
     losses_of,
 )
-from ligerzoo.kernels.loss.chunked_head import DenseHead, Needs, SkippingHead, gradient_dtype, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.chunked_head import (
+    DenseHead,
+    HeadInputs,
+    Needs,
+    SkippingHead,
+    gradient_dtype,
+    head_type,
+    rows_per_chunk,
+)
 from ligerzoo.kernels.loss.precomputed_grad import with_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
+from ligerzoo.kernels.registration import register
 
 
 class Side(NamedTuple):
@@ -60,31 +67,39 @@ class Side(NamedTuple):
     softcap: float | None = None
 
 
-_INPUTS_SCHEMA = (
-    "Tensor student_hidden, Tensor student_weight, Tensor? student_bias, Tensor teacher_hidden, "
-    "Tensor? teacher_weight, Tensor? teacher_bias, Tensor target, Tensor? upstream"
-)
+class TeacherInputs(NamedTuple):
+    """Hidden states (T, G), the (V, G) weight and (V,) bias of the teacher's head; or (T, V) logits, and no weight."""
+
+    hidden: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
 
 
-def _sweep_fake(
-    student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
-    teacher_weight: Tensor | None, teacher_bias: Tensor | None, target: Tensor, upstream: Tensor | None,
-    divergence: Divergence, beta: float, temperature: float, ignore_index: int, student_scale: float,
-    student_softcap: float | None, teacher_scale: float, teacher_softcap: float | None, budget: int | None,
-    triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    either = torch.promote_types(student_hidden.dtype, teacher_hidden.dtype)
-    losses = student_hidden.new_empty(target.shape, dtype=accumulation_dtype(either))
-    dhidden = student_hidden.new_empty(student_hidden.shape if needs_hidden else (0,))
-    classes, features = student_weight.shape
-    dweight_dtype = gradient_dtype(*_weights(student_weight, teacher_weight))
-    dweight = student_weight.new_empty((classes, features) if needs_weight else (0,), dtype=dweight_dtype)
-    dbias = student_weight.new_empty((classes,) if needs_bias else (0,), dtype=accumulation_dtype(student_weight.dtype))
-    return losses, dhidden, dweight, dbias
+class SweepResults(NamedTuple):
+    """(T,) losses, and the gradients of their sum, weighted by the upstream ones, with respect to the student."""
+
+    losses: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
 
 
-def _weights(*weights: Tensor | None) -> list[Tensor]:
-    return [weight for weight in weights if weight is not None]
+def _loss_dtype(student: HeadInputs, teacher: TeacherInputs) -> torch.dtype:
+    return accumulation_dtype(torch.promote_types(student.hidden.dtype, teacher.hidden.dtype))
+
+
+def _weights(student: HeadInputs, teacher: TeacherInputs) -> list[Tensor]:
+    return [student.weight] if teacher.weight is None else [student.weight, teacher.weight]
+
+
+def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, needs: Needs) -> SweepResults:
+    hidden, weight, _ = student
+    return SweepResults(
+        hidden.new_empty(target.shape, dtype=_loss_dtype(student, teacher)),
+        hidden.new_empty(hidden.shape if needs.hidden else (0,)),
+        weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(*_weights(student, teacher))),
+        weight.new_empty(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype)),
+    )
 
 
 class _GivenLogits:
@@ -97,64 +112,39 @@ class _GivenLogits:
         return self.given[chunk] if self.order is None else self.given[self.order[chunk]]
 
 
-@register(
-    f"linear_divergence_sweep({_INPUTS_SCHEMA}, {OPTIONS_SCHEMA}, int? budget, bool triton, bool needs_hidden, "
-    "bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_sweep_fake,
-)
+@register("linear_divergence_sweep", fake=_sweep_fake)
 def _sweep(
-    student_hidden: Tensor, student_weight: Tensor, student_bias: Tensor | None, teacher_hidden: Tensor,
-    teacher_weight: Tensor | None, teacher_bias: Tensor | None, target: Tensor, upstream: Tensor | None,
-    divergence: Divergence, beta: float, temperature: float, ignore_index: int, student_scale: float,
-    student_softcap: float | None, teacher_scale: float, teacher_softcap: float | None, budget: int | None,
-    triton: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The losses of all rows, and the gradients of their sum, weighted by `upstream`, (T,), with respect to the
-    student's hidden, weight and bias (empty where not needed). Without gradients `upstream` is not read."""
-    options = Options(
-        divergence, beta, temperature, ignore_index, student_scale, student_softcap, teacher_scale, teacher_softcap
-    )
-    needs = Needs(needs_hidden, needs_weight, needs_bias)
-    itemsize = student_hidden.element_size() + teacher_hidden.element_size()
-    rows = rows_per_chunk(student_hidden, student_weight.shape[0], itemsize, budget)
-    counts, weights = target != ignore_index, _weights(student_weight, teacher_weight)
+    student: HeadInputs, teacher: TeacherInputs, target: Tensor, upstream: Tensor | None, options: DivergenceOptions,
+    budget: int | None, triton: bool, needs: Needs,
+) -> SweepResults:  # fmt: skip
+    """Without needed gradients `upstream`, (T,), is not read."""
+    itemsize = student.hidden.element_size() + teacher.hidden.element_size()
+    rows = rows_per_chunk(student.hidden, student.weight.shape[0], itemsize, budget)
+    counts, weights = target != options.ignore_index, _weights(student, teacher)
     head = head_type(target.shape[0], *weights)
-    student = head(student_hidden, student_weight, counts, rows, needs, student_bias)
-    teacher: DenseHead | SkippingHead | _GivenLogits = _GivenLogits(teacher_hidden, student.order)
-    if teacher_weight is not None:
-        teacher = head(teacher_hidden, teacher_weight, counts, rows, Needs(False, False), teacher_bias)
-    losses = target.new_zeros(
-        target.shape, dtype=accumulation_dtype(torch.promote_types(student_hidden.dtype, teacher_hidden.dtype))
-    )
-    for chunk in student.chunks:
-        tokens = chunk if student.order is None else student.order[chunk]
-        logits, teacher_logits = student.logits(chunk), teacher.logits(chunk)
+    student_head = head(student, counts, rows, needs)
+    teacher_head: DenseHead | SkippingHead | _GivenLogits = _GivenLogits(teacher.hidden, student_head.order)
+    if teacher.weight is not None:
+        inputs = HeadInputs(teacher.hidden, teacher.weight, teacher.bias)
+        teacher_head = head(inputs, counts, rows, Needs(False, False))
+    losses = target.new_zeros(target.shape, dtype=_loss_dtype(student, teacher))
+    for chunk in student_head.chunks:
+        tokens = chunk if student_head.order is None else student_head.order[chunk]
+        logits, teacher_logits = student_head.logits(chunk), teacher_head.logits(chunk)
         if any(needs):
             assert upstream is not None
             losses[tokens] = loss_then_gradient_(
                 logits, teacher_logits, target[tokens], upstream[tokens], options, triton
             )
-            student.take_gradient(chunk, logits)
+            student_head.take_gradient(chunk, logits)
         else:
             losses[tokens] = losses_of(logits, teacher_logits, target[tokens], options, triton)
-    dhidden, dweight, dbias = student.gradients()
-    return losses, dhidden, dweight.to(gradient_dtype(*weights)), dbias
-
-
-class _Inputs(NamedTuple):
-    """The tensors of a sweep, rows of all tokens; `target` is (T,)."""
-
-    student_hidden: Tensor
-    student_weight: Tensor
-    student_bias: Tensor | None
-    teacher_hidden: Tensor
-    teacher_weight: Tensor | None
-    teacher_bias: Tensor | None
-    target: Tensor
+    dhidden, dweight, dbias = student_head.gradients()
+    return SweepResults(losses, dhidden, dweight.to(gradient_dtype(*weights)), dbias)
 
 
 def linear_divergence(
-    name: str, student: Side, teacher: Side, target: Tensor | None, options: Options, reduction: Reduction,
+    name: str, student: Side, teacher: Side, target: Tensor | None, options: DivergenceOptions, reduction: Reduction,
     num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
     """The divergence of two heads, as `linear_kl_div` says; `name` is the function that an error is about."""
@@ -174,15 +164,15 @@ def linear_divergence(
     divisor = denominator(
         name, accumulation_dtype(student.hidden.dtype), target, reduction, options.ignore_index, num_items
     )
-    inputs = _Inputs(
-        student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias,
-        teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias, target.reshape(-1),
-    )  # fmt: skip
-    how = logits_budget, uses_triton(student.hidden, teacher.hidden, backend=backend)
+    triton, targets = uses_triton(student.hidden, teacher.hidden, backend=backend), target.reshape(-1)
+    student_inputs = HeadInputs(student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias)
+    teacher_inputs = TeacherInputs(teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias)
     if divisor is None:
-        losses: Tensor = _TokenDivergences.apply(*inputs, options, *how)
+        losses: Tensor = _TokenDivergences.apply(
+            *student_inputs, *teacher_inputs, targets, options, logits_budget, triton
+        )
         return losses.view(tokens)
-    return _reduced_divergence(inputs, divisor, options, *how)
+    return _reduced_divergence(student_inputs, teacher_inputs, targets, divisor, options, logits_budget, triton)
 
 
 def _autocast(side: Side) -> Side:
@@ -191,17 +181,19 @@ def _autocast(side: Side) -> Side:
 
 
 def _reduced_divergence(
-    inputs: _Inputs, divisor: int | Tensor, options: Options, budget: int | None, triton: bool
-) -> Tensor:
+    student: HeadInputs, teacher: TeacherInputs, target: Tensor, divisor: int | Tensor, options: DivergenceOptions,
+    budget: int | None, triton: bool,
+) -> Tensor:  # fmt: skip
     """The sum of the tokens' divergences, divided; one sweep computes it and the gradients that are needed."""
-    student, target = inputs[:3], inputs.target
-    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in student]
+    needs = Needs(*(t is not None and t.requires_grad and torch.is_grad_enabled() for t in student))
     with torch.no_grad():
-        share = torch.ones((), dtype=accumulation_dtype(inputs.student_hidden.dtype), device=target.device) / divisor
+        share = torch.ones((), dtype=accumulation_dtype(student.hidden.dtype), device=target.device) / divisor
         # In fp16 what is multiplied by a small number too early may vanish.
-        is_fp16 = inputs.student_hidden.dtype == torch.float16
+        is_fp16 = student.hidden.dtype == torch.float16
         upstream, factor = (torch.ones_like(share), share) if is_fp16 else (share, None)
-        losses, *gradients = _sweep(*inputs, upstream.expand(target.shape), *options, budget, triton, *needs)
+        losses, *gradients = _sweep(
+            student, teacher, target, upstream.expand(target.shape), options, budget, triton, needs
+        )
         loss = losses.sum() / divisor
     return with_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
 
@@ -213,16 +205,19 @@ class _TokenDivergences(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, options, budget, triton = args
         ctx.save_for_backward(*inputs)
-        ctx.options = *options, budget, triton
-        losses: Tensor = _sweep(*inputs, None, *ctx.options, False, False, False)[0]
-        return losses
+        ctx.options, ctx.budget, ctx.triton = options, budget, triton
+        student, teacher, target = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6]), inputs[6]
+        return _sweep(student, teacher, target, None, options, budget, triton, Needs(False, False)).losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        student, needs = ctx.saved_tensors[:3], ctx.needs_input_grad[:3]
-        _, *gradients = _sweep(*ctx.saved_tensors, upstream, *ctx.options, *needs)
-        of_student = (g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, student, needs, strict=True))
+        inputs, needs = ctx.saved_tensors, Needs(*ctx.needs_input_grad[:3])
+        student, teacher, target = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6]), inputs[6]
+        _, *gradients = _sweep(student, teacher, target, upstream, ctx.options, ctx.budget, ctx.triton, needs)
+        of_student = (
+            g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, inputs[:3], needs, strict=True)
+        )
         return *of_student, *(None,) * 7
 
 
@@ -306,7 +301,7 @@ def linear_kl_div(
         ValueError: the shapes or dtypes do not fit, an option is out of range, or something of the teacher requires a
             gradient.
     """
-    options = Options("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
+    options = DivergenceOptions("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
@@ -336,7 +331,7 @@ def linear_jsd(
     backend: Backend = "auto",
 ) -> Tensor:
     """`jsd`, whose `beta` this is, of two heads; everything else is as in `linear_kl_div`."""
-    options = Options(jsd_at(beta), beta, temperature, ignore_index)
+    options = DivergenceOptions(jsd_at(beta), beta, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
@@ -365,7 +360,7 @@ def linear_tvd(
     backend: Backend = "auto",
 ) -> Tensor:
     """`tvd` of two heads; everything else is as in `linear_kl_div`."""
-    options = Options("tvd", 0.0, temperature, ignore_index)
+    options = DivergenceOptions("tvd", 0.0, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(

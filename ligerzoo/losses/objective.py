@@ -30,7 +30,7 @@ from torch import Tensor
 from ligerzoo.kernels import cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, uses_triton
 from ligerzoo.kernels.linear_cross_entropy import prepared
-from ligerzoo.kernels.loss.chunked_head import Needs, head_type, most_rows, rows_per_chunk
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, most_rows, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import with_gradients
 from ligerzoo.kernels.loss.reduction import as_targets, check_terms
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, reference, walk_rows_
@@ -276,7 +276,7 @@ def _in_one_sweep(
     """The value with its gradients; None if the logits of a group do not fit the budget. (Nor for fp16, in which the
     gradients of single tokens may vanish unless the loss's scale multiplies them, and only backward knows that.)"""
     terms, formula, shape = Terms(logit_scale, softcap, temperature), objective.formula, target.shape
-    x, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
+    (x, weight, bias), target = prepared(name, hidden, weight, target, bias, ignore_index, terms)
     if x.dtype == torch.float16 or target.numel() == 0:
         return None
     plan = _plan(x, weight.shape[0], target, objective.group, logits_budget)
@@ -304,7 +304,7 @@ def _in_one_sweep(
         if bias is not None and bias.requires_grad:
             dbias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
         head = head_type(x.shape[0], weight)(
-            x, weight, targets != ignore_index, plan.tokens_at_a_time, needs, bias, plan.order
+            HeadInputs(x, weight, bias), targets != ignore_index, plan.tokens_at_a_time, needs, plan.order
         )
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)

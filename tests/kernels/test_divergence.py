@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.divergence import Options, loss_then_gradient_
+from ligerzoo.kernels.divergence import DivergenceOptions, loss_then_gradient_
 from ligerzoo.kernels.softcap import Transform
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
@@ -250,7 +250,7 @@ def test_the_gradient_in_place_of_ignored_rows_that_are_not_finite(divergence: A
     student, teacher = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
     student[1], teacher[2] = torch.nan, torch.inf
     target, upstream = torch.tensor([1, -100, -100, 4], device=device), torch.rand(4, device=device) + 0.5
-    options = Options(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
+    options = DivergenceOptions(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
     losses = loss_then_gradient_(student, teacher, target, upstream, options, backend == "triton")
     for t in (losses, student):
         assert not t[[1, 2]].any()
@@ -315,7 +315,7 @@ def test_probabilities_are_never_made(of: str, device: str, monkeypatch: pytest.
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd"])
 def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, device: str) -> None:
-    options = Options(divergence, 0.3, 2.0, -100)
+    options = DivergenceOptions(divergence, 0.3, 2.0, -100)
     of = {"forward_kl": "kl_div", "reverse_kl": "kl_div-reverse"}.get(divergence, divergence)
     student, teacher = numbers(9, 5000, device=device), numbers(9, 5000, device=device).detach()
     target = targets(9, classes=33, device=device)

@@ -21,8 +21,22 @@ from ligerzoo.kernels.loss import ragged_gemm
 from ligerzoo.kernels.loss.wgrad_accumulator import COLUMNS, WeightSum
 
 
+class HeadInputs(NamedTuple):
+    """What logits are computed from.
+
+    Attributes:
+        hidden: (M, H) hidden states.
+        weight: (V, H).
+        bias: (V,), added to the logits, or None.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 class Needs(NamedTuple):
-    """Which gradients are to be computed; the others have no elements."""
+    """Which gradients to compute. The others have no elements."""
 
     hidden: bool
     weight: bool
@@ -88,6 +102,14 @@ def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[SkippingH
     return SkippingHead if n_rows and _can_skip(*weights) else DenseHead
 
 
+class HeadGradients(NamedTuple):
+    """The gradients of `HeadInputs`."""
+
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
 class DenseHead:
     """Computes all rows alike; on a CPU, where to look costs no wait, those alone that count.
 
@@ -97,9 +119,9 @@ class DenseHead:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
-        order: Tensor | None = None,
+        self, inputs: HeadInputs, counts: Tensor, rows: int, needs: Needs, order: Tensor | None = None
     ) -> None:  # fmt: skip
+        hidden, weight, bias = inputs
         self.order, self.counts = order, counts if order is None else counts[order]
         if counts.device.type == "cpu":
             self.order = counts.nonzero()[:, 0] if order is None else order[self.counts]
@@ -136,13 +158,13 @@ class DenseHead:
         if self.needs.bias:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> HeadGradients:
         """dhidden, dweight and dbias."""
         if self.hidden.shape[0] == 0:
             self.dweight.zero_()
         if self.needs.hidden and self.order is not None:
             self.dhidden = self.dhidden.new_zeros(self.shape).index_copy_(0, self.order, self.dhidden)
-        return self.dhidden, self.dweight, self.dbias
+        return HeadGradients(self.dhidden, self.dweight, self.dbias)
 
 
 def _chunks(n_rows: int, rows: int) -> list[slice]:
@@ -167,9 +189,9 @@ class SkippingHead:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
-        order: Tensor | None = None,
+        self, inputs: HeadInputs, counts: Tensor, rows: int, needs: Needs, order: Tensor | None = None
     ) -> None:  # fmt: skip
+        hidden, weight, bias = inputs
         self.hidden, self.weight, self.counts = hidden, weight, counts
         self.rows, self.needs, self.bias = rows, needs, bias
         n_rows = hidden.shape[0]
@@ -217,8 +239,8 @@ class SkippingHead:
             counts = torch.arange(chunk.start, chunk.stop, device=dlogits.device)[:, None] < count
             self.dbias += torch.where(counts, dlogits, 0).sum(0, dtype=torch.float32)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> HeadGradients:
         if self.needs.hidden:
             self.dhidden.masked_fill_(~self.counts[:, None], 0)
         dweight = self.weight.new_empty((0,)) if self.dweight is None else self.dweight.result()
-        return self.dhidden, dweight, self.dbias
+        return HeadGradients(self.dhidden, dweight, self.dbias)

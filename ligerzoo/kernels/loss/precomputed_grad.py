@@ -22,11 +22,10 @@ from ligerzoo.kernels.dispatch import (
     cdiv,
     multiprocessors,
     once_differentiable,
-    register,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.registration import is_watched
+from ligerzoo.kernels.registration import is_watched, register
 
 _BLOCK, _PROGRAMS_PER_MULTIPROCESSOR = 2048, 16
 
@@ -56,11 +55,7 @@ def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-def _scaled_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@register("scaled(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", fake=_scaled_fake)
+@register("scaled", fake=lambda x, dtype: x.new_empty(x.shape, dtype=dtype))
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x times a 0-d factor, in `dtype`."""
     return _scale(x.contiguous(), factor, x.new_empty(x.shape, dtype=dtype))

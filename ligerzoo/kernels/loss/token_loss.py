@@ -49,7 +49,6 @@ class Terms(NamedTuple):
 
 
 PLAIN = Terms()
-TERMS_SCHEMA = "float scale, float? softcap, float temperature, float label_smoothing, float z_loss"
 
 
 class RowResults(NamedTuple):
