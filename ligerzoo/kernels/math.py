@@ -93,13 +93,15 @@ def tanh_and_slope(x):
 
 
 @jit
-def softcapped(z, scale, softcap):
-    """x and dx/dz for x = scale * z, or softcap * tanh(scale * z / softcap); None is no scale, no softcap."""
-    slope = 1.0 if scale is None else scale
+def softcapped(z, scale, softcap, inverse_temperature=None):
+    """x and dx/dz for x = scale * z, or softcap * tanh(scale * z / softcap), times `inverse_temperature`; None stands
+    for no scale, no softcap, no temperature."""
+    scale = 1.0 if scale is None else scale
+    slope = scale if inverse_temperature is None else scale * inverse_temperature
     if softcap is None:
-        x = z if scale is None else z * scale
+        x = z * slope
     else:
-        t, tanh_slope = tanh_and_slope(z * (slope / softcap))
-        x = t * softcap
+        t, tanh_slope = tanh_and_slope(z * (scale / softcap))
+        x = t * (softcap if inverse_temperature is None else softcap * inverse_temperature)
         slope = slope * tanh_slope
     return x, slope
