@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, once_differentiable, uses_triton
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
-from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduced
-from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, walk_rows_
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduce_losses
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
+from ligerzoo.kernels.loss.token_loss import Terms, Upstream
 
 _IGNORED = -100  # among a process's own targets, where any number that is not negative may be a class
 
@@ -41,20 +42,20 @@ class _Options(NamedTuple):
 
 
 def _sweep(
-    hidden: Tensor, weight: Tensor, target: Tensor, of_loss: Tensor | None, needs: Needs, options: _Options
+    hidden: Tensor, weight: Tensor, target: Tensor, grad_loss: Tensor | None, needs: Needs, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of all rows and, for an upstream gradient, dhidden and dweight."""
     group, first_class, is_padding, rows, terms, ignore_index, triton = options
-    counts = target != ignore_index
-    inside = (target >= first_class) & (target < first_class + weight.shape[0]) & counts & (not is_padding)
+    valid = target != ignore_index
+    in_shard = (target >= first_class) & (target < first_class + weight.shape[0]) & valid & (not is_padding)
     # A row whose target another process has is here a row of class 0, of which only the logsumexp is used.
-    own_target = torch.where(counts, torch.where(inside, target - first_class, 0), _IGNORED)
+    own_target = torch.where(valid, torch.where(in_shard, target - first_class, 0), _IGNORED)
     losses = torch.zeros_like(target, dtype=accumulation_dtype(hidden.dtype))
-    own = empty_results(target, losses.dtype, statistics=False)
-    of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
-    head = head_type(hidden.shape[0], weight)(HeadInputs(hidden, weight), counts, rows, needs)
+    own = zero_results(target, losses.dtype, statistics=False)
+    grad_logp, grad_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
+    head = head_type(hidden.shape[0], weight)(HeadInputs(hidden, weight), valid, rows, needs)
     walk = functools.partial(
-        walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
+        compute_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
         order=head.order, triton=triton,
     )  # fmt: skip
     for part in head.chunks:
@@ -62,29 +63,29 @@ def _sweep(
         chunk: Any = part if head.order is None else head.order[part]
         walk_part = functools.partial(walk, logits, first_row=part.start, count=head.count(part))
         walk_part()
-        own_logsumexp, own_logp, mine = own.logsumexp[chunk], own.logp[chunk], inside[chunk]
+        own_logsumexp, own_logp, in_shard_chunk = own.logsumexp[chunk], own.logp[chunk], in_shard[chunk]
         if is_padding:
             own_logsumexp = torch.full_like(own_logsumexp, -torch.inf)
         largest = own_logsumexp.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        x_target = torch.where(mine, own_logp + own_logsumexp, 0.0)
-        shares = torch.stack([(own_logsumexp - largest).exp(), x_target, mine.to(x_target.dtype)])
+        x_target = torch.where(in_shard_chunk, own_logp + own_logsumexp, 0.0)
+        shares = torch.stack([(own_logsumexp - largest).exp(), x_target, in_shard_chunk.to(x_target.dtype)])
         dist.all_reduce(shares, dist.ReduceOp.SUM, group)
         logsumexp = largest + shares[0].log()
         x_target = torch.where(shares[2] > 0, shares[1], torch.nan)  # a target that nobody has is no class
-        losses[chunk] = torch.where(counts[chunk], logsumexp - x_target + terms.z_loss * logsumexp.square(), 0.0)
-        if of_loss is not None and any(needs):
+        losses[chunk] = torch.where(valid[chunk], logsumexp - x_target + terms.z_loss * logsumexp.square(), 0.0)
+        if grad_loss is not None and any(needs):
             # x_y = logp + l_r where the target is here, so that l_r has the two of them to answer for.
-            g = of_loss[chunk]
-            of_x_target = torch.where(mine, -g, 0.0)
-            of_logp[chunk] = of_x_target
-            of_logsumexp[chunk] = (
-                g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + of_x_target
+            g = grad_loss[chunk]
+            grad_x_target = torch.where(in_shard_chunk, -g, 0.0)
+            grad_logp[chunk] = grad_x_target
+            grad_logsumexp[chunk] = (
+                g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + grad_x_target
             )
-            walk_part(upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits)
-            head.take_gradient(part, logits)
+            walk_part(upstream=Upstream(logp=grad_logp, logsumexp=grad_logsumexp), out=logits)
+            head.accumulate_gradient(part, logits)
     dhidden, dweight, _ = head.gradients()
-    if needs.hidden and of_loss is not None:
+    if needs.hidden and grad_loss is not None:
         dist.all_reduce(dhidden, dist.ReduceOp.SUM, group)
     return losses, dhidden, dweight
 
@@ -95,7 +96,7 @@ def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _Optio
     with torch.no_grad():
         ones = hidden.new_ones((), dtype=accumulation_dtype(hidden.dtype)).expand(target.shape)
         losses, dhidden, dweight = _sweep(hidden, weight, target, ones, needs, options)
-    return with_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
+    return attach_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -217,4 +218,4 @@ def vocab_parallel_linear_cross_entropy(
         losses = losses.view(target.shape)
     else:
         losses = _summed_loss(rows, own_weight, targets, options)
-    return reduced(losses, denominator(name, losses.dtype, target, reduction, ignore_index, num_items))
+    return reduce_losses(losses, denominator(name, losses.dtype, target, reduction, ignore_index, num_items))

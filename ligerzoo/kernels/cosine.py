@@ -47,7 +47,7 @@ def _parts(student: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, student.shape[0], rows))
 
 
-def losses_of(
+def compute_losses(
     student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
 ) -> Tensor:
     """The distance of each row, outside autograd."""
@@ -59,7 +59,7 @@ def losses_of(
     return losses
 
 
-def loss_then_gradient_(
+def loss_and_gradient_(
     student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor, student_transform: Transform,
     teacher_transform: Transform,
 ) -> Tensor:  # fmt: skip

@@ -23,17 +23,16 @@ from ligerzoo.kernels.loss.reduction import (
     check_class_weight,
     check_terms,
     denominator,
-    reduced,
+    reduce_losses,
 )
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import (
-    NOTHING,
+    NO_UPSTREAM,
     Terms,
     TokenStatistics,
     Upstream,
-    empty_results,
     reference,
-    statistics_of,
-    walk_rows_,
+    token_statistics_from,
 )
 from ligerzoo.kernels.registration import register
 
@@ -50,7 +49,7 @@ class _ForwardResults(NamedTuple):
 
 
 def _forward_fake(logits: Tensor, target: Tensor, statistics: bool) -> _ForwardResults:
-    results = empty_results(target.reshape(-1), accumulation_dtype(logits.dtype), statistics=statistics)
+    results = zero_results(target.reshape(-1), accumulation_dtype(logits.dtype), statistics=statistics)
     return _ForwardResults(*results, results.loss.new_empty((2, target.numel())))
 
 
@@ -59,10 +58,10 @@ def _forward(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int, statistics: bool
 ) -> _ForwardResults:  # fmt: skip
     targets = target.reshape(-1)
-    results = empty_results(targets, accumulation_dtype(logits.dtype), statistics=statistics)
+    results = zero_results(targets, accumulation_dtype(logits.dtype), statistics=statistics)
     normalizer = results.loss.new_zeros((2, target.numel()))
-    walk_rows_(
-        as_rows(logits), targets, results, NOTHING, terms, ignore_index, class_weight, normalizer=normalizer,
+    compute_rows_(
+        as_rows(logits), targets, results, NO_UPSTREAM, terms, ignore_index, class_weight, normalizer=normalizer,
         triton=True,
     )  # fmt: skip
     return _ForwardResults(*results, normalizer)
@@ -74,7 +73,7 @@ def _backward(
     ignore_index: int,
 ) -> Tensor:  # fmt: skip
     dlogits = logits.new_empty(logits.shape)
-    walk_rows_(
+    compute_rows_(
         as_rows(logits), target.reshape(-1), None, Upstream(upstream.reshape(-1)), terms, ignore_index, class_weight,
         out=dlogits.view(-1, logits.shape[-1]), normalizer=normalizer, triton=True,
     )  # fmt: skip
@@ -155,7 +154,7 @@ def cross_entropy(  # type: ignore[misc]
 
     Returns:
         fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
-        that counts, or a weight that is not 0, "mean" is 0.
+        that valid, or a weight that is not 0, "mean" is 0.
 
     Raises:
         ValueError: the shapes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is
@@ -182,7 +181,7 @@ def cross_entropy(  # type: ignore[misc]
     if token_weight is not None:
         losses = losses * token_weight
     divisor = denominator(name, losses.dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    loss = reduced(losses, divisor)
+    loss = reduce_losses(losses, divisor)
     if return_statistics:
-        return loss, statistics_of([t.detach() for t in results], target, ignore_index)
+        return loss, token_statistics_from([t.detach() for t in results], target, ignore_index)
     return loss

@@ -46,7 +46,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduced
+from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.math import exp, fast_log, softcapped
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.softcap import Transform, transformed
@@ -109,7 +109,7 @@ def _parts(log_p: Tensor, log_q: Tensor, divergence: Divergence, beta: float) ->
         return slope + (p - q), slope
     if divergence == "tvd":
         return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
-    # Beyond a ratio of exp(80) the smaller probability counts for nothing, and further on its exponential overflows.
+    # Beyond a ratio of exp(80) the smaller probability valid for nothing, and further on its exponential overflows.
     ratio = ratio.masked_fill((p == 0) & (q == 0), 0.0).clamp(-80.0, 80.0)
     slope = (beta - 1) * q * torch.log1p(beta * torch.expm1(-ratio))
     return slope - beta * p * torch.log1p((1 - beta) * torch.expm1(ratio)), slope
@@ -225,7 +225,7 @@ def _store_gradient(
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_q, of_logits = _log_probabilities_at(
+        log_q, transform_slope = _log_probabilities_at(
             student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
         )
         log_p, _ = _log_probabilities_at(
@@ -234,7 +234,7 @@ def _store_gradient(
         _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         # For tvd, s is 1/2 q sign(q - p), and of s - q S may be little left.
         change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
-        gradient = upstream * inverse_temperature * change * of_logits
+        gradient = upstream * inverse_temperature * change * transform_slope
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
@@ -289,7 +289,7 @@ def _backward_kernel(
 
 
 @kernel
-def _loss_then_gradient_kernel(
+def _loss_and_gradient_kernel(
     student_ptr, teacher_ptr, target_ptr, loss_ptr, upstream_ptr, student_stride, teacher_stride, upstream_stride,
     ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
     DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
@@ -367,15 +367,17 @@ def _backward(
     return dstudent
 
 
-def losses_of(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions, triton: bool) -> Tensor:
+def compute_losses(
+    student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions, triton: bool
+) -> Tensor:
     """The divergence of each row of (M, V) logits, outside autograd; by Triton, or by plain torch."""
     if options.divergence == "cosine":
         ignored = target == options.ignore_index
-        return cosine.losses_of(student, teacher, ignored, options.student, options.teacher)
+        return cosine.compute_losses(student, teacher, ignored, options.student, options.teacher)
     return _forward(student, teacher, target, options).loss if triton else reference(student, teacher, target, options)
 
 
-def loss_then_gradient_(
+def loss_and_gradient_(
     student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: DivergenceOptions, triton: bool
 ) -> Tensor:
     """Returns each row's divergence and overwrites `student` with its gradient.
@@ -392,21 +394,21 @@ def loss_then_gradient_(
     """
     ignored = target == options.ignore_index
     if options.divergence == "cosine":
-        return cosine.loss_then_gradient_(student, teacher, ignored, upstream, options.student, options.teacher)
+        return cosine.loss_and_gradient_(student, teacher, ignored, upstream, options.student, options.teacher)
     if triton:
         loss = student.new_empty(target.shape, dtype=torch.float32)
         teacher_rows = as_rows(teacher)
         n_rows, n_cols = student.shape
         block, warps = _block(n_cols)
-        _loss_then_gradient_kernel[n_rows](
+        _loss_and_gradient_kernel[n_rows](
             student, teacher_rows, target.contiguous(), loss, upstream, student.stride(0), teacher_rows.stride(0),
             upstream.stride(0), *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
         )  # fmt: skip
         return loss
-    log_p, log_q, of_logits = _log_probabilities(student, teacher, options)
+    log_p, log_q, transform_slope = _log_probabilities(student, teacher, options)
     parts, slopes = _parts(log_p, log_q, options.divergence, options.beta)
     gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) * (upstream / options.temperature)[:, None]
-    student.copy_((gradient * of_logits).masked_fill(ignored[:, None], 0.0))
+    student.copy_((gradient * transform_slope).masked_fill(ignored[:, None], 0.0))
     return parts.sum(-1).masked_fill(ignored, 0.0)
 
 
@@ -441,7 +443,7 @@ def check(name: str, options: DivergenceOptions, **of_the_teacher: Tensor | None
             )
 
 
-def jsd_at(beta: float) -> Divergence:
+def jsd_divergence(beta: float) -> Divergence:
     """Which divergence `jsd` with this beta is."""
     if beta == 0:
         return "forward_kl"
@@ -458,17 +460,17 @@ def _divergence(
             f"{name}: student {tuple(student.shape)} and teacher {tuple(teacher.shape)}; expected (..., V) of both"
         )
     if target is None:
-        target, options = every_token_counts(student, options)
+        target, options = target_without_ignored(student, options)
     check_target(name, target, student.shape[:-1])
     losses = (
         _Losses.apply(student, teacher, target, options)
         if uses_triton(student, teacher, backend=backend)
         else reference(student, teacher, target, options)
     )
-    return reduced(losses, denominator(name, losses.dtype, target, reduction, options.ignore_index, num_items))
+    return reduce_losses(losses, denominator(name, losses.dtype, target, reduction, options.ignore_index, num_items))
 
 
-def every_token_counts(student: Tensor, options: DivergenceOptions) -> tuple[Tensor, DivergenceOptions]:
+def target_without_ignored(student: Tensor, options: DivergenceOptions) -> tuple[Tensor, DivergenceOptions]:
     """Targets of which none is ignored, for (..., V) logits or (..., H) hidden states."""
     target = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
     return target, options._replace(ignore_index=-100)
@@ -503,7 +505,7 @@ def kl_div(
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
 
     Returns:
-        fp32 (fp64 for fp64 logits): 0-d, or of the tokens' shape for "none". Without a token that counts, "mean" is 0.
+        fp32 (fp64 for fp64 logits): 0-d, or of the tokens' shape for "none". Without a token that valid, "mean" is 0.
 
     Raises:
         ValueError: the shapes do not fit, an option is out of range, or the teacher requires a gradient.
@@ -534,7 +536,7 @@ def jsd(
 
     The other arguments, the result and the errors are those of `kl_div`.
     """
-    options = DivergenceOptions(jsd_at(beta), beta, temperature, ignore_index)
+    options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
     return _divergence("jsd", student, teacher, target, options, reduction, num_items, backend)
 
 

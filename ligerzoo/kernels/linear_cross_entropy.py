@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, gradient_dtype, head_type, rows_per_chunk
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -28,17 +28,16 @@ from ligerzoo.kernels.loss.reduction import (
     check_class_weight,
     check_terms,
     denominator,
-    reduced,
+    reduce_losses,
 )
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import (
-    NOTHING,
+    NO_UPSTREAM,
     RowResults,
     Terms,
     TokenStatistics,
     Upstream,
-    empty_results,
-    statistics_of,
-    walk_rows_,
+    token_statistics_from,
 )
 from ligerzoo.kernels.registration import register
 
@@ -79,7 +78,7 @@ class SweepResults(NamedTuple):
 def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> SweepResults:
     hidden, weight, _ = head
     return SweepResults(
-        *empty_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics),
+        *zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics),
         hidden.new_empty(hidden.shape if needs.hidden else (0,)),
         weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(weight)),
         weight.new_empty(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype)),
@@ -92,22 +91,22 @@ def _sweep(
     options: SweepOptions, needs: Needs,
 ) -> SweepResults:  # fmt: skip
     hidden, weight, _ = head
-    results = empty_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics)
-    counts = target != options.ignore_index
+    results = zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics)
+    valid = target != options.ignore_index
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), options.budget)
     dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
     needs_products = needs.hidden or needs.weight
     # The head would sum the bias's gradient from logits that are rounded already.
-    chunked = head_type(hidden.shape[0], weight)(head, counts, rows, needs._replace(bias=False))
+    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, needs._replace(bias=False))
     for chunk in chunked.chunks:
         logits = chunked.logits(chunk)
-        walk_rows_(
+        compute_rows_(
             logits, target, results, upstream, terms, options.ignore_index, class_weight=class_weight,
-            out=logits if any(needs) else None, sums=dbias if needs.bias else None, order=chunked.order,
+            out=logits if any(needs) else None, dbias=dbias if needs.bias else None, order=chunked.order,
             count=chunked.count(chunk), first_row=chunk.start, triton=options.triton,
         )  # fmt: skip
         if needs_products:
-            chunked.take_gradient(chunk, logits)
+            chunked.accumulate_gradient(chunk, logits)
     dhidden, dweight, _ = chunked.gradients()
     return SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
 
@@ -122,19 +121,19 @@ def _reduced_loss(
     needs = Needs(*(t is not None and t.requires_grad for t in head))
     with torch.no_grad():
         ones = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-        of_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
-        if hidden.dtype == torch.float16 and of_loss.numel():
+        grad_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
+        if hidden.dtype == torch.float16 and grad_loss.numel():
             # Small weights would take the logits' gradients out of its range.
-            largest = of_loss.abs().max()
+            largest = grad_loss.abs().max()
             largest = torch.where(largest == 0, 1.0, largest)
-            of_loss = of_loss / largest
-        upstream = Upstream(loss=of_loss.expand(target.shape))
+            grad_loss = grad_loss / largest
+        upstream = Upstream(loss=grad_loss.expand(target.shape))
         results = _sweep(head, target, class_weight, upstream, terms, options, needs)
         total = (results.loss if token_weight is None else results.loss * token_weight).sum()
     gradients = results.dhidden, results.dweight, results.dbias
-    loss = with_gradients(total / divisor, *zip(head, gradients, strict=True), factor=largest)
+    loss = attach_gradients(total / divisor, *zip(head, gradients, strict=True), factor=largest)
     if token_weight is not None:
-        loss = with_gradients(loss, (token_weight, (results.loss / divisor).detach()))
+        loss = attach_gradients(loss, (token_weight, (results.loss / divisor).detach()))
     return loss, results.rows
 
 
@@ -147,7 +146,7 @@ class _TokenResults(torch.autograd.Function):
         terms: Terms, options: SweepOptions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         results = _sweep(
-            HeadInputs(hidden, weight, bias), target, class_weight, NOTHING, terms, options, Needs(False, False)
+            HeadInputs(hidden, weight, bias), target, class_weight, NO_UPSTREAM, terms, options, Needs(False, False)
         ).rows
         ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         ctx.terms, ctx.options = terms, options
@@ -166,11 +165,13 @@ class _TokenResults(torch.autograd.Function):
         options = ctx.options._replace(statistics=False)
         results = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs)
         gradients = results.dhidden, results.dweight, results.dbias
-        of_head = (g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, head, needs, strict=True))
-        return *of_head, None, None, None, None
+        head_gradients = (
+            g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, head, needs, strict=True)
+        )
+        return *head_gradients, None, None, None, None
 
 
-def prepared(
+def prepare_inputs(
     name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, terms: Terms,
 ) -> tuple[HeadInputs, Tensor]:  # fmt: skip
     """The head, of rows, and the targets, in the dtypes that they are computed in; ValueError if they do not fit."""
@@ -252,7 +253,7 @@ def linear_cross_entropy(  # type: ignore[misc]
 
     Returns:
         fp32 (fp64 for fp64 input): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
-        that counts, or a weight that is not 0, "mean" is 0 and all gradients are 0. A frozen `weight` or `hidden` costs
+        that valid, or a weight that is not 0, "mean" is 0 and all gradients are 0. A frozen `weight` or `hidden` costs
         neither the memory nor the time of its gradient.
 
     Raises:
@@ -260,7 +261,7 @@ def linear_cross_entropy(  # type: ignore[misc]
             target is no class. On a GPU without LIGERZOO_DEBUG such a token's loss is NaN.
     """
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
-    head, target = prepared(name, hidden, weight, target, bias, ignore_index, terms)
+    head, target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
     check_class_weight(name, class_weight, weight.shape[0])
     dtype = accumulation_dtype(head.hidden.dtype)
     token_weight = as_token_weight(name, token_weight, target, ignore_index, dtype)
@@ -271,12 +272,12 @@ def linear_cross_entropy(  # type: ignore[misc]
     if divisor is None or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
         results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
-        loss = reduced(losses if token_weight is None else losses * token_weight, divisor)
+        loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)
     else:
         token_weights = None if token_weight is None else token_weight.reshape(-1)
         loss, results = _reduced_loss(head, targets, class_weight, token_weights, divisor, terms, options)
     if return_statistics:
-        return loss, statistics_of([t.detach() for t in results], target, ignore_index)
+        return loss, token_statistics_from([t.detach() for t in results], target, ignore_index)
     return loss
 
 
@@ -298,11 +299,11 @@ def token_statistics(
     All of one sweep; differentiable, but for the last two. Arguments and errors are those of `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    head, target = prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
+    head, target = prepare_inputs("token_statistics", hidden, weight, target, bias, ignore_index, terms)
     triton = uses_triton(head.hidden, head.weight, backend=backend)
     options = SweepOptions(ignore_index, logits_budget, triton, True)
     results = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)
-    return statistics_of(results, target, ignore_index)
+    return token_statistics_from(results, target, ignore_index)
 
 
 def token_logps(
@@ -323,7 +324,7 @@ def token_logps(
     What preference and reinforcement losses stand on. Arguments and errors are those of `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    head, target = prepared("token_logps", hidden, weight, target, bias, ignore_index, terms)
+    head, target = prepare_inputs("token_logps", hidden, weight, target, bias, ignore_index, terms)
     triton = uses_triton(head.hidden, head.weight, backend=backend)
     options = SweepOptions(ignore_index, logits_budget, triton, False)
     logps: Tensor = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)[1]

@@ -30,21 +30,21 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, onc
 from ligerzoo.kernels.divergence import (
     DivergenceOptions,
     check,
-    every_token_counts,
-    jsd_at,
-    loss_then_gradient_,
-    losses_of,
+    compute_losses,
+    jsd_divergence,
+    loss_and_gradient_,
+    target_without_ignored,
 )
 from ligerzoo.kernels.loss.chunked_head import (
     DenseHead,
     HeadInputs,
     Needs,
-    SkippingHead,
+    RaggedHead,
     gradient_dtype,
     head_type,
     rows_per_chunk,
 )
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
 from ligerzoo.kernels.registration import register
 
@@ -102,7 +102,7 @@ def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, nee
     )
 
 
-class _GivenLogits:
+class _TeacherLogits:
     """The part of a head whose logits are there already."""
 
     def __init__(self, logits: Tensor, order: Tensor | None) -> None:
@@ -120,25 +120,25 @@ def _sweep(
     """Without needed gradients `upstream`, (T,), is not read."""
     itemsize = student.hidden.element_size() + teacher.hidden.element_size()
     rows = rows_per_chunk(student.hidden, student.weight.shape[0], itemsize, budget)
-    counts, weights = target != options.ignore_index, _weights(student, teacher)
+    valid, weights = target != options.ignore_index, _weights(student, teacher)
     head = head_type(target.shape[0], *weights)
-    student_head = head(student, counts, rows, needs)
-    teacher_head: DenseHead | SkippingHead | _GivenLogits = _GivenLogits(teacher.hidden, student_head.order)
+    student_head = head(student, valid, rows, needs)
+    teacher_head: DenseHead | RaggedHead | _TeacherLogits = _TeacherLogits(teacher.hidden, student_head.order)
     if teacher.weight is not None:
         inputs = HeadInputs(teacher.hidden, teacher.weight, teacher.bias)
-        teacher_head = head(inputs, counts, rows, Needs(False, False))
+        teacher_head = head(inputs, valid, rows, Needs(False, False))
     losses = target.new_zeros(target.shape, dtype=_loss_dtype(student, teacher))
     for chunk in student_head.chunks:
         tokens = chunk if student_head.order is None else student_head.order[chunk]
         logits, teacher_logits = student_head.logits(chunk), teacher_head.logits(chunk)
         if any(needs):
             assert upstream is not None
-            losses[tokens] = loss_then_gradient_(
+            losses[tokens] = loss_and_gradient_(
                 logits, teacher_logits, target[tokens], upstream[tokens], options, triton
             )
-            student_head.take_gradient(chunk, logits)
+            student_head.accumulate_gradient(chunk, logits)
         else:
-            losses[tokens] = losses_of(logits, teacher_logits, target[tokens], options, triton)
+            losses[tokens] = compute_losses(logits, teacher_logits, target[tokens], options, triton)
     dhidden, dweight, dbias = student_head.gradients()
     return SweepResults(losses, dhidden, dweight.to(gradient_dtype(*weights)), dbias)
 
@@ -155,7 +155,7 @@ def linear_divergence(
     _check_side(name, "student", student, tokens, classes)
     _check_side(name, "teacher", teacher, tokens, classes)
     if target is None:
-        target, options = every_token_counts(student.hidden, options)
+        target, options = target_without_ignored(student.hidden, options)
     check_target(name, target, tokens)
     options = options._replace(
         student_scale=student.scale, student_softcap=student.softcap,
@@ -195,7 +195,7 @@ def _reduced_divergence(
             student, teacher, target, upstream.expand(target.shape), options, budget, triton, needs
         )
         loss = losses.sum() / divisor
-    return with_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
+    return attach_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
 
 
 class _TokenDivergences(torch.autograd.Function):
@@ -215,10 +215,10 @@ class _TokenDivergences(torch.autograd.Function):
         inputs, needs = ctx.saved_tensors, Needs(*ctx.needs_input_grad[:3])
         student, teacher, target = HeadInputs(*inputs[:3]), TeacherInputs(*inputs[3:6]), inputs[6]
         _, *gradients = _sweep(student, teacher, target, upstream, ctx.options, ctx.budget, ctx.triton, needs)
-        of_student = (
+        student_gradients = (
             g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, inputs[:3], needs, strict=True)
         )
-        return *of_student, *(None,) * 7
+        return *student_gradients, *(None,) * 7
 
 
 def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
@@ -294,7 +294,7 @@ def linear_kl_div(
         backend: "auto" (Triton where it can), "triton" or "torch" (the reference, in chunks too).
 
     Returns:
-        fp32 (fp64 for fp64 input): 0-d, or of the tokens' shape for "none". Without a token that counts, "mean" is 0
+        fp32 (fp64 for fp64 input): 0-d, or of the tokens' shape for "none". Without a token that valid, "mean" is 0
         and all gradients are 0. A frozen student tensor costs neither the memory nor the time of its gradient.
 
     Raises:
@@ -331,7 +331,7 @@ def linear_jsd(
     backend: Backend = "auto",
 ) -> Tensor:
     """`jsd`, whose `beta` this is, of two heads; everything else is as in `linear_kl_div`."""
-    options = DivergenceOptions(jsd_at(beta), beta, temperature, ignore_index)
+    options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(

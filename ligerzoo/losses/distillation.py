@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
-from ligerzoo.kernels.divergence import Divergence, DivergenceOptions, check, jsd_at
+from ligerzoo.kernels.divergence import Divergence, DivergenceOptions, check, jsd_divergence
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
 from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.losses.logps import check_choice, check_number, divisor
@@ -93,7 +93,9 @@ def distillation_loss(
     teacher = Side(known, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     student = Side(hidden, weight, head.get("bias"), head.get("logit_scale", 1.0), head.get("softcap"))
     ignore_index = head.get("ignore_index", -100)
-    options = DivergenceOptions(jsd_at(beta) if divergence == "jsd" else divergence, beta, temperature, ignore_index)
+    options = DivergenceOptions(
+        jsd_divergence(beta) if divergence == "jsd" else divergence, beta, temperature, ignore_index
+    )
     soft_loss = _divergence(name, student, teacher, target, options, num_items, head)
     share: float | Tensor = 1.0  # of the tokens that the loss is divided by, those that are here
     if num_items is not None:

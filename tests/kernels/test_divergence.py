@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.divergence import DivergenceOptions, loss_then_gradient_
+from ligerzoo.kernels.divergence import DivergenceOptions, loss_and_gradient_
 from ligerzoo.kernels.softcap import Transform
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
@@ -251,7 +251,7 @@ def test_the_gradient_in_place_of_ignored_rows_that_are_not_finite(divergence: A
     student[1], teacher[2] = torch.nan, torch.inf
     target, upstream = torch.tensor([1, -100, -100, 4], device=device), torch.rand(4, device=device) + 0.5
     options = DivergenceOptions(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
-    losses = loss_then_gradient_(student, teacher, target, upstream, options, backend == "triton")
+    losses = loss_and_gradient_(student, teacher, target, upstream, options, backend == "triton")
     for t in (losses, student):
         assert not t[[1, 2]].any()
         assert t[[0, 3]].isfinite().all()
@@ -326,7 +326,7 @@ def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, dev
     true_losses = oracle(true_student, teacher.double(), target)
     (truth,) = torch.autograd.grad(true_losses.sum(), true_student)
     buffer, upstream = student.detach().clone(), torch.tensor(0.25, device=device).expand(9)
-    losses = loss_then_gradient_(buffer, teacher, target, upstream, options, fused)
+    losses = loss_and_gradient_(buffer, teacher, target, upstream, options, fused)
     assert_as_exact_as(losses, expected.detach(), true_losses.detach())
     assert_as_exact_as(buffer, reference * 0.25, truth * 0.25)
 

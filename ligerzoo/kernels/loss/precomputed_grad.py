@@ -66,7 +66,7 @@ def _is_private() -> bool:
     return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-class _Carrier(torch.autograd.Function):
+class _PrecomputedGradient(torch.autograd.Function):
     """A zero, whose backward hands on a gradient that is already there."""
 
     @staticmethod
@@ -89,7 +89,7 @@ class _Carrier(torch.autograd.Function):
         return gradient, None, None
 
 
-def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:
+def attach_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:
     """Lets backward give each tensor its gradient, times the upstream one.
 
     Args:
@@ -100,5 +100,5 @@ def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], facto
     """
     for x, gradient in gradients:
         if x is not None and x.requires_grad and torch.is_grad_enabled():
-            loss = loss + _Carrier.apply(x, gradient, factor)
+            loss = loss + _PrecomputedGradient.apply(x, gradient, factor)
     return loss

@@ -1,4 +1,4 @@
-"""What all losses over tokens have in common: their targets, their weights, and how they are reduced.
+"""What all losses over tokens have in common: their targets, their weights, and how they are reduce_losses.
 
 `name` is the function that an error is about.
 """
@@ -105,12 +105,12 @@ def denominator(
         case "mean" if num_items is not None:
             return num_items.to(dtype) if isinstance(num_items, Tensor) else num_items
         case "mean":
-            counts = target != ignore_index
+            valid = target != ignore_index
             if class_weight is None and token_weight is None:
-                return counts.sum().clamp(min=1)
-            weights = counts.to(dtype)
+                return valid.sum().clamp(min=1)
+            weights = valid.to(dtype)
             if class_weight is not None:
-                known = torch.where(counts, target, 0).clamp(0, class_weight.shape[0] - 1)  # of others the loss is NaN
+                known = torch.where(valid, target, 0).clamp(0, class_weight.shape[0] - 1)  # of others the loss is NaN
                 weights = weights * class_weight[known].to(dtype)
             if token_weight is not None:
                 weights = weights * token_weight
@@ -122,6 +122,6 @@ def denominator(
     )
 
 
-def reduced(losses: Tensor, divisor: int | Tensor | None) -> Tensor:
+def reduce_losses(losses: Tensor, divisor: int | Tensor | None) -> Tensor:
     """The sum of the tokens' losses over the `denominator`; the losses themselves if there is none."""
     return losses if divisor is None else losses.sum() / divisor

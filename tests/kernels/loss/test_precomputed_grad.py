@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from tests.kernels.machine import ROUNDED_DTYPES
 
 
@@ -13,7 +13,7 @@ def made_ahead(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]
     """A tensor, its gradient, and a loss that has it."""
     x = torch.randn(70, 90, device=device).to(dtype).requires_grad_()
     gradient = torch.randn(70, 90, device=device).to(dtype)
-    return x, gradient, with_gradients(torch.zeros((), device=device), (x, gradient))
+    return x, gradient, attach_gradients(torch.zeros((), device=device), (x, gradient))
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
@@ -61,7 +61,7 @@ def test_a_gradient_in_another_dtype_is_made_anew(device: str) -> None:
     x = torch.randn(70, 90, device=device).half().requires_grad_()
     gradient = torch.randn(70, 90, device=device)
     expected = gradient.clone()
-    with_gradients(torch.zeros((), device=device), (x, gradient)).mul(0.1).backward()
+    attach_gradients(torch.zeros((), device=device), (x, gradient)).mul(0.1).backward()
     assert x.grad is not None
     assert torch.equal(x.grad, (expected * 0.1).half())
     assert torch.equal(gradient, expected)
@@ -80,7 +80,7 @@ def test_what_hooks_were_shown_stays_as_it_was(device: str) -> None:
 def test_a_backward_that_failed_cannot_be_repeated(device: str) -> None:
     """What it multiplied already, it would multiply once more."""
     _, _, loss = made_ahead(torch.float32, device)
-    node = next(node for node, _ in loss.grad_fn.next_functions if node and "Carrier" in node.name())  # type: ignore[union-attr]
+    node = next(node for node, _ in loss.grad_fn.next_functions if node and "PrecomputedGradient" in node.name())  # type: ignore[union-attr]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.loss.ragged_gemm import row_buffer
-from ligerzoo.kernels.loss.wgrad_accumulator import WeightSum
+from ligerzoo.kernels.loss.wgrad_accumulator import WeightGradAccumulator
 from tests.kernels.accuracy import assert_as_good_as_a_plain_product
 from tests.kernels.machine import needs_hopper
 from tests.kernels.oracles import bf16, count_of
@@ -16,7 +16,7 @@ pytestmark = needs_hopper
 def summed(dlogits: Tensor, x: Tensor, ends: list[int], rows: int) -> Tensor:
     """The sum over chunks of so many rows, of which those count that come before the chunk's end."""
     last = max((end for i, end in enumerate(ends) if end > i * rows), default=0)
-    total = WeightSum(x.new_empty((dlogits.shape[1], x.shape[1])), len(x), rows)
+    total = WeightGradAccumulator(x.new_empty((dlogits.shape[1], x.shape[1])), len(x), rows)
     for i, end in enumerate(ends):
         chunk = slice(i * rows, (i + 1) * rows)
         total.add_(dlogits[chunk], x[chunk], count_of(end), count_of(last), chunk.start)
