@@ -1,10 +1,10 @@
-"""Cross entropy of given logits, in one pass over them and without a copy in fp32.
+"""Cross entropy of given logits, in one pass over them and without an fp32 copy.
 
-`token_loss` has the formulas, forward and backward, and the kernel.
+`loss.token_loss` has the formulas, forward and backward; `loss.row_kernel` has the kernel.
 
-Saved: the logits (the caller's own tensor, never written to), the targets, and the normalizer of each row (two fp32
-numbers).
-A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an error on a CPU or when LIGERZOO_DEBUG=1.
+Saved: the logits (the caller's tensor, never written to), the targets, and the normalizer of each row (two fp32
+numbers). A target outside [0, V) other than `ignore_index` gives NaN on a GPU, and an error on a CPU or if
+LIGERZOO_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ligerzoo.kernels.registration import register
 
 
 class _ForwardResults(NamedTuple):
-    """`RowResults` of the flattened targets, and (2, T) fp32 m and s of each row for backward."""
+    """`RowResults` of the flattened targets, and the rows' m and s for backward, (2, T) fp32."""
 
     loss: Tensor
     logp: Tensor
@@ -81,7 +81,7 @@ def _backward(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The results of the flattened targets, of which only the losses are differentiable."""
+    """`RowResults` of the flattened targets. Only the losses are differentiable."""
 
     @staticmethod
     def forward(
@@ -132,33 +132,33 @@ def cross_entropy(  # type: ignore[misc]
     backend: Backend = "auto",
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStatistics]:
-    """Cross entropy of `softmax(logits)` against `target`, computed in fp32 whatever the dtype of the logits.
+    """Cross entropy of `softmax(logits)` against `target`, computed in fp32 for logits of any dtype.
 
     Args:
         logits: (..., V), any strides. Never written to.
         target: (...) int64, each in [0, V) or `ignore_index`.
-        ignore_index: the target of a token that does not count.
-        label_smoothing: the share of a target spread evenly over all classes.
-        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. A constant.
+        ignore_index: the target of ignored tokens.
+        label_smoothing: the share of a target distributed evenly over all classes, 0 to 1.
+        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. Not
+            differentiable.
         token_weight: (...), a factor for the loss of each token; differentiable.
-        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss, whatever its class's weight.
+        z_loss: adds `z_loss * logsumexp(logits)^2` to each token's loss. Class weights do not apply to it.
         softcap: c, for logits `c tanh(logits / c)`.
         logit_scale: multiplies the logits, before the softcap.
         temperature: divides the logits, after the softcap.
-        reduction: "mean" over the tokens that count (by their weights, if there are any), "sum", or "none" for the loss
-            of each token.
-        num_items: with "mean", divides the sum in place of the number of tokens that count (an int or a 0-d tensor):
-            the same number for all micro-batches of a step makes gradient accumulation exact.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
-        return_statistics: whether to return the tokens' statistics too, as constants, from the same pass.
+        reduction: "mean" over the valid tokens (weighted by given weights), "sum", or "none" for one loss per token.
+        num_items: with "mean", divides the sum instead of the number of valid tokens (an int or a 0-d tensor). Pass the
+            same number for all microbatches of a step to make gradient accumulation exact.
+        backend: "auto" (Triton on a GPU), "triton" or "torch" (the reference).
+        return_statistics: also return the tokens' statistics, detached, from the same pass.
 
     Returns:
-        fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
-        that valid, or a weight that is not 0, "mean" is 0.
+        The loss in fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none". With `return_statistics`,
+        (loss, statistics). "mean" is 0 without a valid token, or if all weights are 0.
 
     Raises:
-        ValueError: the shapes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is
-            no class.
+        ValueError: a shape or the reduction is invalid, or (on a CPU, or if LIGERZOO_DEBUG=1) a target is outside
+            [0, V).
     """
     name = "cross_entropy"
     if logits.shape[:-1] != target.shape:

@@ -1,14 +1,14 @@
-"""The loss head: cross entropy of `hidden @ weight.T + bias` without ever holding all logits.
+"""The loss head: cross entropy of `hidden @ weight.T + bias` without materializing all logits.
 
-The rows are swept in chunks whose logits fit a budget: a matrix product makes a chunk's logits, one kernel turns them
-in place into their own gradient (`token_loss` has the formulas), two matrix products turn that into the chunk's part of
-dhidden and dweight. See `head` for the products, their precision, and where tokens that do not count cost none.
+A sweep processes the rows in chunks whose logits fit a budget. A matrix product computes a chunk's logits. One kernel
+overwrites them with their gradient (`loss.token_loss` has the formulas). Two matrix products compute the chunk's part
+of dhidden and dweight from it. `loss.chunked_head` has the products; on Hopper GPUs they skip ignored tokens.
 
-A sum or mean over tokens, with weights known beforehand, has one upstream gradient for all of them, so its gradients
-can be made in the forward sweep (6MHV operations in all) and are multiplied by it in backward, see `ahead`. The results
-of single tokens have an upstream gradient each, unknown until backward, which then sweeps again (8MHV).
+A sum or mean over tokens has one upstream gradient. The forward sweep computes its gradients up to that factor (6MHV
+operations in all), and backward multiplies them by it, see `loss.precomputed_grad`. Results per token have one upstream
+gradient each, known only in backward, which sweeps again (8MHV).
 
-Saved: the gradients that are needed; or, for the results of single tokens, hidden, weight, bias and target.
+Saved: the needed gradients; or, for results per token, hidden, weight, bias and target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
-from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, gradient_dtype, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.chunked_head import (
+    HeadGradients,
+    HeadInputs,
+    Needs,
+    gradient_dtype,
+    head_type,
+    rows_per_chunk,
+)
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
@@ -43,12 +50,12 @@ from ligerzoo.kernels.registration import register
 
 
 class SweepOptions(NamedTuple):
-    """How rows are swept.
+    """The options of a sweep.
 
     Attributes:
-        ignore_index: the target of a row that is ignored.
-        budget: MiB of logits that exist at a time, or None for `set_logits_budget`'s.
-        triton: by Triton, or by plain torch.
+        ignore_index: the target of ignored rows.
+        budget: MiB of logits that exist at a time; None for the default, see `set_logits_budget`.
+        triton: whether to use Triton or plain torch for the rows.
         statistics: whether to compute entropies and argmaxes.
     """
 
@@ -59,7 +66,7 @@ class SweepOptions(NamedTuple):
 
 
 class SweepResults(NamedTuple):
-    """`RowResults`, and `HeadGradients`."""
+    """The fields of `RowResults` and of `HeadGradients`."""
 
     loss: Tensor
     logp: Tensor
@@ -73,6 +80,10 @@ class SweepResults(NamedTuple):
     @property
     def rows(self) -> RowResults:
         return RowResults(*self[:5])
+
+    @property
+    def gradients(self) -> HeadGradients:
+        return HeadGradients(*self[5:])
 
 
 def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> SweepResults:
@@ -96,7 +107,7 @@ def _sweep(
     rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), options.budget)
     dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
     needs_products = needs.hidden or needs.weight
-    # The head would sum the bias's gradient from logits that are rounded already.
+    # The row kernel sums the bias's gradient before it is rounded. The head would sum rounded gradients.
     chunked = head_type(hidden.shape[0], weight)(head, valid, rows, needs._replace(bias=False))
     for chunk in chunked.chunks:
         logits = chunked.logits(chunk)
@@ -115,30 +126,29 @@ def _reduced_loss(
     head: HeadInputs, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None, divisor: int | Tensor,
     terms: Terms, options: SweepOptions,
 ) -> tuple[Tensor, RowResults]:  # fmt: skip
-    """The sum of the tokens' weighted losses, divided, and their results as constants; gradients are made in this one
-    sweep."""
+    """Returns the sum of the weighted token losses, divided by `divisor`, and the tokens' results, detached. One sweep
+    computes the loss and its gradients."""
     hidden = head.hidden
     needs = Needs(*(t is not None and t.requires_grad for t in head))
     with torch.no_grad():
         ones = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
         grad_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
         if hidden.dtype == torch.float16 and grad_loss.numel():
-            # Small weights would take the logits' gradients out of its range.
+            # Small weights would underflow the logits' gradients.
             largest = grad_loss.abs().max()
             largest = torch.where(largest == 0, 1.0, largest)
             grad_loss = grad_loss / largest
         upstream = Upstream(loss=grad_loss.expand(target.shape))
         results = _sweep(head, target, class_weight, upstream, terms, options, needs)
         total = (results.loss if token_weight is None else results.loss * token_weight).sum()
-    gradients = results.dhidden, results.dweight, results.dbias
-    loss = attach_gradients(total / divisor, *zip(head, gradients, strict=True), factor=largest)
+    loss = attach_gradients(total / divisor, *zip(head, results.gradients, strict=True), factor=largest)
     if token_weight is not None:
         loss = attach_gradients(loss, (token_weight, (results.loss / divisor).detach()))
     return loss, results.rows
 
 
 class _TokenResults(torch.autograd.Function):
-    """The results of each token; backward sweeps again, now with the upstream gradients of each."""
+    """The results of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
     def forward(
@@ -159,22 +169,23 @@ class _TokenResults(torch.autograd.Function):
     def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
         *head, target, class_weight = ctx.saved_tensors
         upstream = Upstream(*upstreams[:4])
-        if not ctx.options.statistics:  # compiled code gives zeros for what nobody used
+        if not ctx.options.statistics:  # compiled code passes zeros for unused results
             upstream = upstream._replace(entropy=None)
         needs = Needs(*ctx.needs_input_grad[:3])
         options = ctx.options._replace(statistics=False)
-        results = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs)
-        gradients = results.dhidden, results.dweight, results.dbias
-        head_gradients = (
-            g.to(t.dtype) if needed else None for g, t, needed in zip(gradients, head, needs, strict=True)
-        )
-        return *head_gradients, None, None, None, None
+        gradients = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs).gradients
+        needed = zip(gradients, head, needs, strict=True)
+        return *(g.to(t.dtype) if is_needed else None for g, t, is_needed in needed), None, None, None, None
 
 
 def prepare_inputs(
     name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, terms: Terms,
 ) -> tuple[HeadInputs, Tensor]:  # fmt: skip
-    """The head, of rows, and the targets, in the dtypes that they are computed in; ValueError if they do not fit."""
+    """Returns the head with flattened hidden states, and the targets, in the dtypes of the computation.
+
+    Raises:
+        ValueError: shapes, dtypes or terms are invalid.
+    """
     hidden, weight, bias = autocast(hidden, weight, bias)
     if (
         hidden.shape[:-1] != target.shape
@@ -227,38 +238,38 @@ def linear_cross_entropy(  # type: ignore[misc]
     backend: Backend = "auto",
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStatistics]:
-    """Cross entropy of `softmax(hidden @ weight.T + bias)` against `target`; the logits never exceed `logits_budget`.
+    """Cross entropy of `softmax(hidden @ weight.T + bias)` against `target`, without materializing all logits.
 
     Args:
         hidden: (..., H) hidden states.
         weight: (V, H), the head, in the dtype of `hidden`.
         target: (...) int64, each in [0, V) or `ignore_index`.
         bias: (V,) or None, added to the logits.
-        ignore_index: the target of a token that does not count.
-        label_smoothing: the share of a target spread evenly over all classes.
-        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. A constant.
+        ignore_index: the target of ignored tokens.
+        label_smoothing: the share of a target distributed evenly over all classes, 0 to 1.
+        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. Not
+            differentiable.
         token_weight: (...), a factor for the loss of each token; differentiable.
-        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss, whatever its class's weight.
+        z_loss: adds `z_loss * logsumexp(logits)^2` to each token's loss. Class weights do not apply to it.
         softcap: c, for logits `c tanh(logits / c)`.
         logit_scale: multiplies the logits, before the softcap.
         temperature: divides the logits, after the softcap.
-        reduction: "mean" over the tokens that count (by their weights, if there are any), "sum", or "none" for the loss
-            of each token.
-        num_items: with "mean", divides the sum in place of the number of tokens that count (an int or a 0-d tensor):
-            the same number for all micro-batches of a step makes gradient accumulation exact.
-        logits_budget: MiB of logits that exist at a time (one row at least); None for `set_logits_budget`'s. On a CPU a
-            few copies of these in fp32 come on top.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference, in chunks too).
-        return_statistics: whether to return the tokens' statistics too, as constants, from the same sweep.
+        reduction: "mean" over the valid tokens (weighted by given weights), "sum", or "none" for one loss per token.
+        num_items: with "mean", divides the sum instead of the number of valid tokens (an int or a 0-d tensor). Pass the
+            same number for all microbatches of a step to make gradient accumulation exact.
+        logits_budget: MiB of logits that exist at a time (at least one row); None for the default, see
+            `set_logits_budget`. On a CPU, a few fp32 copies of a chunk's logits exist too.
+        backend: "auto" (Triton on a GPU), "triton" or "torch" (the reference, in chunks too).
+        return_statistics: also return the tokens' statistics, detached, from the same sweep.
 
     Returns:
-        fp32 (fp64 for fp64 input): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
-        that valid, or a weight that is not 0, "mean" is 0 and all gradients are 0. A frozen `weight` or `hidden` costs
-        neither the memory nor the time of its gradient.
+        The loss in fp32 (fp64 for fp64 input): 0-d, or of the targets' shape for "none". With `return_statistics`,
+        (loss, statistics). "mean" and all gradients are 0 without a valid token, or if all weights are 0. A `weight` or
+        `hidden` that requires no gradient costs neither the memory nor the time of its gradient.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a
-            target is no class. On a GPU without LIGERZOO_DEBUG such a token's loss is NaN.
+        ValueError: a shape, a dtype or the reduction is invalid, or (on a CPU, or if LIGERZOO_DEBUG=1) a target is
+            outside [0, V). On a GPU without LIGERZOO_DEBUG, the loss of such a token is NaN.
     """
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
     head, target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
@@ -269,7 +280,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
     divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    if divisor is None or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
+    if divisor is None or not torch.is_grad_enabled():  # no gradients to precompute
         results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
         loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)
@@ -294,9 +305,10 @@ def token_statistics(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> TokenStatistics:
-    """Log-probability, entropy, logsumexp, argmax and accuracy of given targets, without ever holding all logits.
+    """Returns log-probabilities, entropy, logsumexp, argmax and accuracy without materializing all logits.
 
-    All of one sweep; differentiable, but for the last two. Arguments and errors are those of `linear_cross_entropy`.
+    One sweep computes all of them. The first three are differentiable. Arguments and errors are those of
+    `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
     head, target = prepare_inputs("token_statistics", hidden, weight, target, bias, ignore_index, terms)
@@ -319,9 +331,10 @@ def token_logps(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`log_softmax(hidden @ weight.T + bias)` at the targets, (...) fp32; 0 where the target is `ignore_index`.
+    """Returns `log_softmax(hidden @ weight.T + bias)` at the targets, (...) fp32; 0 at ignored tokens.
 
-    What preference and reinforcement losses stand on. Arguments and errors are those of `linear_cross_entropy`.
+    Preference and reinforcement learning losses are functions of these. Arguments and errors are those of
+    `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
     head, target = prepare_inputs("token_logps", hidden, weight, target, bias, ignore_index, terms)

@@ -1,22 +1,21 @@
 """Distillation heads: the divergences of `divergence` between `student_hidden @ student_weight.T` and `teacher_hidden @
-teacher_weight.T`, without ever holding all logits of either.
+teacher_weight.T`, without materializing all logits of either.
 
 Forward:   loss = sum_t D(softmax(y_t / T), softmax(z_t / T)),   z_t = W h_t + b of the student, y_t of the teacher;
-           with a scale a and a softcap c, a z_t or c tanh(a z_t / c) in place of z_t, and likewise of y_t.
+           with a scale a and a softcap c, a z_t or c tanh(a z_t / c) replaces z_t, and likewise y_t.
 Backward:  with P_t = dD/dz_t:   dhidden = P @ W,   dweight = P.T @ hidden,   dbias = sum_t P_t.
 
-The rows are swept in chunks whose logits, the student's and the teacher's together, fit a budget: two matrix products
-make them, one kernel turns the student's in place into their own gradient, two matrix products turn that into the
-chunk's part of dhidden and dweight. dweight and dbias are accumulated in fp32.
+A sweep processes the rows in chunks. The logits of both heads for a chunk fit a budget together. Two matrix products
+compute them. One kernel overwrites the student's logits with their gradient. Two matrix products compute the chunk's
+part of dhidden and dweight from it. dweight and dbias are accumulated in fp32.
 
-The tokens of a sum or mean have one upstream gradient, so the forward sweep computes gradients, and backward multiplies
-them by it, see `ahead`. The divergences of single tokens have an upstream gradient each, unknown until backward, which
-then sweeps again. The teacher is a constant.
+A sum or mean over tokens has one upstream gradient. The forward sweep computes gradients up to that factor, and
+backward multiplies them by it, see `loss.precomputed_grad`. Divergences per token have one upstream gradient each,
+known only in backward, which sweeps again. The teacher gets no gradient.
 
-Saved: the gradients with respect to the student's hidden, weight and bias that are needed; or, for the divergences of
-single tokens, all inputs.
+Saved: the needed gradients of the student's hidden, weight and bias; or, for divergences per token, all inputs.
 
-The teacher's logits may be given in place of its hidden states.
+The teacher may be given as logits instead of hidden states.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
 from ligerzoo.kernels.divergence import (
-    DivergenceOptions,
-    check,
+    check_divergence,
     compute_losses,
     jsd_divergence,
     loss_and_gradient_,
@@ -46,18 +44,19 @@ from ligerzoo.kernels.loss.chunked_head import (
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
+from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.registration import register
 
 
 class Side(NamedTuple):
-    """The student, or the teacher.
+    """One side of a distillation: the student or the teacher.
 
     Attributes:
-        hidden: (..., H) hidden states; of a teacher without weight (..., V) logits.
-        weight: (V, H), the head.
+        hidden: (..., H) hidden states; (..., V) logits if `weight` is None.
+        weight: (V, H), the head; None only for the teacher.
         bias: (V,), added to the logits.
         scale: multiplies the logits.
-        softcap: then bounds them to softcap * tanh(logit / softcap).
+        softcap: c, for logits `c tanh(logits / c)`, after the scale.
     """
 
     hidden: Tensor
@@ -68,7 +67,7 @@ class Side(NamedTuple):
 
 
 class TeacherInputs(NamedTuple):
-    """Hidden states (T, G), the (V, G) weight and (V,) bias of the teacher's head; or (T, V) logits, and no weight."""
+    """The teacher's (T, G) hidden states, (V, G) weight and (V,) bias or None; or its (T, V) logits and two Nones."""
 
     hidden: Tensor
     weight: Tensor | None
@@ -76,7 +75,7 @@ class TeacherInputs(NamedTuple):
 
 
 class SweepResults(NamedTuple):
-    """(T,) losses, and the gradients of their sum, weighted by the upstream ones, with respect to the student."""
+    """(T,) losses, and the student's `HeadGradients` for the losses' upstream gradients."""
 
     losses: Tensor
     dhidden: Tensor
@@ -103,13 +102,13 @@ def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, nee
 
 
 class _TeacherLogits:
-    """The part of a head whose logits are there already."""
+    """Given logits, with the interface of a head."""
 
     def __init__(self, logits: Tensor, order: Tensor | None) -> None:
-        self.given, self.order = logits, order
+        self.all_logits, self.order = logits, order
 
     def logits(self, chunk: slice) -> Tensor:
-        return self.given[chunk] if self.order is None else self.given[self.order[chunk]]
+        return self.all_logits[chunk] if self.order is None else self.all_logits[self.order[chunk]]
 
 
 @register("linear_divergence_sweep", fake=_sweep_fake)
@@ -117,7 +116,7 @@ def _sweep(
     student: HeadInputs, teacher: TeacherInputs, target: Tensor, upstream: Tensor | None, options: DivergenceOptions,
     budget: int | None, triton: bool, needs: Needs,
 ) -> SweepResults:  # fmt: skip
-    """Without needed gradients `upstream`, (T,), is not read."""
+    """Computes the losses and the needed gradients. `upstream`, (T,), is None if no gradient is needed."""
     itemsize = student.hidden.element_size() + teacher.hidden.element_size()
     rows = rows_per_chunk(student.hidden, student.weight.shape[0], itemsize, budget)
     valid, weights = target != options.ignore_index, _weights(student, teacher)
@@ -148,7 +147,9 @@ def linear_divergence(
     num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
     """The divergence of two heads, as `linear_kl_div` says; `name` is the function that an error is about."""
-    check(name, options, teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias)
+    check_divergence(
+        name, options, teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias
+    )
     student, teacher = _autocast(student), _autocast(teacher)
     assert student.weight is not None
     tokens, classes = student.hidden.shape[:-1], student.weight.shape[:1]
@@ -184,11 +185,11 @@ def _reduced_divergence(
     student: HeadInputs, teacher: TeacherInputs, target: Tensor, divisor: int | Tensor, options: DivergenceOptions,
     budget: int | None, triton: bool,
 ) -> Tensor:  # fmt: skip
-    """The sum of the tokens' divergences, divided; one sweep computes it and the gradients that are needed."""
+    """Returns the sum of the tokens' divergences, divided by `divisor`. One sweep computes it and its gradients."""
     needs = Needs(*(t is not None and t.requires_grad and torch.is_grad_enabled() for t in student))
     with torch.no_grad():
         share = torch.ones((), dtype=accumulation_dtype(student.hidden.dtype), device=target.device) / divisor
-        # In fp16 what is multiplied by a small number too early may vanish.
+        # In fp16 gradients multiplied by a small share may underflow, so backward multiplies by it.
         is_fp16 = student.hidden.dtype == torch.float16
         upstream, factor = (torch.ones_like(share), share) if is_fp16 else (share, None)
         losses, *gradients = _sweep(
@@ -199,7 +200,7 @@ def _reduced_divergence(
 
 
 class _TokenDivergences(torch.autograd.Function):
-    """The divergence of each token; backward sweeps again, now with the upstream gradient of each."""
+    """The divergence of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -228,7 +229,7 @@ def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: 
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:
             raise ValueError(
-                f"{name}: {whose}'s logits {tuple(hidden.shape)}; expected {(*tokens, *classes)}, and no bias"
+                f"{name}: the {whose}'s logits have shape {tuple(hidden.shape)}; expected {(*tokens, *classes)}, no bias"
             )
         return
     fits = (
@@ -267,16 +268,16 @@ def linear_kl_div(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`kl_div` of `student_hidden @ student_weight.T` and `teacher_hidden @ teacher_weight.T`; the logits of the two
-    are never held beyond `logits_budget`.
+    """`kl_div` of `student_hidden @ student_weight.T` and `teacher_hidden @ teacher_weight.T`, without materializing all
+    logits of either.
 
     Args:
         student_hidden: (..., H) hidden states.
         student_weight: (V, H), the head, in the dtype of `student_hidden`.
-        teacher_hidden: (..., G) hidden states; neither size nor dtype need be the student's.
+        teacher_hidden: (..., G) hidden states; their size and dtype may differ from the student's.
         teacher_weight: (V, G), in the dtype of `teacher_hidden`.
-        target: (...) integers, or None if all tokens count. Looked at only to tell tokens that count from others.
-        reverse: KL(student || teacher) in place of KL(teacher || student).
+        target: (...) integers, or None if all tokens are valid. Only compared with `ignore_index`.
+        reverse: KL(student || teacher) instead of KL(teacher || student).
         temperature: divides both logits, after the softcaps; see `kl_div`.
         student_bias: (V,), added to the student's logits, or None.
         teacher_bias: (V,), added to the teacher's logits, or None.
@@ -284,22 +285,22 @@ def linear_kl_div(
         teacher_logit_scale: multiplies the teacher's logits, before the softcap.
         student_softcap: c, for student logits `c tanh(logits / c)`, or None.
         teacher_softcap: c, for teacher logits `c tanh(logits / c)`, or None.
-        ignore_index: the target of a token that does not count.
-        reduction: "mean" over the tokens that count, "sum", or "none" for the divergence of each token, which costs a
-            second sweep in backward.
-        num_items: divides the sum in place of the number of tokens that count (an int or a 0-d tensor): the same number
-            for all micro-batches of a step makes gradient accumulation exact.
-        logits_budget: MiB of logits that exist at a time (at least one row of both); None for `set_logits_budget`'s.
-            On a CPU a few copies of these in fp32 come on top.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference, in chunks too).
+        ignore_index: the target of ignored tokens.
+        reduction: "mean" over the valid tokens, "sum", or "none" for one divergence per token, which costs a second
+            sweep in backward.
+        num_items: with "mean", divides the sum instead of the number of valid tokens (an int or a 0-d tensor). Pass the
+            same number for all microbatches of a step to make gradient accumulation exact.
+        logits_budget: MiB of logits of both that exist at a time (at least one row); None for the default, see
+            `set_logits_budget`. On a CPU, a few fp32 copies of a chunk's logits exist too.
+        backend: "auto" (Triton on a GPU), "triton" or "torch" (the reference, in chunks too).
 
     Returns:
-        fp32 (fp64 for fp64 input): 0-d, or of the tokens' shape for "none". Without a token that valid, "mean" is 0
-        and all gradients are 0. A frozen student tensor costs neither the memory nor the time of its gradient.
+        The loss in fp32 (fp64 for fp64 input): 0-d, or of the tokens' shape for "none". "mean" and all gradients are 0
+        without a valid token. A student tensor that requires no gradient costs neither the memory nor the time of its
+        gradient.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit, an option is out of range, or something of the teacher requires a
-            gradient.
+        ValueError: a shape, a dtype or an option is invalid, or a tensor of the teacher requires a gradient.
     """
     options = DivergenceOptions("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
@@ -330,7 +331,7 @@ def linear_jsd(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`jsd`, whose `beta` this is, of two heads; everything else is as in `linear_kl_div`."""
+    """`jsd` of two heads, with its `beta`. The other arguments, the result and the errors are those of `linear_kl_div`."""
     options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
@@ -359,7 +360,7 @@ def linear_tvd(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`tvd` of two heads; everything else is as in `linear_kl_div`."""
+    """`tvd` of two heads. The arguments, the result and the errors are those of `linear_kl_div`."""
     options = DivergenceOptions("tvd", 0.0, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
-from ligerzoo.kernels.divergence import Divergence, DivergenceOptions, check, jsd_divergence
+from ligerzoo.kernels.divergence import check_divergence, jsd_divergence
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
+from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.losses.logps import check_choice, check_number, divisor
 from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head, check_logits
@@ -123,7 +124,7 @@ def _divergence(
         budget = head.get("logits_budget")
         return linear_divergence(name, student, teacher, target, options, "mean", num_items, budget, backend)
     check_logits(name, student.hidden, head)
-    check(name, options)
+    check_divergence(name, options)
     if student.hidden.shape[:-1] != target.shape or teacher.hidden.shape[:-1] != target.shape:
         raise ValueError(
             f"{name}: student's logits {tuple(student.hidden.shape)}, teacher's {tuple(teacher.hidden.shape)}, target "

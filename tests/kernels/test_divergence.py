@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.divergence import DivergenceOptions, loss_and_gradient_
+from ligerzoo.kernels.divergence import loss_and_gradient_
+from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.softcap import Transform
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
@@ -305,6 +306,7 @@ def test_distributions_that_are_nearly_equal(distance: float, of: str, dtype: to
 @every_divergence
 def test_probabilities_are_never_made(of: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "divergence")
+    launch_nothing(monkeypatch, "loss.divergence_kernel")
     student, teacher = numbers(50, 330, device=device), numbers(50, 330, device=device).detach()
     with Recorder() as recorder:
         function_of(of)(student, teacher).backward()
@@ -356,7 +358,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("teacher", [(2, 3, 32), (3, 33)])
 def test_logits_that_do_not_fit(teacher: tuple[int, ...]) -> None:
-    message = re.escape(f"kl_div: student (2, 3, 33) and teacher {teacher}; expected (..., V) of both")
+    message = re.escape(f"kl_div: student (2, 3, 33) and teacher {teacher}; expected (..., V) for both")
     with pytest.raises(ValueError, match=message):
         kl_div(torch.ones(2, 3, 33), torch.ones(teacher))
 
@@ -368,7 +370,8 @@ def test_logits_that_do_not_fit(teacher: tuple[int, ...]) -> None:
 )
 def test_targets_that_are_none(target: Tensor) -> None:
     """A mask of the tokens that count would be taken for targets that all do."""
-    message = re.escape(f"kl_div: target {tuple(target.shape)} {target.dtype}; expected (2, 3), an integer for each")
+    got = f"target has shape {tuple(target.shape)} and dtype {target.dtype}"
+    message = re.escape(f"kl_div: {got}; expected shape (2, 3) and an integer dtype")
     with pytest.raises(ValueError, match=message):
         kl_div(torch.ones(2, 3, 33), torch.ones(2, 3, 33), target)
 

@@ -303,6 +303,7 @@ def test_softcaps_round_nothing(dtype: torch.dtype, device: str) -> None:
 
 def test_softcaps_cost_no_copy_of_the_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "divergence")
+    launch_nothing(monkeypatch, "loss.divergence_kernel")
     launch_nothing(monkeypatch, "linear_divergence")
     inputs = make(8, 2, 4096, device=device, ignored=0.0)
     plain, transformed = (run_of(inputs, **options).made for options in ({}, TRANSFORMS[-1]))

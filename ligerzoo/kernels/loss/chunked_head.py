@@ -1,11 +1,11 @@
-"""The matrix products of a loss head, swept in chunks of rows: logits, and what their gradient adds to the head's.
+"""The matrix products of a loss head, in chunks of rows: logits, and the gradients of the head's inputs.
 
-A head makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
-the chunks of dlogits.T @ x in at least 24 bits. There are two: `DenseHead` for any device and dtype, and `RaggedHead`
-for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows` and `weight_sum`.
+A head computes a chunk's logits, x @ weight.T. From their gradient it computes dx = dlogits @ weight, and accumulates
+dweight, the sum over the chunks of dlogits.T @ x, in at least 24 bits. There are two: `DenseHead` for any device and
+dtype, and `RaggedHead` for bf16 on Hopper GPUs, which computes valid rows only (`ragged_gemm`, `wgrad_accumulator`).
 
-A head sweeps the rows in an order of its own, unless it is given one: then row i of the sweep is among those of chunk
-i // rows, and of the rows of a chunk alone those that count come first. So rows that belong together stay together.
+By default a head chooses the order of the rows. A given order keeps row i of that order in chunk i // rows: a head then
+only moves valid rows to the front of their chunk. So the rows of one chunk stay together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradA
 
 
 class HeadInputs(NamedTuple):
-    """What logits are computed from.
+    """The inputs of a head: logits = hidden @ weight.T + bias.
 
     Attributes:
         hidden: (M, H) hidden states.
@@ -36,7 +36,7 @@ class HeadInputs(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients to compute. The others have no elements."""
+    """Which gradients to compute. The other gradients are empty tensors."""
 
     hidden: bool
     weight: bool
@@ -47,7 +47,7 @@ _logits_budget = 512
 
 
 def set_logits_budget(mebibytes: int) -> None:
-    """Sets how many MiB of logits may exist at a time where a call does not say (512 to begin with; one row at least).
+    """Sets the default `logits_budget`: how many MiB of logits exist at a time (initially 512; at least one row).
 
     Raises:
         ValueError: `mebibytes` is negative.
@@ -63,25 +63,25 @@ def _check_budget(budget: int) -> int:
 
 
 def max_rows(n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
-    """How many rows' logits fit the budget; perhaps 0."""
+    """Returns the number of rows whose logits fit the budget; possibly 0."""
     budget = _logits_budget if budget is None else _check_budget(budget)
     return budget * 2**20 // (max(1, n_classes) * bytes_per_logit)
 
 
 def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
-    """How many of (M, H) hidden states to take at a time, so that their logits fit the budget.
+    """Returns the number of rows of (M, H) hidden states per chunk, such that their logits fit the budget.
 
-    Where it allows, a multiple of 128 (a tile of the matrix products), chosen so that few tiles of dhidden, which are
-    the longest, wait for the last ones of a chunk.
+    If the budget allows 128 rows (a tile of the matrix products), it is a multiple of 128. It minimizes the waves of
+    tiles of dhidden, whose programs run longest.
     """
     n_rows, hidden_size = hidden.shape
     most = max(1, max_rows(n_classes, bytes_per_logit, budget))
     if n_rows <= most or most < 128:
         return max(1, min(n_rows, most))
-    tiles_of_128_rows, at_a_time = cdiv(hidden_size, 256), multiprocessors(hidden)
+    tiles_per_128_rows, tiles_per_wave = cdiv(hidden_size, 256), multiprocessors(hidden)
 
     def waves(rows: int) -> int:
-        return cdiv(n_rows, rows) * cdiv(cdiv(rows, 128) * tiles_of_128_rows, at_a_time)
+        return cdiv(n_rows, rows) * cdiv(cdiv(rows, 128) * tiles_per_128_rows, tiles_per_wave)
 
     candidates = range(128, most + 1, 128)
     fewest = min(map(waves, candidates))
@@ -93,17 +93,17 @@ def _supports_ragged(*weights: Tensor) -> bool:
 
 
 def gradient_dtype(*weights: Tensor) -> torch.dtype:
-    """The dtype in which the head of the first weight hands on the sum of dweight."""
+    """Returns the dtype in which the head of the first weight returns dweight."""
     return weights[0].dtype if _supports_ragged(*weights) else accumulation_dtype(weights[0].dtype)
 
 
 def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[RaggedHead]:
-    """The head for so many rows; several weights are those of heads that sweep the same rows together."""
+    """Returns the class of head for `n_rows` rows. Heads that process the same rows together share a class."""
     return RaggedHead if n_rows and _supports_ragged(*weights) else DenseHead
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of `HeadInputs`."""
+    """The gradients of `HeadInputs`; empty tensors where not needed."""
 
     dhidden: Tensor
     dweight: Tensor
@@ -111,11 +111,18 @@ class HeadGradients(NamedTuple):
 
 
 class DenseHead:
-    """Computes all rows alike; on a CPU, where to look costs no wait, those alone that count.
+    """Computes all rows. On a CPU, where reading `valid` is no host sync, it computes valid rows only.
+
+    Args:
+        inputs: the hidden states, weight and bias.
+        valid: (M,) bool, False for ignored rows.
+        rows: rows per chunk.
+        needs: which gradients to compute.
+        order: (M,) int64, the order of the rows; see the file's docstring. None lets the head choose.
 
     Attributes:
-        chunks: which rows of the sweep each chunk has; none where it has none that valid.
-        order: row i of the sweep is row order[i] of `hidden`; None if all are swept as they come.
+        chunks: slices of the rows in the head's order; on a CPU with a given order, a chunk may be empty.
+        order: row i in the head's order is row order[i] of `hidden`; None for the order of `hidden`.
     """
 
     def __init__(
@@ -137,12 +144,12 @@ class DenseHead:
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
 
     def count(self, chunk: slice) -> None:
-        """How many rows of the sweep count, up to the end of a chunk; None if that is for the targets to say."""
+        """Returns the end of the chunk's valid rows, (1,) int32; None if the targets decide which rows are valid."""
 
     def logits(self, chunk: slice) -> Tensor:
-        """(rows, V) of a chunk: a buffer that the next call fills anew."""
+        """Returns a chunk's logits, (rows, V), in a buffer that the next call overwrites."""
         self.x = self.hidden[chunk]
-        if self.x.device.type != "cpu":  # where NaN of rows that do not count would reach products: 0 * NaN is NaN
+        if self.x.device.type != "cpu":  # NaN in ignored rows would reach dweight: 0 * NaN is NaN
             self.x = self.x.masked_fill(~self.valid[chunk, None], 0)
         buffer = self.buffer[: self.x.shape[0]]
         if self.bias is None:
@@ -150,7 +157,7 @@ class DenseHead:
         return torch.addmm(self.bias, self.x, self.weight.T, out=buffer)
 
     def accumulate_gradient(self, chunk: slice, dlogits: Tensor) -> None:
-        """To be called for each chunk in turn, with what has become of its logits."""
+        """Computes the chunk's part of the gradients. Call it for each chunk in order, after `logits`."""
         if self.needs.hidden:
             torch.mm(dlogits, self.weight, out=self.dhidden[chunk])
         if self.needs.weight:
@@ -159,7 +166,7 @@ class DenseHead:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
     def gradients(self) -> HeadGradients:
-        """dhidden, dweight and dbias."""
+        """Returns the gradients of all rows; those of ignored rows are 0."""
         if self.hidden.shape[0] == 0:
             self.dweight.zero_()
         if self.needs.hidden and self.order is not None:
@@ -172,7 +179,7 @@ def _chunks(n_rows: int, rows: int) -> list[slice]:
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total (+)= a @ b, with the products summed in the dtype of `total`."""
+    """Adds a @ b to `total`, in the dtype of `total`; the first product overwrites it."""
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
@@ -183,9 +190,9 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 class RaggedHead:
-    """Sorts the rows that count to the front and computes those alone, though the host never learns how many.
+    """Moves valid rows to the front and computes only those, without a host sync to count them.
 
-    At least one row. Its attributes are those of `DenseHead`.
+    Arguments and attributes are those of `DenseHead`. There must be at least one row.
     """
 
     def __init__(
@@ -196,24 +203,24 @@ class RaggedHead:
         self.rows, self.needs, self.bias = rows, needs, bias
         n_rows = hidden.shape[0]
         self.chunks = _chunks(n_rows, rows)
-        places = torch.arange(n_rows, device=hidden.device)
+        positions = torch.arange(n_rows, device=hidden.device)
         if order is None:
             self.order = torch.argsort(valid.to(torch.uint8), descending=True, stable=True)
             self.end = valid.sum(dtype=torch.int32).view(1)
             ends = self.end.expand(len(self.chunks))
         else:
-            is_last = ~valid[order]
-            self.order = order[torch.argsort(places // rows * 2 + is_last, stable=True)]
-            starts = places[::rows]
-            present = torch.zeros_like(starts).index_add_(0, places // rows, (~is_last).long())
-            ends = (starts + present).int()  # a row of the sweep valid if it stands before its chunk's
-            self.end = torch.where(present > 0, ends, 0).max().view(1)
-        self.ends = ends[:, None].repeat(1, 4)  # one at each multiple of 16 bytes, as kernels like their pointers
-        # Where no row stands that valid stands one more copy of one that does: it meets zeros, so it must be finite.
-        is_there = places < ends[places // rows]
-        first = is_there.byte().argmax().view(1)
-        self.source = torch.where(is_there, self.order, self.order[first])
-        self.x = hidden.new_empty((min(rows, n_rows), hidden.shape[1]))  # of the present chunk
+            is_ignored = ~valid[order]
+            self.order = order[torch.argsort(positions // rows * 2 + is_ignored, stable=True)]
+            starts = positions[::rows]
+            n_valid = torch.zeros_like(starts).index_add_(0, positions // rows, (~is_ignored).long())
+            ends = (starts + n_valid).int()  # one more than the index of the chunk's last valid row
+            self.end = torch.where(n_valid > 0, ends, 0).max().view(1)
+        self.ends = ends[:, None].repeat(1, 4)  # each aligned to 16 bytes: kernels specialize on alignment
+        # Copies of a valid row replace the ignored rows. Products multiply them by zeros, so they must be finite.
+        is_valid = positions < ends[positions // rows]
+        first = is_valid.byte().argmax().view(1)
+        self.source = torch.where(is_valid, self.order, self.order[first])
+        self.x = hidden.new_empty((min(rows, n_rows), hidden.shape[1]))  # of the current chunk
         self.buffer = ragged_gemm.row_buffer(hidden, min(rows, n_rows), weight.shape[0])
         self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
         self.dweight = WeightGradAccumulator(weight, n_rows, rows) if needs.weight else None

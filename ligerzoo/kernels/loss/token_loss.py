@@ -75,14 +75,14 @@ NO_UPSTREAM = Upstream()
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """What the model's distribution over the vocabulary says of each token; 0 for a token that does not count.
+    """Statistics of the model's distribution over the vocabulary at each token; 0 at an ignored token.
 
     Attributes:
         logps: (...) fp32 (fp64 for fp64 input), the target's log-probability.
         entropy: (...) fp32, the entropy of the distribution, in nats.
         logsumexp: (...) fp32, the logarithm of the sum of the exponentials of the logits.
-        argmax: (...) int64, the likeliest token.
-        accuracy: 0-d fp32, of the tokens that count the share whose target is the likeliest one; 0 if none valid.
+        argmax: (...) int64, the most likely token.
+        accuracy: 0-d fp32, the share of valid tokens whose target is the most likely token; 0 without a valid token.
     """
 
     logps: Tensor

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.divergence import DivergenceOptions
 from ligerzoo.kernels.linear_cross_entropy import SweepOptions
 from ligerzoo.kernels.linear_divergence import TeacherInputs
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs
+from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream
 from tests.kernels.layouts import transposed
 from tests.kernels.machine import kernel_file
@@ -20,8 +20,8 @@ OPS = {
     "cross_entropy_forward": kernel_file("cross_entropy")._forward,
     "cross_entropy_backward": kernel_file("cross_entropy")._backward,
     "linear_cross_entropy_sweep": kernel_file("linear_cross_entropy")._sweep,
-    "divergence_forward": kernel_file("divergence")._forward,
-    "divergence_backward": kernel_file("divergence")._backward,
+    "divergence_forward": kernel_file("loss.divergence_kernel").divergence_forward,
+    "divergence_backward": kernel_file("loss.divergence_kernel").divergence_backward,
     "linear_divergence_sweep": kernel_file("linear_divergence")._sweep,
     "scaled": kernel_file("loss.precomputed_grad").scaled,
 }
