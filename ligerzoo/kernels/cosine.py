@@ -4,8 +4,7 @@ Forward:   loss = 1 - cos,   cos = (z . y) / (|z| |y|)   of the student's logits
 Backward:  dz = (cos z / |z| - y / |y|) / |z|.
 
 For zero logits cos and the gradient are 0. There is no temperature: it would only divide the gradient. Computed in fp32
-(fp64 for fp64 logits), a few rows at a time, in plain torch on every device. Scales and softcaps of `softcap` are applied
-first.
+(fp64 for fp64 logits), a few rows at a time, in plain torch on every device. The transforms of `softcap` come first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MAX_ELEMENTS = 2**23  # of an fp32 copy
 def reference(
     student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
 ) -> Tensor:
-    """Returns the distance of each row of (M, V) logits, 0 for ignored rows: the specification and the tests' oracle."""
+    """Returns the distance of each row of (M, V) logits, 0 if ignored: the specification and the tests' oracle."""
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     # Masking only the losses would multiply NaN logits of an ignored token by an upstream gradient of 0.
     z, y = (
@@ -63,7 +62,7 @@ def loss_and_gradient_(
     student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor, student_transform: Transform,
     teacher_transform: Transform,
 ) -> Tensor:  # fmt: skip
-    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with the gradient for `upstream`."""
+    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient."""
     losses = ignored.new_zeros(
         ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     )

@@ -146,10 +146,9 @@ def linear_divergence(
     name: str, student: Side, teacher: Side, target: Tensor | None, options: DivergenceOptions, reduction: Reduction,
     num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
-    """The divergence of two heads, as `linear_kl_div` says; `name` is the function that an error is about."""
-    check_divergence(
-        name, options, teacher_hidden=teacher.hidden, teacher_weight=teacher.weight, teacher_bias=teacher.bias
-    )
+    """Returns the divergence of two heads, see `linear_kl_div`. `name` is the public function, for error messages."""
+    teacher_tensors = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+    check_divergence(name, options, **teacher_tensors)
     student, teacher = _autocast(student), _autocast(teacher)
     assert student.weight is not None
     tokens, classes = student.hidden.shape[:-1], student.weight.shape[:1]
@@ -229,7 +228,8 @@ def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: 
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:
             raise ValueError(
-                f"{name}: the {whose}'s logits have shape {tuple(hidden.shape)}; expected {(*tokens, *classes)}, no bias"
+                f"{name}: the {whose}'s logits have shape {tuple(hidden.shape)}; "
+                f"expected {(*tokens, *classes)}, without a bias"
             )
         return
     fits = (
@@ -268,8 +268,8 @@ def linear_kl_div(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`kl_div` of `student_hidden @ student_weight.T` and `teacher_hidden @ teacher_weight.T`, without materializing all
-    logits of either.
+    """`kl_div` of `student_hidden @ student_weight.T` and `teacher_hidden @ teacher_weight.T`, without materializing
+    all logits of either.
 
     Args:
         student_hidden: (..., H) hidden states.
@@ -331,7 +331,7 @@ def linear_jsd(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`jsd` of two heads, with its `beta`. The other arguments, the result and the errors are those of `linear_kl_div`."""
+    """`jsd` of two heads, with its `beta`. The other arguments, the result and errors are those of `linear_kl_div`."""
     options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
     student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
     teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
