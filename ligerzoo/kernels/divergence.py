@@ -1,6 +1,6 @@
 """Divergences of given logits of a student from those of a teacher: the losses of distillation.
 
-`loss.token_divergence` has the formulas, forward and backward; `loss.divergence_kernel` has the kernels.
+`loss.token_divergence` has the formulas, forward and backward; `loss.divergence_kernels` has the kernels.
 
 Saved: both logits (the caller's tensors, never written to), and five fp32 numbers a row: the two maxima, the logs of
 the two sums of exponentials, and S. Recomputed in backward: p and q.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ligerzoo.kernels import cosine
 from ligerzoo.kernels.dispatch import Backend, once_differentiable, uses_triton
-from ligerzoo.kernels.loss import divergence_kernel, token_divergence
-from ligerzoo.kernels.loss.divergence_kernel import divergence_backward, divergence_forward
+from ligerzoo.kernels.loss import divergence_kernels, token_divergence
+from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions, reference
 
@@ -49,7 +49,7 @@ def loss_and_gradient_(
     if options.divergence == "cosine":
         ignored = target == options.ignore_index
         return cosine.loss_and_gradient_(student, teacher, ignored, upstream, options.student, options.teacher)
-    compute = divergence_kernel.loss_and_gradient_ if triton else token_divergence.reference_loss_and_gradient_
+    compute = divergence_kernels.loss_and_gradient_ if triton else token_divergence.reference_loss_and_gradient_
     return compute(student, teacher, target, upstream, options)
 
 

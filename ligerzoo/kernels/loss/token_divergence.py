@@ -22,7 +22,7 @@ The terms q - p and p - q sum to 0. With them no f is negative and the rounding 
 divergence of 1e-6 keeps its leading digits.
 
 Where a probability is 0 (a logit of -inf, or underflow), its products are 0. A student equal to its teacher gives
-exactly 0 and a zero gradient (in the reference, up to rounding). `divergence_kernel` has the Triton kernels.
+exactly 0 and a zero gradient (in the reference, up to rounding). `divergence_kernels` has the Triton kernels.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ OPS = {
     "cross_entropy_forward": kernel_file("cross_entropy")._forward,
     "cross_entropy_backward": kernel_file("cross_entropy")._backward,
     "linear_cross_entropy_sweep": kernel_file("linear_cross_entropy")._sweep,
-    "divergence_forward": kernel_file("loss.divergence_kernel").divergence_forward,
-    "divergence_backward": kernel_file("loss.divergence_kernel").divergence_backward,
+    "divergence_forward": kernel_file("loss.divergence_kernels").divergence_forward,
+    "divergence_backward": kernel_file("loss.divergence_kernels").divergence_backward,
     "linear_divergence_sweep": kernel_file("linear_divergence")._sweep,
     "scaled": kernel_file("loss.precomputed_grad").scaled,
 }

@@ -1,4 +1,4 @@
-"""The products of a loss head in which the rows that do not count have no part."""
+"""The matrix products of a loss head skip ignored rows."""
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ def test_products(shape: tuple[int, int], count: int) -> None:
         order = torch.randperm(300, device="cuda")
         back = torch.full((300, depth), 7.0, device="cuda", dtype=torch.bfloat16)
         ragged_gemm.matmul_(back, logits, weight, count_of(count), first_row, order)
-        places = order[first_row : first_row + present]
-        assert_as_good_as_a_plain_product(back[places], logits[:present], weight)
+        valid_rows = order[first_row : first_row + present]
+        assert_as_good_as_a_plain_product(back[valid_rows], logits[:present], weight)
         others = torch.ones(300, dtype=torch.bool, device="cuda")
-        others[places] = False
+        others[valid_rows] = False
         assert (back[others] == 7).all()
