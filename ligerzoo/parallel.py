@@ -1,13 +1,13 @@
-"""Operations over tensors that several processes hold together.
+"""Operations over tensors that are sharded over several processes.
 
-`vocab_parallel_linear_cross_entropy` is `linear_cross_entropy` for a head whose rows are spread over a process group,
-as Megatron-LM's (Shoeybi et al. 2019, section 3) and `torch.distributed.tensor` spread them. Every process has all
-hidden states and targets, and the logits of its own classes. With l_r the logsumexp of process r's logits,
+`vocab_parallel_linear_cross_entropy` is `linear_cross_entropy` for a head whose rows are sharded over a process group,
+as in Megatron-LM (Shoeybi et al. 2019, section 3) and `torch.distributed.tensor`. Every process has all hidden states
+and targets, and computes the logits of its own classes. With l_r the logsumexp of process r's logits,
 
-    logsumexp = log sum_r exp(l_r),   loss = logsumexp - x_y,   and  d logsumexp / d l_r = exp(l_r - logsumexp),
+    logsumexp = log sum_r exp(l_r),   loss = logsumexp - x_y,   and  d logsumexp / d l_r = exp(l_r - logsumexp).
 
-so two numbers a token travel, and every process then turns its own logits into their gradient in place. dhidden is
-summed over the processes; dweight stays where its rows are.
+So the processes exchange a few numbers per token, and then each overwrites its own logits with their gradient. dhidden
+is summed over the processes. dweight is sharded like the weight.
 """
 
 from __future__ import annotations
@@ -22,15 +22,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, once_differentiable, uses_triton
-from ligerzoo.kernels.loss.chunked_head import Needs, head_type, rows_per_chunk
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
-from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduced
-from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, walk_rows_
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduce_losses
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
+from ligerzoo.kernels.loss.token_loss import Terms, Upstream
 
-_IGNORED = -100  # among a process's own targets, where any number that is not negative may be a class
+_IGNORED = -100  # in a process's own targets; `ignore_index` may be one of its classes
 
 
-class _Options(NamedTuple):
+class _ShardOptions(NamedTuple):
+    """The options of a sweep over one process's shard of the classes.
+
+    Attributes:
+        group: the processes; None for all.
+        first_class: the shard's first class.
+        is_padding: whether all classes of the shard are padding.
+        rows: rows per chunk.
+        terms: the transform and the loss.
+        ignore_index: the target of ignored tokens.
+        triton: whether to use Triton or plain torch for the rows.
+    """
+
     group: dist.ProcessGroup | None
     first_class: int
     is_padding: bool
@@ -41,68 +54,68 @@ class _Options(NamedTuple):
 
 
 def _sweep(
-    hidden: Tensor, weight: Tensor, target: Tensor, of_loss: Tensor | None, needs: Needs, options: _Options
+    hidden: Tensor, weight: Tensor, target: Tensor, grad_loss: Tensor | None, needs: Needs, options: _ShardOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of all rows and, for an upstream gradient, dhidden and dweight."""
+    """Returns the losses of all rows and, for upstream gradients, dhidden and dweight."""
     group, first_class, is_padding, rows, terms, ignore_index, triton = options
-    counts = target != ignore_index
-    inside = (target >= first_class) & (target < first_class + weight.shape[0]) & counts & (not is_padding)
-    # A row whose target another process has is here a row of class 0, of which only the logsumexp is used.
-    own_target = torch.where(counts, torch.where(inside, target - first_class, 0), _IGNORED)
+    valid = target != ignore_index
+    in_shard = (target >= first_class) & (target < first_class + weight.shape[0]) & valid & (not is_padding)
+    # If another process has the target, class 0 replaces it: only the row's logsumexp is used.
+    own_target = torch.where(valid, torch.where(in_shard, target - first_class, 0), _IGNORED)
     losses = torch.zeros_like(target, dtype=accumulation_dtype(hidden.dtype))
-    own = empty_results(target, losses.dtype, statistics=False)
-    of_logp, of_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
-    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs)
-    walk = functools.partial(
-        walk_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
+    own = zero_results(target, losses.dtype, statistics=False)
+    grad_logp, grad_logsumexp = torch.zeros_like(losses), torch.zeros_like(losses)
+    head = head_type(hidden.shape[0], weight)(HeadInputs(hidden, weight), valid, rows, needs)
+    compute = functools.partial(
+        compute_rows_, target=own_target, results=own, terms=terms._replace(z_loss=0.0), ignore_index=_IGNORED,
         order=head.order, triton=triton,
     )  # fmt: skip
-    for part in head.chunks:
-        logits = head.logits(part)
-        chunk: Any = part if head.order is None else head.order[part]
-        walk_part = functools.partial(walk, logits, first_row=part.start, count=head.count(part))
-        walk_part()
-        own_logsumexp, own_logp, mine = own.logsumexp[chunk], own.logp[chunk], inside[chunk]
+    for chunk in head.chunks:
+        logits = head.logits(chunk)
+        tokens: Any = chunk if head.order is None else head.order[chunk]
+        compute_chunk = functools.partial(compute, logits, first_row=chunk.start, count=head.count(chunk))
+        compute_chunk()
+        own_logsumexp, own_logp, is_own = own.logsumexp[tokens], own.logp[tokens], in_shard[tokens]
         if is_padding:
             own_logsumexp = torch.full_like(own_logsumexp, -torch.inf)
         largest = own_logsumexp.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        x_target = torch.where(mine, own_logp + own_logsumexp, 0.0)
-        shares = torch.stack([(own_logsumexp - largest).exp(), x_target, mine.to(x_target.dtype)])
+        x_target = torch.where(is_own, own_logp + own_logsumexp, 0.0)
+        shares = torch.stack([(own_logsumexp - largest).exp(), x_target, is_own.to(x_target.dtype)])
         dist.all_reduce(shares, dist.ReduceOp.SUM, group)
         logsumexp = largest + shares[0].log()
-        x_target = torch.where(shares[2] > 0, shares[1], torch.nan)  # a target that nobody has is no class
-        losses[chunk] = torch.where(counts[chunk], logsumexp - x_target + terms.z_loss * logsumexp.square(), 0.0)
-        if of_loss is not None and any(needs):
-            # x_y = logp + l_r where the target is here, so that l_r has the two of them to answer for.
-            g = of_loss[chunk]
-            of_x_target = torch.where(mine, -g, 0.0)
-            of_logp[chunk] = of_x_target
-            of_logsumexp[chunk] = (
-                g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + of_x_target
+        x_target = torch.where(shares[2] > 0, shares[1], torch.nan)  # the target is outside the vocabulary
+        losses[tokens] = torch.where(valid[tokens], logsumexp - x_target + terms.z_loss * logsumexp.square(), 0.0)
+        if grad_loss is not None and any(needs):
+            # If the shard has the target, x_y = logp + l_r, so l_r gets the gradients of both x_y and logsumexp.
+            g = grad_loss[tokens]
+            grad_x_target = torch.where(is_own, -g, 0.0)
+            grad_logp[tokens] = grad_x_target
+            grad_logsumexp[tokens] = (
+                g * (1 + 2 * terms.z_loss * logsumexp) * (own_logsumexp - logsumexp).exp() + grad_x_target
             )
-            walk_part(upstream=Upstream(logp=of_logp, logsumexp=of_logsumexp), out=logits)
-            head.take_gradient(part, logits)
+            compute_chunk(upstream=Upstream(logp=grad_logp, logsumexp=grad_logsumexp), out=logits)
+            head.accumulate_gradient(chunk, logits)
     dhidden, dweight, _ = head.gradients()
-    if needs.hidden and of_loss is not None:
+    if needs.hidden and grad_loss is not None:
         dist.all_reduce(dhidden, dist.ReduceOp.SUM, group)
     return losses, dhidden, dweight
 
 
-def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _Options) -> Tensor:
-    """Gradients are made in this one sweep, as in `linear_cross_entropy`."""
+def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _ShardOptions) -> Tensor:
+    """Returns the sum of the losses. One sweep computes it and its gradients, as in `linear_cross_entropy`."""
     needs = Needs(hidden.requires_grad, weight.requires_grad)
     with torch.no_grad():
         ones = hidden.new_ones((), dtype=accumulation_dtype(hidden.dtype)).expand(target.shape)
         losses, dhidden, dweight = _sweep(hidden, weight, target, ones, needs, options)
-    return with_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
+    return attach_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Backward sweeps again, with the upstream gradient of each token."""
+    """The loss of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, options: _Options) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, options: _ShardOptions) -> Tensor:
         ctx.save_for_backward(hidden, weight, target)
         ctx.options = options
         return _sweep(hidden, weight, target, None, Needs(False, False), options)[0]
@@ -117,17 +130,18 @@ class _TokenLosses(torch.autograd.Function):
 
 
 @functools.cache
-def _equal_part(name: str, part: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """How many rows each process has; asks the others, once. ValueError on all of them if they differ."""
-    sizes = torch.tensor([part, -part], device=device)
+def _check_equal_shards(name: str, shard_size: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Returns the number of rows per process. Communicates once per size; raises ValueError in all processes if their
+    numbers differ."""
+    sizes = torch.tensor([shard_size, -shard_size], device=device)
     dist.all_reduce(sizes, dist.ReduceOp.MAX, group)
     most, least = int(sizes[0]), -int(sizes[1])
     if most != least:
         raise ValueError(
-            f"{name}: the processes have {least} to {most} rows of weight; expected equal parts: "
-            "pad the last ones and say vocab_size"
+            f"{name}: the processes have {least} to {most} rows of weight; expected the same number; "
+            "pad the last shards and pass vocab_size"
         )
-    return part
+    return shard_size
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -147,44 +161,52 @@ def vocab_parallel_linear_cross_entropy(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`linear_cross_entropy` with the classes spread over the processes of a group.
+    """`linear_cross_entropy` with the classes sharded over the processes of a group.
 
-    To be called by all processes alike, with the same hidden states and targets. It has no bias, smoothing, weights or
-    statistics.
+    All processes must call it, with the same hidden states and targets. It supports no bias, label smoothing, class or
+    token weights, or statistics.
 
     Args:
         hidden: (..., H), or a `DTensor` replicated over the mesh.
-        weight: (V / processes, H), this process's classes: rank r has the r-th of as many equal parts. Or a `DTensor`
-            of (V, H), sharded over its rows on a one-dimensional mesh, whose group is then used.
-        target: (...) int64 in all of the vocabulary, or `ignore_index`.
+        weight: (V / processes, H), this process's shard of the head: rank r has the r-th of equal parts. Or a `DTensor`
+            of (V, H) with `Shard(0)` on a one-dimensional mesh, whose group is then used.
+        target: (...) int64, each in [0, V) or `ignore_index`.
         group: the processes; None for all.
-        vocab_size: classes from this one on are padding, which no logit, loss or gradient knows of; None for none.
-        logits_budget: MiB of this process's logits that exist at a time; see `linear_cross_entropy` for this and the
-            other arguments.
+        vocab_size: the number of classes without padding. Classes from this one on affect no loss and no gradient. None
+            if there is no padding.
+        ignore_index: the target of ignored tokens.
+        z_loss: adds `z_loss * logsumexp(logits)^2` to each token's loss.
+        softcap: c, for logits `c tanh(logits / c)`.
+        logit_scale: multiplies the logits, before the softcap.
+        temperature: divides the logits, after the softcap.
+        reduction: "mean" over the valid tokens, "sum", or "none" for one loss per token.
+        num_items: with "mean", divides the sum instead of the number of valid tokens; see `linear_cross_entropy`.
+        logits_budget: MiB of this process's logits that exist at a time; see `linear_cross_entropy`.
+        backend: "auto" (Triton on a GPU), "triton" or "torch" (the reference, in chunks too).
 
     Returns:
-        fp32 (fp64 for fp64 input), the same on all processes: 0-d, or of the targets' shape for "none".
+        The loss in fp32 (fp64 for fp64 input), the same on all processes: 0-d, or of the targets' shape for "none".
 
     Raises:
-        ValueError: shapes, dtypes or placements do not fit, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is no
-            class.
+        ValueError: a shape, a dtype or a placement is invalid, or (on a CPU, or if LIGERZOO_DEBUG=1) a target is
+            outside [0, V).
     """
     name = "vocab_parallel_linear_cross_entropy"
     if isinstance(hidden, DTensor):
         hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
     if isinstance(weight, DTensor):
         if weight.placements != (Shard(0),):
-            raise ValueError(f"{name}: weight is placed {weight.placements}; expected (Shard(0),)")
+            raise ValueError(f"{name}: weight has placements {weight.placements}; expected (Shard(0),)")
         n_classes, group = weight.shape[0], weight.device_mesh.get_group()
-        part = cdiv(n_classes, dist.get_world_size(group))
+        shard_size = cdiv(n_classes, dist.get_world_size(group))
         weight = weight.to_local()
     else:
-        part = _equal_part(name, weight.shape[0], weight.device, group)
-        n_classes = part * dist.get_world_size(group)
+        shard_size = _check_equal_shards(name, weight.shape[0], weight.device, group)
+        n_classes = shard_size * dist.get_world_size(group)
     if vocab_size is not None:
         if vocab_size > n_classes:
             raise ValueError(
-                f"{name}: vocab_size={vocab_size}; expected at most {n_classes}, the rows of all processes"
+                f"{name}: vocab_size={vocab_size}; expected at most {n_classes}, the weight's rows in all processes"
             )
         n_classes = vocab_size
     hidden, weight = autocast(hidden, weight)
@@ -198,23 +220,24 @@ def vocab_parallel_linear_cross_entropy(
     check_terms(name, terms)
     target = as_targets(name, target, n_classes, ignore_index)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    first_class = dist.get_rank(group) * part
-    # One row at least, and whole units of memory to begin at: all processes must take the rows in the same order.
+    first_class = dist.get_rank(group) * shard_size
+    # All processes must process tokens in the same order, so all must choose the same head (see `head_type`): keep at
+    # least one row, and align its memory.
     own_weight = weight[: max(1, n_classes - first_class)] if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))
     if own_weight.storage_offset() % 8:
         own_weight = own_weight.clone()
-    options = _Options(
+    options = _ShardOptions(
         group,
         first_class,
         first_class >= n_classes,
-        rows_per_chunk(rows, part, rows.element_size(), logits_budget),
+        rows_per_chunk(rows, shard_size, rows.element_size(), logits_budget),
         terms,
         ignore_index,
         uses_triton(rows, weight, backend=backend),
     )
-    if reduction == "none" or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
+    if reduction == "none" or not torch.is_grad_enabled():  # no gradients to precompute
         losses: Tensor = _TokenLosses.apply(rows, own_weight, targets, options)  # type: ignore[no-untyped-call]
         losses = losses.view(target.shape)
     else:
         losses = _summed_loss(rows, own_weight, targets, options)
-    return reduced(losses, denominator(name, losses.dtype, target, reduction, ignore_index, num_items))
+    return reduce_losses(losses, denominator(name, losses.dtype, target, reduction, ignore_index, num_items))

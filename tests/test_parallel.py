@@ -1,4 +1,4 @@
-"""The vocabulary spread over processes gives what one process gives."""
+"""`vocab_parallel_linear_cross_entropy` over two processes equals `linear_cross_entropy` in one."""
 
 import os
 import tempfile
@@ -17,7 +17,7 @@ from ligerzoo.parallel import vocab_parallel_linear_cross_entropy
 
 PROCESSES = 2
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.distributed itself, in every version others
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
 
 
 def _process(rank: int, directory: str, work: Callable[[int], None]) -> None:
@@ -63,16 +63,16 @@ OPTIONS: list[dict[str, Any]] = [
 
 def shards(rank: int) -> None:
     for vocab_size, padded in ((34, 34), (33, 34), (20, 40), (31, 40)):
-        one_in_shards(rank, vocab_size, padded)
+        compare_shards(rank, vocab_size, padded)
 
 
-def one_in_shards(rank: int, vocab_size: int, padded: int) -> None:
+def compare_shards(rank: int, vocab_size: int, padded: int) -> None:
     hidden, weight, targets = make(vocab_size)
     own_rows = slice(rank * padded // PROCESSES, (rank + 1) * padded // PROCESSES)
-    filler = torch.full((padded - vocab_size, 17), 100.0)  # would dominate any logit
+    filler = torch.full((padded - vocab_size, 17), 100.0)  # padding that would dominate the softmax
     for options in OPTIONS:
         target = targets.where(targets != -100, options.get("ignore_index", -100))
-        for budget in (0, None):  # a row at a time, and all at once
+        for budget in (0, None):  # one row per chunk, and one chunk
             own = torch.cat([weight.detach(), filler])[own_rows].requires_grad_()
             found = gradients(
                 vocab_parallel_linear_cross_entropy(
@@ -86,14 +86,14 @@ def one_in_shards(rank: int, vocab_size: int, padded: int) -> None:
             close(found[2], torch.cat([dweight, torch.zeros_like(filler)])[own_rows])
 
 
-def test_a_head_in_shards() -> None:
-    """Without padding, and with padding in the last shard, in nearly half of it, and in all of it."""
+def test_a_sharded_head() -> None:
+    """Without padding, with padding in the last shard, in nearly half of it, and in all of it."""
     on_all_processes(shards)
 
 
 def dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    for classes in (34, 33, 1):  # even shards, uneven ones, and one without a row
+    for classes in (34, 33, 1):  # even shards, uneven shards, and an empty shard
         hidden, weight, target = make(classes)
         expected = gradients(linear_cross_entropy(hidden, weight, target), hidden, weight)
         own_hidden, own_weight = (
@@ -101,9 +101,9 @@ def dtensors(rank: int) -> None:
             for t, placement in ((hidden, Replicate()), (weight, Shard(0)))
         )
         found = gradients(vocab_parallel_linear_cross_entropy(own_hidden, own_weight, target), own_hidden, own_weight)
-        for actual, wanted in zip(found, expected, strict=True):
-            close(actual.full_tensor() if hasattr(actual, "full_tensor") else actual, wanted)
-        with pytest.raises(ValueError, match=r"weight is placed .*; expected \(Shard\(0\),\)"):
+        for actual, reference in zip(found, expected, strict=True):
+            close(actual.full_tensor() if hasattr(actual, "full_tensor") else actual, reference)
+        with pytest.raises(ValueError, match=r"weight has placements .*; expected \(Shard\(0\),\)"):
             vocab_parallel_linear_cross_entropy(own_hidden, own_hidden[0], target)
 
 
@@ -111,11 +111,11 @@ def test_a_dtensor() -> None:
     on_all_processes(dtensors)
 
 
-def refusals(rank: int) -> None:
+def invalid_arguments(rank: int) -> None:
     hidden, weight, target = make(34)
     with pytest.raises(ValueError, match=r"this process's weight \(17, 16\)"):
         vocab_parallel_linear_cross_entropy(hidden, weight[:17, :16], target)
-    with pytest.raises(ValueError, match="have 16 to 18 rows of weight; expected equal parts: pad"):
+    with pytest.raises(ValueError, match="have 16 to 18 rows of weight; expected the same number; pad"):
         vocab_parallel_linear_cross_entropy(hidden, weight[: 16 + 2 * rank], target)
     with pytest.raises(ValueError, match="vocab_size=35; expected at most 34"):
         vocab_parallel_linear_cross_entropy(hidden, weight[:17], target, vocab_size=35)
@@ -124,5 +124,5 @@ def refusals(rank: int) -> None:
         vocab_parallel_linear_cross_entropy(hidden, weight[:17], target)
 
 
-def test_what_does_not_fit() -> None:
-    on_all_processes(refusals)
+def test_invalid_arguments() -> None:
+    on_all_processes(invalid_arguments)

@@ -1,11 +1,10 @@
-"""The cosine distance of a student's logits from a teacher's, token by token.
+"""The cosine distance of a student's logits from a teacher's, for each token.
 
 Forward:   loss = 1 - cos,   cos = (z . y) / (|z| |y|)   of the student's logits z and the teacher's y.
 Backward:  dz = (cos z / |z| - y / |y|) / |z|.
 
-0 logits have no direction: cos and gradient are 0. A temperature would change neither the loss nor, but for its factor,
-anything else. Computed in fp32 (fp64 for fp64 logits), some rows at a time, in plain torch on every device. Scales and
-softcaps of `softcap` are applied first.
+For zero logits cos and the gradient are 0. There is no temperature: it would only divide the gradient. Computed in fp32
+(fp64 for fp64 logits), a few rows at a time, in plain torch on every device. The transforms of `softcap` come first.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from torch import Tensor
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.kernels.softcap import Transform, transformed
 
-_ELEMENTS = 2**23  # of a copy in fp32
+_MAX_ELEMENTS = 2**23  # of an fp32 copy
 
 
 def reference(
     student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
 ) -> Tensor:
-    """The distance of each row of (M, V) logits, 0 where it is ignored: the specification, and the tests' oracle."""
+    """Returns the distance of each row of (M, V) logits, 0 if ignored: the specification and the tests' oracle."""
     dtype = accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
-    # Masking the losses alone would multiply NaN logits of an ignored token by an upstream gradient of 0.
+    # Masking only the losses would multiply NaN logits of an ignored token by an upstream gradient of 0.
     z, y = (
         _directions(transformed(logits.to(dtype).masked_fill(ignored[..., None], 0.0), transform)[0])[0]
         for logits, transform in ((student, student_transform), (teacher, teacher_transform))
@@ -35,40 +34,39 @@ def reference(
 
 
 def _directions(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / |x|, and 1 / |x|; 0 for 0."""
+    """Returns x / |x| and 1 / |x|; 0 for x = 0."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     is_zero = norm == 0
     inverse = norm.masked_fill(is_zero, 1.0).reciprocal().masked_fill(is_zero, 0.0)
     return x * inverse, inverse
 
 
-def _parts(student: Tensor) -> Iterator[slice]:
-    rows = max(1, _ELEMENTS // max(1, student.shape[-1]))
+def _row_slices(student: Tensor) -> Iterator[slice]:
+    rows = max(1, _MAX_ELEMENTS // max(1, student.shape[-1]))
     return (slice(start, start + rows) for start in range(0, student.shape[0], rows))
 
 
-def losses_of(
+def compute_losses(
     student: Tensor, teacher: Tensor, ignored: Tensor, student_transform: Transform, teacher_transform: Transform
 ) -> Tensor:
-    """The distance of each row, outside autograd."""
+    """Returns the distance of each row, outside autograd."""
     losses = ignored.new_zeros(
         ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     )
-    for rows in _parts(student):
+    for rows in _row_slices(student):
         losses[rows] = reference(student[rows], teacher[rows], ignored[rows], student_transform, teacher_transform)
     return losses
 
 
-def loss_then_gradient_(
+def loss_and_gradient_(
     student: Tensor, teacher: Tensor, ignored: Tensor, upstream: Tensor, student_transform: Transform,
     teacher_transform: Transform,
 ) -> Tensor:  # fmt: skip
-    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient, times the row's
-    upstream one."""
+    """Returns each row's distance and overwrites `student`, a private (M, V) buffer, with its gradient."""
     losses = ignored.new_zeros(
         ignored.shape, dtype=accumulation_dtype(torch.promote_types(student.dtype, teacher.dtype))
     )
-    for rows in _parts(student):
+    for rows in _row_slices(student):
         x, slope = transformed(student[rows].to(losses.dtype), student_transform)
         z, inverse = _directions(x)
         y, _ = _directions(transformed(teacher[rows].to(losses.dtype), teacher_transform)[0])

@@ -1,21 +1,21 @@
-"""Cross entropy of given logits, in one pass over them and without a copy in fp32.
+"""Cross entropy of given logits, in one pass over them and without an fp32 copy.
 
-`token_loss` has the formulas, forward and backward, and the kernel.
+`loss.token_loss` has the formulas, forward and backward; `loss.row_kernel` has the kernel.
 
-Saved: the logits (the caller's own tensor, never written to), the targets, and the normalizer of each row (two fp32
-numbers).
-A target outside [0, V) that is not the ignored one gives NaN on a GPU, and an error on a CPU or when LIGERZOO_DEBUG=1.
+Saved: the logits (the caller's tensor, never written to), the targets, and the normalizer of each row (two fp32
+numbers). A target outside [0, V) other than `ignore_index` gives NaN on a GPU, and an error on a CPU or if
+LIGERZOO_DEBUG=1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, register, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -23,84 +23,72 @@ from ligerzoo.kernels.loss.reduction import (
     check_class_weight,
     check_terms,
     denominator,
-    reduced,
+    reduce_losses,
 )
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import (
-    NOTHING,
-    TERMS_SCHEMA,
+    NO_UPSTREAM,
     Terms,
     TokenStatistics,
     Upstream,
-    empty_results,
     reference,
-    statistics_of,
-    walk_rows_,
+    token_statistics_from,
 )
+from ligerzoo.kernels.registration import register
 
 
-def _forward_fake(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
-    temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    results = empty_results(target.reshape(-1), accumulation_dtype(logits.dtype), statistics=statistics)
-    return *results, results.loss.new_empty((2, target.numel()))
+class _ForwardResults(NamedTuple):
+    """`RowResults` of the flattened targets, and the rows' m and s for backward, (2, T) fp32."""
+
+    loss: Tensor
+    logp: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    normalizer: Tensor
 
 
-@register(
-    f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weight, {TERMS_SCHEMA}, int ignore_index, "
-    "bool statistics) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_forward_fake,
-)
+def _forward_fake(logits: Tensor, target: Tensor, statistics: bool) -> _ForwardResults:
+    results = zero_results(target.reshape(-1), accumulation_dtype(logits.dtype), statistics=statistics)
+    return _ForwardResults(*results, results.loss.new_empty((2, target.numel())))
+
+
+@register("cross_entropy_forward", fake=_forward_fake)
 def _forward(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: float, softcap: float | None,
-    temperature: float, label_smoothing: float, z_loss: float, ignore_index: int, statistics: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The results of the flattened targets, and the normalizers."""
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int, statistics: bool
+) -> _ForwardResults:  # fmt: skip
     targets = target.reshape(-1)
-    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    results = empty_results(targets, accumulation_dtype(logits.dtype), statistics=statistics)
+    results = zero_results(targets, accumulation_dtype(logits.dtype), statistics=statistics)
     normalizer = results.loss.new_zeros((2, target.numel()))
-    walk_rows_(
-        as_rows(logits), targets, results, NOTHING, terms, ignore_index, class_weight, normalizer=normalizer,
+    compute_rows_(
+        as_rows(logits), targets, results, NO_UPSTREAM, terms, ignore_index, class_weight, normalizer=normalizer,
         triton=True,
     )  # fmt: skip
-    return *results, normalizer
+    return _ForwardResults(*results, normalizer)
 
 
-def _backward_fake(
-    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape)
-
-
-@register(
-    "cross_entropy_backward(Tensor logits, Tensor target, Tensor normalizer, Tensor upstream, Tensor? class_weight, "
-    f"{TERMS_SCHEMA}, int ignore_index) -> Tensor",
-    fake=_backward_fake,
-)
+@register("cross_entropy_backward", fake=lambda logits: logits.new_empty(logits.shape))
 def _backward(
-    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float, ignore_index: int,
+    logits: Tensor, target: Tensor, normalizer: Tensor, upstream: Tensor, class_weight: Tensor | None, terms: Terms,
+    ignore_index: int,
 ) -> Tensor:  # fmt: skip
     dlogits = logits.new_empty(logits.shape)
-    walk_rows_(
-        as_rows(logits), target.reshape(-1), None, Upstream(upstream.reshape(-1)),
-        Terms(scale, softcap, temperature, label_smoothing, z_loss), ignore_index, class_weight,
+    compute_rows_(
+        as_rows(logits), target.reshape(-1), None, Upstream(upstream.reshape(-1)), terms, ignore_index, class_weight,
         out=dlogits.view(-1, logits.shape[-1]), normalizer=normalizer, triton=True,
     )  # fmt: skip
     return dlogits
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The results of the flattened targets, of which only the losses are differentiable."""
+    """`RowResults` of the flattened targets. Only the losses are differentiable."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, class_weight: Tensor | None, terms: Terms, ignore_index: int,
         statistics: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        *results, normalizer = _forward(logits, target, class_weight, *terms, ignore_index, statistics)
+        *results, normalizer = _forward(logits, target, class_weight, terms, ignore_index, statistics)
         ctx.save_for_backward(logits, target, normalizer, class_weight)
         ctx.terms, ctx.ignore_index = terms, ignore_index
         ctx.set_materialize_grads(False)
@@ -111,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         logits, target, normalizer, class_weight = ctx.saved_tensors
-        dlogits = _backward(logits, target, normalizer, upstream, class_weight, *ctx.terms, ctx.ignore_index)
+        dlogits = _backward(logits, target, normalizer, upstream, class_weight, ctx.terms, ctx.ignore_index)
         return dlogits, None, None, None, None, None
 
 
@@ -144,33 +132,33 @@ def cross_entropy(  # type: ignore[misc]
     backend: Backend = "auto",
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStatistics]:
-    """Cross entropy of `softmax(logits)` against `target`, computed in fp32 whatever the dtype of the logits.
+    """Cross entropy of `softmax(logits)` against `target`, computed in fp32 for logits of any dtype.
 
     Args:
         logits: (..., V), any strides. Never written to.
         target: (...) int64, each in [0, V) or `ignore_index`.
-        ignore_index: the target of a token that does not count.
-        label_smoothing: the share of a target spread evenly over all classes.
-        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. A constant.
+        ignore_index: the target of ignored tokens.
+        label_smoothing: the share of a target distributed evenly over all classes, 0 to 1.
+        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. Not
+            differentiable.
         token_weight: (...), a factor for the loss of each token; differentiable.
-        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss, whatever its class's weight.
+        z_loss: adds `z_loss * logsumexp(logits)^2` to each token's loss. Class weights do not apply to it.
         softcap: c, for logits `c tanh(logits / c)`.
         logit_scale: multiplies the logits, before the softcap.
         temperature: divides the logits, after the softcap.
-        reduction: "mean" over the tokens that count (by their weights, if there are any), "sum", or "none" for the loss
-            of each token.
-        num_items: with "mean", divides the sum in place of the number of tokens that count (an int or a 0-d tensor):
-            the same number for all micro-batches of a step makes gradient accumulation exact.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
-        return_statistics: whether to return the tokens' statistics too, as constants, from the same pass.
+        reduction: "mean" over the valid tokens (weighted by given weights), "sum", or "none" for one loss per token.
+        num_items: with "mean", divides the sum instead of the number of valid tokens (an int or a 0-d tensor). Pass the
+            same number for all microbatches of a step to make gradient accumulation exact.
+        backend: "auto" (Triton on a GPU), "triton" or "torch" (the reference).
+        return_statistics: also return the tokens' statistics, detached, from the same pass.
 
     Returns:
-        fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
-        that counts, or a weight that is not 0, "mean" is 0.
+        The loss in fp32 (fp64 for fp64 logits): 0-d, or of the targets' shape for "none". With `return_statistics`,
+        (loss, statistics). "mean" is 0 without a valid token, or if all weights are 0.
 
     Raises:
-        ValueError: the shapes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a target is
-            no class.
+        ValueError: a shape or the reduction is invalid, or (on a CPU, or if LIGERZOO_DEBUG=1) a target is outside
+            [0, V).
     """
     name = "cross_entropy"
     if logits.shape[:-1] != target.shape:
@@ -193,7 +181,7 @@ def cross_entropy(  # type: ignore[misc]
     if token_weight is not None:
         losses = losses * token_weight
     divisor = denominator(name, losses.dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    loss = reduced(losses, divisor)
+    loss = reduce_losses(losses, divisor)
     if return_statistics:
-        return loss, statistics_of([t.detach() for t in results], target, ignore_index)
+        return loss, token_statistics_from([t.detach() for t in results], target, ignore_index)
     return loss

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.jit import INTERPRETING
-from ligerzoo.kernels.registration import _library
-from ligerzoo.kernels.registration import is_watched as is_watched
 
 Backend = Literal["auto", "triton", "torch"]
 """What computes an operation: Triton where supported ("auto"), Triton or an error, or the plain-torch reference."""
@@ -88,33 +86,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(*args)
 
     return checked
-
-
-def register(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """The old form of `registration.register`, with a schema by hand; remove it when the loss ops use the new one."""
-    name = schema.split("(", 1)[0]
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        def on_the_tensors_device(first: Tensor, *args: Any) -> Any:
-            # Triton launches on the current device. A context manager per call would cost more than the launch.
-            if first.is_cuda and first.get_device() != torch.cuda.current_device():
-                with torch.cuda.device(first.device):
-                    return function(first, *args)
-            return function(first, *args)
-
-        _library.define(schema)
-        for device in ("CPU", "CUDA", "MPS", "XPU"):
-            _library.impl(name, on_the_tensors_device, device)
-        torch.library.register_fake(f"ligerzoo::{name}", fake, lib=_library)
-        op = getattr(torch.ops.ligerzoo, name).default
-
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            return op(*args) if is_watched(*args) or args[0].is_meta else on_the_tensors_device(*args)
-
-        return call
-
-    return decorate
 
 
 def empty_gradient(t: Tensor, needed: bool) -> Tensor:

@@ -1,14 +1,14 @@
-"""The loss head: cross entropy of `hidden @ weight.T + bias` without ever holding all logits.
+"""The loss head: cross entropy of `hidden @ weight.T + bias` without materializing all logits.
 
-The rows are swept in chunks whose logits fit a budget: a matrix product makes a chunk's logits, one kernel turns them
-in place into their own gradient (`token_loss` has the formulas), two matrix products turn that into the chunk's part of
-dhidden and dweight. See `head` for the products, their precision, and where tokens that do not count cost none.
+A sweep processes the rows in chunks whose logits fit a budget. A matrix product computes a chunk's logits. One kernel
+overwrites them with their gradient (`loss.token_loss` has the formulas). Two matrix products compute the chunk's part
+of dhidden and dweight from it. `loss.chunked_head` has the products; on Hopper GPUs they skip ignored tokens.
 
-A sum or mean over tokens, with weights known beforehand, has one upstream gradient for all of them, so its gradients
-can be made in the forward sweep (6MHV operations in all) and are multiplied by it in backward, see `ahead`. The results
-of single tokens have an upstream gradient each, unknown until backward, which then sweeps again (8MHV).
+A sum or mean over tokens has one upstream gradient. The forward sweep computes its gradients up to that factor (6MHV
+operations in all), and backward multiplies them by it, see `loss.precomputed_grad`. Results per token have one upstream
+gradient each, known only in backward, which sweeps again (8MHV).
 
-Saved: the gradients that are needed; or, for the results of single tokens, hidden, weight, bias and target.
+Saved: the needed gradients; or, for results per token, hidden, weight, bias and target.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, register, uses_triton
-from ligerzoo.kernels.loss.chunked_head import Needs, gradient_dtype, head_type, rows_per_chunk
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.loss.chunked_head import (
+    HeadGradients,
+    HeadInputs,
+    Needs,
+    gradient_dtype,
+    head_type,
+    rows_per_chunk,
+)
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -28,150 +35,157 @@ from ligerzoo.kernels.loss.reduction import (
     check_class_weight,
     check_terms,
     denominator,
-    reduced,
+    reduce_losses,
 )
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import (
-    TERMS_SCHEMA,
+    NO_UPSTREAM,
+    RowResults,
     Terms,
     TokenStatistics,
     Upstream,
-    empty_results,
-    statistics_of,
-    walk_rows_,
+    token_statistics_from,
 )
+from ligerzoo.kernels.registration import register
 
 
-class _Options(NamedTuple):
-    terms: Terms
+class SweepOptions(NamedTuple):
+    """The options of a sweep.
+
+    Attributes:
+        ignore_index: the target of ignored rows.
+        budget: MiB of logits that exist at a time; None for the default, see `set_logits_budget`.
+        triton: whether to use Triton or plain torch for the rows.
+        statistics: whether to compute entropies and argmaxes.
+    """
+
     ignore_index: int
     budget: int | None
     triton: bool
     statistics: bool
 
 
-def _sweep_fake(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    of_loss: Tensor | None, of_logp: Tensor | None, of_entropy: Tensor | None, of_logsumexp: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float,
-    ignore_index: int, budget: int | None, triton: bool, statistics: bool,
-    needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return (
-        *empty_results(target, accumulation_dtype(hidden.dtype), statistics=statistics),
-        hidden.new_empty(hidden.shape if needs_hidden else (0,)),
-        weight.new_empty(weight.shape if needs_weight else (0,), dtype=gradient_dtype(weight)),
-        weight.new_empty(weight.shape[:1] if needs_bias else (0,), dtype=accumulation_dtype(weight.dtype)),
+class SweepResults(NamedTuple):
+    """The fields of `RowResults` and of `HeadGradients`."""
+
+    loss: Tensor
+    logp: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+    @property
+    def rows(self) -> RowResults:
+        return RowResults(*self[:5])
+
+    @property
+    def gradients(self) -> HeadGradients:
+        return HeadGradients(*self[5:])
+
+
+def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> SweepResults:
+    hidden, weight, _ = head
+    return SweepResults(
+        *zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics),
+        hidden.new_empty(hidden.shape if needs.hidden else (0,)),
+        weight.new_empty(weight.shape if needs.weight else (0,), dtype=gradient_dtype(weight)),
+        weight.new_empty(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype)),
     )
 
 
-@register(
-    "linear_cross_entropy_sweep(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, "
-    "Tensor? of_loss, Tensor? of_logp, Tensor? of_entropy, Tensor? of_logsumexp, "
-    f"{TERMS_SCHEMA}, int ignore_index, int? budget, bool triton, bool statistics, "
-    "bool needs_hidden, bool needs_weight, bool needs_bias) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_sweep_fake,
-)
+@register("linear_cross_entropy_sweep", fake=_sweep_fake)
 def _sweep(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    of_loss: Tensor | None, of_logp: Tensor | None, of_entropy: Tensor | None, of_logsumexp: Tensor | None,
-    scale: float, softcap: float | None, temperature: float, label_smoothing: float, z_loss: float,
-    ignore_index: int, budget: int | None, triton: bool, statistics: bool,
-    needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    upstream = Upstream(of_loss, of_logp, of_entropy, of_logsumexp)
-    terms = Terms(scale, softcap, temperature, label_smoothing, z_loss)
-    needs = Needs(needs_hidden, needs_weight)  # the bias's gradient is summed here, from what is not rounded yet
-    results = empty_results(target, accumulation_dtype(hidden.dtype), statistics=statistics)
-    counts = target != ignore_index
-    rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), budget)
-    head = head_type(hidden.shape[0], weight)(hidden, weight, counts, rows, needs, bias)
-    dbias = weight.new_zeros(weight.shape[:1] if needs_bias else (0,), dtype=accumulation_dtype(weight.dtype))
-    for chunk in head.chunks:
-        logits = head.logits(chunk)
-        walk_rows_(
-            logits, target, results, upstream, terms, ignore_index, class_weight=class_weight,
-            out=logits if any(needs) or needs_bias else None, sums=dbias if needs_bias else None, order=head.order,
-            count=head.count(chunk), first_row=chunk.start, triton=triton,
+    head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
+    options: SweepOptions, needs: Needs,
+) -> SweepResults:  # fmt: skip
+    hidden, weight, _ = head
+    results = zero_results(target, accumulation_dtype(hidden.dtype), statistics=options.statistics)
+    valid = target != options.ignore_index
+    rows = rows_per_chunk(hidden, weight.shape[0], hidden.element_size(), options.budget)
+    dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
+    needs_products = needs.hidden or needs.weight
+    # The row kernel sums the bias's gradient before it is rounded. The head would sum rounded gradients.
+    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, needs._replace(bias=False))
+    for chunk in chunked.chunks:
+        logits = chunked.logits(chunk)
+        compute_rows_(
+            logits, target, results, upstream, terms, options.ignore_index, class_weight=class_weight,
+            out=logits if any(needs) else None, dbias=dbias if needs.bias else None, order=chunked.order,
+            count=chunked.count(chunk), first_row=chunk.start, triton=options.triton,
         )  # fmt: skip
-        if any(needs):
-            head.take_gradient(chunk, logits)
-    dhidden, dweight, _ = head.gradients()
-    return *results, dhidden, dweight.to(gradient_dtype(weight)), dbias
+        if needs_products:
+            chunked.accumulate_gradient(chunk, logits)
+    dhidden, dweight, _ = chunked.gradients()
+    return SweepResults(*results, dhidden, dweight.to(gradient_dtype(weight)), dbias)
 
 
 def _reduced_loss(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-    token_weight: Tensor | None, divisor: int | Tensor, options: _Options,
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The sum of the tokens' weighted losses, divided, and their results as constants; gradients are made in this one
-    sweep."""
-    terms, *others = options
-    needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    head: HeadInputs, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None, divisor: int | Tensor,
+    terms: Terms, options: SweepOptions,
+) -> tuple[Tensor, RowResults]:  # fmt: skip
+    """Returns the sum of the weighted token losses, divided by `divisor`, and the tokens' results, detached. One sweep
+    computes the loss and its gradients."""
+    hidden = head.hidden
+    needs = Needs(*(t is not None and t.requires_grad for t in head))
     with torch.no_grad():
         ones = torch.ones((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-        of_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
-        if hidden.dtype == torch.float16 and of_loss.numel():
-            # Small weights would take the logits' gradients out of its range.
-            largest = of_loss.abs().max()
+        grad_loss, largest = (ones if token_weight is None else token_weight) / divisor, None
+        if hidden.dtype == torch.float16 and grad_loss.numel():
+            # Small weights would underflow the logits' gradients.
+            largest = grad_loss.abs().max()
             largest = torch.where(largest == 0, 1.0, largest)
-            of_loss = of_loss / largest
-        *results, dhidden, dweight, dbias = _sweep(
-            hidden, weight, target, bias, class_weight, of_loss.expand(target.shape), None, None, None,
-            *terms, *others, *needs,
-        )  # fmt: skip
-        losses = results[0]
-        total = (losses if token_weight is None else losses * token_weight).sum()
-    loss = with_gradients(total / divisor, (hidden, dhidden), (weight, dweight), (bias, dbias), factor=largest)
+            grad_loss = grad_loss / largest
+        upstream = Upstream(loss=grad_loss.expand(target.shape))
+        results = _sweep(head, target, class_weight, upstream, terms, options, needs)
+        total = (results.loss if token_weight is None else results.loss * token_weight).sum()
+    loss = attach_gradients(total / divisor, *zip(head, results.gradients, strict=True), factor=largest)
     if token_weight is not None:
-        loss = with_gradients(loss, (token_weight, (losses / divisor).detach()))
-    return loss, results
+        loss = attach_gradients(loss, (token_weight, (results.loss / divisor).detach()))
+    return loss, results.rows
 
 
 class _TokenResults(torch.autograd.Function):
-    """The results of each token; backward sweeps again, now with the upstream gradients of each."""
+    """The results of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
-        options: _Options,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+        terms: Terms, options: SweepOptions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        terms, *others = options
         results = _sweep(
-            hidden, weight, target, bias, class_weight, None, None, None, None, *terms, *others, False, False, False
-        )[:5]
-        ctx.save_for_backward(hidden, weight, target, bias, class_weight)
-        ctx.options = options
+            HeadInputs(hidden, weight, bias), target, class_weight, NO_UPSTREAM, terms, options, Needs(False, False)
+        ).rows
+        ctx.save_for_backward(hidden, weight, bias, target, class_weight)
+        ctx.terms, ctx.options = terms, options
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(results[4])
-        return results
+        ctx.mark_non_differentiable(results.argmax)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, bias, class_weight = ctx.saved_tensors
-        terms, ignore_index, budget, triton, statistics = ctx.options
-        of_loss, of_logp, of_entropy, of_logsumexp, _ = upstream
-        of_entropy = of_entropy if statistics else None  # compiled code gives zeros for what nobody used
-        needs_hidden, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        *_, dhidden, dweight, dbias = _sweep(
-            hidden, weight, target, bias, class_weight, of_loss, of_logp, of_entropy, of_logsumexp,
-            *terms, ignore_index, budget, triton, False, needs_hidden, needs_weight, needs_bias,
-        )  # fmt: skip
-        return (
-            dhidden if needs_hidden else None,
-            dweight.to(weight.dtype) if needs_weight else None,
-            None,
-            dbias.to(bias.dtype) if needs_bias else None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
+        *head, target, class_weight = ctx.saved_tensors
+        upstream = Upstream(*upstreams[:4])
+        if not ctx.options.statistics:  # compiled code passes zeros for unused results
+            upstream = upstream._replace(entropy=None)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        options = ctx.options._replace(statistics=False)
+        gradients = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs).gradients
+        needed = zip(gradients, head, needs, strict=True)
+        return *(g.to(t.dtype) if is_needed else None for g, t, is_needed in needed), None, None, None, None
 
 
-def prepared(
+def prepare_inputs(
     name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, terms: Terms,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(rows of hidden, weight, target, bias) in the dtypes that they are computed in; ValueError if they do not fit."""
+) -> tuple[HeadInputs, Tensor]:  # fmt: skip
+    """Returns the head with flattened hidden states, and the targets, in the dtypes of the computation.
+
+    Raises:
+        ValueError: shapes, dtypes or terms are invalid.
+    """
     hidden, weight, bias = autocast(hidden, weight, bias)
     if (
         hidden.shape[:-1] != target.shape
@@ -186,7 +200,8 @@ def prepared(
             "expected (..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype"
         )
     check_terms(name, terms)
-    return hidden.reshape(-1, hidden.shape[-1]), weight, as_targets(name, target, weight.shape[0], ignore_index), bias
+    head = HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    return head, as_targets(name, target, weight.shape[0], ignore_index)
 
 
 @overload
@@ -223,58 +238,57 @@ def linear_cross_entropy(  # type: ignore[misc]
     backend: Backend = "auto",
     return_statistics: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStatistics]:
-    """Cross entropy of `softmax(hidden @ weight.T + bias)` against `target`; the logits never exceed `logits_budget`.
+    """Cross entropy of `softmax(hidden @ weight.T + bias)` against `target`, without materializing all logits.
 
     Args:
         hidden: (..., H) hidden states.
         weight: (V, H), the head, in the dtype of `hidden`.
         target: (...) int64, each in [0, V) or `ignore_index`.
         bias: (V,) or None, added to the logits.
-        ignore_index: the target of a token that does not count.
-        label_smoothing: the share of a target spread evenly over all classes.
-        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. A constant.
+        ignore_index: the target of ignored tokens.
+        label_smoothing: the share of a target distributed evenly over all classes, 0 to 1.
+        class_weight: (V,), a factor for the loss of each class, as in `torch.nn.functional.cross_entropy`. Not
+            differentiable.
         token_weight: (...), a factor for the loss of each token; differentiable.
-        z_loss: the factor of `logsumexp(logits)^2`, added to each token's loss, whatever its class's weight.
+        z_loss: adds `z_loss * logsumexp(logits)^2` to each token's loss. Class weights do not apply to it.
         softcap: c, for logits `c tanh(logits / c)`.
         logit_scale: multiplies the logits, before the softcap.
         temperature: divides the logits, after the softcap.
-        reduction: "mean" over the tokens that count (by their weights, if there are any), "sum", or "none" for the loss
-            of each token.
-        num_items: with "mean", divides the sum in place of the number of tokens that count (an int or a 0-d tensor):
-            the same number for all micro-batches of a step makes gradient accumulation exact.
-        logits_budget: MiB of logits that exist at a time (one row at least); None for `set_logits_budget`'s. On a CPU a
-            few copies of these in fp32 come on top.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference, in chunks too).
-        return_statistics: whether to return the tokens' statistics too, as constants, from the same sweep.
+        reduction: "mean" over the valid tokens (weighted by given weights), "sum", or "none" for one loss per token.
+        num_items: with "mean", divides the sum instead of the number of valid tokens (an int or a 0-d tensor). Pass the
+            same number for all microbatches of a step to make gradient accumulation exact.
+        logits_budget: MiB of logits that exist at a time (at least one row); None for the default, see
+            `set_logits_budget`. On a CPU, a few fp32 copies of a chunk's logits exist too.
+        backend: "auto" (Triton on a GPU), "triton" or "torch" (the reference, in chunks too).
+        return_statistics: also return the tokens' statistics, detached, from the same sweep.
 
     Returns:
-        fp32 (fp64 for fp64 input): 0-d, or of the targets' shape for "none"; or (loss, statistics). Without a token
-        that counts, or a weight that is not 0, "mean" is 0 and all gradients are 0. A frozen `weight` or `hidden` costs
-        neither the memory nor the time of its gradient.
+        The loss in fp32 (fp64 for fp64 input): 0-d, or of the targets' shape for "none". With `return_statistics`,
+        (loss, statistics). "mean" and all gradients are 0 without a valid token, or if all weights are 0. A `weight` or
+        `hidden` that requires no gradient costs neither the memory nor the time of its gradient.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit, the reduction is unknown, or (on a CPU, or when LIGERZOO_DEBUG=1) a
-            target is no class. On a GPU without LIGERZOO_DEBUG such a token's loss is NaN.
+        ValueError: a shape, a dtype or the reduction is invalid, or (on a CPU, or if LIGERZOO_DEBUG=1) a target is
+            outside [0, V). On a GPU without LIGERZOO_DEBUG, the loss of such a token is NaN.
     """
     name, terms = "linear_cross_entropy", Terms(logit_scale, softcap, temperature, label_smoothing, z_loss)
-    rows, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
+    head, target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
     check_class_weight(name, class_weight, weight.shape[0])
-    token_weight = as_token_weight(name, token_weight, target, ignore_index, accumulation_dtype(rows.dtype))
-    triton = uses_triton(rows, weight, backend=backend)
-    options = _Options(terms, ignore_index, logits_budget, triton, return_statistics)
+    dtype = accumulation_dtype(head.hidden.dtype)
+    token_weight = as_token_weight(name, token_weight, target, ignore_index, dtype)
+    triton = uses_triton(head.hidden, head.weight, backend=backend)
+    options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
-    divisor = denominator(
-        name, accumulation_dtype(rows.dtype), target, reduction, ignore_index, num_items, class_weight, token_weight
-    )
-    if divisor is None or not torch.is_grad_enabled():  # without gradients there is nothing to make ahead
-        results = _TokenResults.apply(rows, weight, targets, bias, class_weight, options)
+    divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
+    if divisor is None or not torch.is_grad_enabled():  # no gradients to precompute
+        results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
-        loss = reduced(losses if token_weight is None else losses * token_weight, divisor)
+        loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)
     else:
         token_weights = None if token_weight is None else token_weight.reshape(-1)
-        loss, results = _reduced_loss(rows, weight, targets, bias, class_weight, token_weights, divisor, options)
+        loss, results = _reduced_loss(head, targets, class_weight, token_weights, divisor, terms, options)
     if return_statistics:
-        return loss, statistics_of([t.detach() for t in results], target, ignore_index)
+        return loss, token_statistics_from([t.detach() for t in results], target, ignore_index)
     return loss
 
 
@@ -291,15 +305,17 @@ def token_statistics(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> TokenStatistics:
-    """Log-probability, entropy, logsumexp, argmax and accuracy of given targets, without ever holding all logits.
+    """Returns log-probabilities, entropy, logsumexp, argmax and accuracy without materializing all logits.
 
-    All of one sweep; differentiable, but for the last two. Arguments and errors are those of `linear_cross_entropy`.
+    One sweep computes all of them. The first three are differentiable. Arguments and errors are those of
+    `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    rows, weight, target, bias = prepared("token_statistics", hidden, weight, target, bias, ignore_index, terms)
-    options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), True)
-    results = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)
-    return statistics_of(results, target, ignore_index)
+    head, target = prepare_inputs("token_statistics", hidden, weight, target, bias, ignore_index, terms)
+    triton = uses_triton(head.hidden, head.weight, backend=backend)
+    options = SweepOptions(ignore_index, logits_budget, triton, True)
+    results = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)
+    return token_statistics_from(results, target, ignore_index)
 
 
 def token_logps(
@@ -315,12 +331,14 @@ def token_logps(
     logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`log_softmax(hidden @ weight.T + bias)` at the targets, (...) fp32; 0 where the target is `ignore_index`.
+    """Returns `log_softmax(hidden @ weight.T + bias)` at the targets, (...) fp32; 0 at ignored tokens.
 
-    What preference and reinforcement losses stand on. Arguments and errors are those of `linear_cross_entropy`.
+    Preference and reinforcement learning losses are functions of these. Arguments and errors are those of
+    `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    rows, weight, target, bias = prepared("token_logps", hidden, weight, target, bias, ignore_index, terms)
-    options = _Options(terms, ignore_index, logits_budget, uses_triton(rows, weight, backend=backend), False)
-    logps: Tensor = _TokenResults.apply(rows, weight, target.reshape(-1), bias, None, options)[1]
+    head, target = prepare_inputs("token_logps", hidden, weight, target, bias, ignore_index, terms)
+    triton = uses_triton(head.hidden, head.weight, backend=backend)
+    options = SweepOptions(ignore_index, logits_budget, triton, False)
+    logps: Tensor = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)[1]
     return logps.view(target.shape)

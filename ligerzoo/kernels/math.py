@@ -101,13 +101,29 @@ def tanh_and_slope(x):
 
 
 @jit
-def softcapped(z, scale, softcap):
-    """x and dx/dz for x = scale * z, or x = softcap * tanh(scale * z / softcap). None omits scale or softcap."""
-    slope = 1.0 if scale is None else scale
+def softcapped(z, scale, softcap, inverse_temperature=None):
+    """x and dx/dz for x = scale * z, or softcap * tanh(scale * z / softcap), times `inverse_temperature`.
+
+    None omits scale, softcap or temperature.
+    """
+    scale = 1.0 if scale is None else scale
+    slope = scale if inverse_temperature is None else scale * inverse_temperature
     if softcap is None:
-        x = z if scale is None else z * scale
+        x = z * slope
     else:
-        t, tanh_slope = tanh_and_slope(z * (slope / softcap))
-        x = t * softcap
+        t, tanh_slope = tanh_and_slope(z * (scale / softcap))
+        x = t * (softcap if inverse_temperature is None else softcap * inverse_temperature)
         slope = slope * tanh_slope
+    return x, slope
+
+
+@jit
+def load_softcapped(row_ptr, cols, n_cols, scale, softcap):
+    """Loads logits of a row and returns x and dx/dz as `softcapped` does; x is -inf beyond the last column."""
+    if (scale is None) and (softcap is None):  # the load itself pads, which saves a select
+        x, slope = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32), 1.0
+    else:
+        z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        x, slope = softcapped(z, scale, softcap)
+        x = tl.where(cols < n_cols, x, -float("inf"))
     return x, slope

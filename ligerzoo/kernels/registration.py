@@ -47,9 +47,6 @@ def needs_dispatch(*args: Any) -> bool:
     )
 
 
-is_watched = needs_dispatch  # the old name; remove it when `kernels/loss` uses the new one
-
-
 OPS: dict[str, Op[*tuple[Any, ...], Any]] = {}
 """All registered ops by name."""
 

@@ -25,10 +25,11 @@ class Transform(NamedTuple):
         return None if self.scale == 1.0 else self.scale, self.softcap
 
 
-def transformed(logits: Tensor, transform: Transform) -> tuple[Tensor, Tensor | float]:
-    """Returns x and dx/dz in plain torch, in the dtype of `logits`."""
+def transformed(logits: Tensor, transform: Transform, temperature: float = 1.0) -> tuple[Tensor, Tensor | float]:
+    """Returns x / temperature and its derivative in plain torch, in the dtype of `logits`."""
     scale, softcap = transform
+    slope = scale / temperature
     if softcap is None:
-        return (logits if scale == 1.0 else logits * scale), scale
+        return (logits if slope == 1.0 else logits * slope), slope
     t = torch.tanh(logits * (scale / softcap))
-    return t * softcap, (1 - t * t) * scale
+    return t * (softcap / temperature), (1 - t * t) * slope

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.math import fast_exp, softcapped
+from ligerzoo.kernels.math import fast_exp, load_softcapped
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import FORWARD_TILE, tile
 
@@ -42,9 +42,7 @@ def max_and_sum_exp(row_ptr, scale, softcap, inverse_temperature, n_cols, BLOCK:
     total = tl.zeros((BLOCK // GROUP,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        x, _ = softcapped(z, scale, softcap)
-        x = tl.where(cols < n_cols, x, -float("inf"))
+        x, _ = load_softcapped(row_ptr, cols, n_cols, scale, softcap)
         new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
         # If all values so far are -inf, x - maximum would be NaN.
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
-from ligerzoo.kernels.divergence import Divergence, Options, check, jsd_at
+from ligerzoo.kernels.divergence import check_divergence, jsd_divergence
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
+from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.softcap import Transform, transformed
 from ligerzoo.losses.logps import check_choice, check_number, divisor
 from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head, check_logits
@@ -93,7 +94,9 @@ def distillation_loss(
     teacher = Side(known, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     student = Side(hidden, weight, head.get("bias"), head.get("logit_scale", 1.0), head.get("softcap"))
     ignore_index = head.get("ignore_index", -100)
-    options = Options(jsd_at(beta) if divergence == "jsd" else divergence, beta, temperature, ignore_index)
+    options = DivergenceOptions(
+        jsd_divergence(beta) if divergence == "jsd" else divergence, beta, temperature, ignore_index
+    )
     soft_loss = _divergence(name, student, teacher, target, options, num_items, head)
     share: float | Tensor = 1.0  # of the tokens that the loss is divided by, those that are here
     if num_items is not None:
@@ -112,7 +115,7 @@ def distillation_loss(
 
 
 def _divergence(
-    name: str, student: Side, teacher: Side, target: Tensor, options: Options, num_items: int | Tensor | None,
+    name: str, student: Side, teacher: Side, target: Tensor, options: DivergenceOptions, num_items: int | Tensor | None,
     head: HeadOptions,
 ) -> Tensor:  # fmt: skip
     """The mean divergence of the tokens that count."""
@@ -121,7 +124,7 @@ def _divergence(
         budget = head.get("logits_budget")
         return linear_divergence(name, student, teacher, target, options, "mean", num_items, budget, backend)
     check_logits(name, student.hidden, head)
-    check(name, options)
+    check_divergence(name, options)
     if student.hidden.shape[:-1] != target.shape or teacher.hidden.shape[:-1] != target.shape:
         raise ValueError(
             f"{name}: student's logits {tuple(student.hidden.shape)}, teacher's {tuple(teacher.hidden.shape)}, target "
@@ -150,7 +153,8 @@ def _bounded(side: Side, counts: Tensor) -> Tensor:
 
 
 def _of_logits(
-    student: Tensor, teacher: Tensor, target: Tensor, options: Options, num_items: int | Tensor | None, backend: Backend
+    student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions, num_items: int | Tensor | None,
+    backend: Backend,
 ) -> Tensor:  # fmt: skip
     if options.divergence == "cosine":
         ignored = target == options.ignore_index

@@ -29,11 +29,12 @@ from torch import Tensor
 
 from ligerzoo.kernels import cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, uses_triton
-from ligerzoo.kernels.linear_cross_entropy import prepared
-from ligerzoo.kernels.loss.chunked_head import Needs, head_type, most_rows, rows_per_chunk
-from ligerzoo.kernels.loss.precomputed_grad import with_gradients
+from ligerzoo.kernels.linear_cross_entropy import prepare_inputs
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, max_rows, rows_per_chunk
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import as_targets, check_terms
-from ligerzoo.kernels.loss.token_loss import Terms, Upstream, empty_results, reference, walk_rows_
+from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
+from ligerzoo.kernels.loss.token_loss import Terms, Upstream, reference
 from ligerzoo.losses.names import about_option
 
 Group = Literal["token", "row", "pair"]
@@ -208,10 +209,10 @@ def _of_logits(
     targets = as_targets(name, target, x.shape[-1], ignore_index).reshape(-1)
     wants_gradient = logits.requires_grad and torch.is_grad_enabled()
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
-        results = empty_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
+        results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
         normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=backend)
         walk = functools.partial(
-            walk_rows_, x, targets, terms=terms, ignore_index=ignore_index, normalizer=normalizer, triton=triton
+            compute_rows_, x, targets, terms=terms, ignore_index=ignore_index, normalizer=normalizer, triton=triton
         )
         walk(results)
         logps, entropy = results.logp.view(shape), results.entropy.view(shape) if objective.entropy else None
@@ -222,7 +223,7 @@ def _of_logits(
         # In fp16 the gradients of single tokens may vanish before backward multiplies them by the loss's scale.
         dlogits = torch.empty_like(x, dtype=accumulation_dtype(x.dtype) if x.dtype == torch.float16 else x.dtype)
         walk(None if triton and entropy is None else results, upstream, out=dlogits)
-    value = with_gradients(value.to(logps.dtype), (logits, dlogits.view(logits.shape)))
+    value = attach_gradients(value.to(logps.dtype), (logits, dlogits.view(logits.shape)))
     return Evaluated(value, logps, entropy)
 
 
@@ -249,7 +250,7 @@ def _plan(x: Tensor, n_classes: int, target: Tensor, group: Group, budget: int |
         return _Plan(1, rows_per_chunk(x, n_classes, size, budget))
     (n_rows, length), members = target.shape, 2 if group == "pair" else 1
     n_groups = n_rows // members
-    at_a_time = min(most_rows(n_classes, size, budget) // (members * length), n_groups)
+    at_a_time = min(max_rows(n_classes, size, budget) // (members * length), n_groups)
     if at_a_time == 0:
         return None
     grouped = torch.arange(n_rows, device=x.device).view(members, n_groups)
@@ -276,7 +277,7 @@ def _in_one_sweep(
     """The value with its gradients; None if the logits of a group do not fit the budget. (Nor for fp16, in which the
     gradients of single tokens may vanish unless the loss's scale multiplies them, and only backward knows that.)"""
     terms, formula, shape = Terms(logit_scale, softcap, temperature), objective.formula, target.shape
-    x, weight, target, bias = prepared(name, hidden, weight, target, bias, ignore_index, terms)
+    (x, weight, bias), target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
     if x.dtype == torch.float16 or target.numel() == 0:
         return None
     plan = _plan(x, weight.shape[0], target, objective.group, logits_budget)
@@ -292,7 +293,7 @@ def _in_one_sweep(
     targets, triton = target.reshape(-1), uses_triton(x, weight, backend=backend)
     needs = Needs(x.requires_grad, weight.requires_grad)
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
-        results = empty_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
+        results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
         entropy = results.entropy if objective.entropy else None
         upstream = Upstream(
             logp=torch.zeros_like(results.logp), entropy=None if entropy is None else torch.zeros_like(entropy)
@@ -304,12 +305,12 @@ def _in_one_sweep(
         if bias is not None and bias.requires_grad:
             dbias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
         head = head_type(x.shape[0], weight)(
-            x, weight, targets != ignore_index, plan.tokens_at_a_time, needs, bias, plan.order
+            HeadInputs(x, weight, bias), targets != ignore_index, plan.tokens_at_a_time, needs, plan.order
         )
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)
             walk = functools.partial(
-                walk_rows_, logits, targets, terms=terms, ignore_index=ignore_index, order=head.order,
+                compute_rows_, logits, targets, terms=terms, ignore_index=ignore_index, order=head.order,
                 count=head.count(chunk), first_row=chunk.start, normalizer=normalizer, triton=triton,
             )  # fmt: skip
             walk(results)
@@ -324,8 +325,8 @@ def _in_one_sweep(
             for of_result, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
                 assert of_result is not None
                 of_rows(of_result)[rows] = gradient
-            walk(known, upstream, out=logits, sums=dbias)
-            head.take_gradient(chunk, logits)
+            walk(known, upstream, out=logits, dbias=dbias)
+            head.accumulate_gradient(chunk, logits)
         dhidden, dweight, _ = head.gradients()
-    value = with_gradients(value, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))
+    value = attach_gradients(value, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))
     return Evaluated(value, results.logp.view(shape), None if entropy is None else entropy.view(shape))

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, on any machine: a compiler's crash needs no GPU to be seen."""
+"""Every kernel compiles for a Hopper GPU. Finds compiler crashes without a GPU."""
 
 import pytest
 import torch

@@ -70,7 +70,7 @@ def test_num_items_divides_the_sum(num_items: int | Tensor, device: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-def test_losses_are_wide(dtype: torch.dtype, device: str) -> None:
+def test_losses_are_in_fp32(dtype: torch.dtype, device: str) -> None:
     logits, target = numbers(4, 33, dtype=dtype, device=device), targets(4, classes=33, device=device)
     assert cross_entropy(logits, target).dtype == torch.float32
     assert cross_entropy(logits, target, reduction="none").dtype == torch.float32
@@ -79,7 +79,7 @@ def test_losses_are_wide(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype, at", [(torch.float32, 1e4), (torch.float32, -1e30), (torch.float16, 65_000.0)])
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_logits_far_from_zero(dtype: torch.dtype, at: float, spread: float, device: str) -> None:
-    """A large number that all logits of a row have in common changes nothing, and costs no accuracy."""
+    """A large constant added to all logits of a row changes nothing and costs no accuracy."""
     logits = (at + spread * torch.randn(5, 130, device=device)).to(dtype).requires_grad_()
     judge_with(logits, targets(5, classes=130, device=device), reduction="none")
 
@@ -93,7 +93,7 @@ def test_logits_far_apart(dtype: torch.dtype, scale: float, device: str) -> None
 
 
 @pytest.mark.parametrize("n_classes", [33, 8193])
-def test_classes_ruled_out_by_minus_infinity(n_classes: int, device: str) -> None:
+def test_classes_with_logits_of_minus_infinity(n_classes: int, device: str) -> None:
     logits, target = numbers(5, n_classes, device=device), targets(5, classes=16, device=device, ignored=0.0)
     with torch.no_grad():
         logits[:, 16:] = -torch.inf
@@ -102,7 +102,7 @@ def test_classes_ruled_out_by_minus_infinity(n_classes: int, device: str) -> Non
     judge_with(logits, target, reduction="none")
 
 
-def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
+def test_a_non_finite_row_does_not_affect_other_rows(device: str) -> None:
     logits, target = numbers(7, 33, device=device), targets(7, classes=33, device=device, ignored=0.0)
     with torch.no_grad():
         logits[1, 3], logits[2, 4], logits[3], logits[4, target[4]] = torch.nan, torch.inf, -torch.inf, -torch.inf
@@ -118,9 +118,7 @@ def test_a_row_that_is_not_finite_stays_alone(device: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_row_that_is_not_finite_and_ignored_changes_nothing(
-    reduction: str, bad: float, backend: Any, device: str
-) -> None:
+def test_a_non_finite_ignored_row_changes_nothing(reduction: str, bad: float, backend: Any, device: str) -> None:
     logits, target = numbers(3, 33, device=device), torch.tensor([-100, 3, 7], device=device)
     for options in ({}, {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}):
 
@@ -151,7 +149,7 @@ def test_smoothing_of_logits_far_from_zero(weighted: bool, smoothing: float, dev
 
 
 @pytest.mark.parametrize("n_classes", [33, 8193])
-def test_smoothing_with_a_target_ruled_out_by_minus_infinity(n_classes: int, device: str) -> None:
+def test_smoothing_with_a_target_logit_of_minus_infinity(n_classes: int, device: str) -> None:
     logits, target = numbers(3, n_classes, device=device), targets(3, classes=16, device=device, ignored=0.0)
     with torch.no_grad():
         logits[0, target[0]] = -torch.inf
@@ -160,7 +158,7 @@ def test_smoothing_with_a_target_ruled_out_by_minus_infinity(n_classes: int, dev
     assert losses[1:].isfinite().all()
 
 
-def test_statistics_are_those_of_the_loss_head(device: str) -> None:
+def test_statistics_equal_those_of_the_loss_head(device: str) -> None:
     logits, target = numbers(2, 5, 33, device=device), targets(2, 5, classes=33, device=device)
     transform = {"softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3}
     loss, found = cross_entropy(logits, target, label_smoothing=0.1, return_statistics=True, **transform)
@@ -172,7 +170,7 @@ def test_statistics_are_those_of_the_loss_head(device: str) -> None:
 
 
 @needs_triton
-def test_statistics_cost_no_other_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_cost_no_second_pass(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
     launch = kernel_file("jit").Kernel._launch
     monkeypatch.setattr(
@@ -192,21 +190,19 @@ def test_statistics_cost_no_other_pass(device: str, monkeypatch: pytest.MonkeyPa
 WRONG_TARGETS = [33, -1, -101, 2**40]
 
 
-@pytest.mark.skipif(ON_GPU, reason="looking at the targets would make the host wait")
+@pytest.mark.skipif(ON_GPU, reason="checking the targets would be a host sync")
 @pytest.mark.parametrize("wrong", WRONG_TARGETS)
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_target_that_is_no_class(wrong: int, requires_grad: bool) -> None:
+def test_a_target_outside_the_vocabulary(wrong: int, requires_grad: bool) -> None:
     target = torch.tensor([[1, -100, 2], [0, wrong, 32]])
-    message = re.escape(f"the target at (1, 1) is {wrong}; expected 0 to 32, or -100")
+    message = re.escape(f"the target at (1, 1) is {wrong}; expected 0 to 32, or ignore_index=-100")
     with pytest.raises(ValueError, match=message):
         cross_entropy(torch.ones(2, 3, 33, requires_grad=requires_grad), target)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", WRONG_TARGETS)
-def test_a_target_that_is_no_class_is_looked_for_on_a_gpu_when_asked(
-    wrong: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_checks_for_a_target_outside_the_vocabulary_on_a_gpu(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_file("loss.reduction"), "DEBUG", True)
     with pytest.raises(ValueError, match=re.escape(f"the target at (1,) is {wrong}")):
         cross_entropy(torch.ones(2, 33, device="cuda"), torch.tensor([1, wrong], device="cuda"))
@@ -214,7 +210,9 @@ def test_a_target_that_is_no_class_is_looked_for_on_a_gpu_when_asked(
 
 @needs_triton
 @pytest.mark.parametrize("wrong", WRONG_TARGETS)
-def test_a_target_that_nobody_looked_at_is_loud(wrong: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_target_outside_the_vocabulary_gives_nan(
+    wrong: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_file("cross_entropy"), "as_targets", lambda _, target, *__: target)
     logits = numbers(3, 33, device=device)
     target = torch.tensor([1, wrong, 32], device=device)
@@ -225,7 +223,7 @@ def test_a_target_that_nobody_looked_at_is_loud(wrong: int, device: str, monkeyp
         assert t[[0, 2]].isfinite().all()
 
 
-def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
+def test_gradient_accumulation_with_num_items_is_exact(device: str) -> None:
     logits, target = numbers(12, 33, device=device), targets(12, classes=33, device=device, ignored=0.5)
     valid = int((target != -100).sum())
 
@@ -243,12 +241,12 @@ def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"reduction": "average"}, {"reduction": "none", "num_items": 3}, {"reduction": "sum", "num_items": 3}]
 )
-def test_options_that_do_not_go_together(options: dict[str, Any], device: str) -> None:
+def test_incompatible_options(options: dict[str, Any], device: str) -> None:
     with pytest.raises(ValueError, match=r"cross_entropy: reduction='\w+' with num_items="):
         cross_entropy(numbers(2, 33, device=device), targets(2, classes=33, device=device), **options)
 
 
 @pytest.mark.parametrize("target_shape", [(2,), (3,), (2, 4), (2, 3, 33), ()])
-def test_shapes_that_do_not_fit(target_shape: tuple[int, ...]) -> None:
+def test_invalid_shapes(target_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"cross_entropy: logits \(2, 3, 33\) and target .*; expected"):
         cross_entropy(torch.ones(2, 3, 33), torch.zeros(target_shape, dtype=torch.int64))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ligerzoo.kernels import jsd, kl_div
 from ligerzoo.kernels.dispatch import INTERPRETING
-from ligerzoo.kernels.divergence import Options, loss_then_gradient_
+from ligerzoo.kernels.divergence import loss_and_gradient_
+from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.softcap import Transform
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
@@ -30,8 +31,8 @@ def judge_with(of: str, student: Tensor, teacher: Tensor, target: Tensor | None 
 
 
 @torch.no_grad()
-def part_(student: Tensor, teacher: Tensor) -> None:
-    """Where the two probabilities are all but equal, rounding decides which way tvd's gradient points."""
+def separate_(student: Tensor, teacher: Tensor) -> None:
+    """Moves nearly equal probabilities apart: rounding would decide the sign of tvd's gradient."""
     student[(student.double().log_softmax(-1) - teacher.double().log_softmax(-1)).abs() < 1e-3] += 0.01
 
 
@@ -47,7 +48,7 @@ SHAPES = on_gpu_too(
 def test_sizes(shape: tuple[int, ...], dtype: torch.dtype, of: str, device: str) -> None:
     student, teacher = (numbers(*shape, dtype=dtype, device=device) for _ in range(2))
     if of == "tvd":
-        part_(student, teacher)
+        separate_(student, teacher)
     judge_with(of, student, teacher, reduction="none")
 
 
@@ -71,8 +72,8 @@ def test_beta(beta: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("beta, reverse", [(0.0, False), (1.0, True)])
-def test_at_its_ends_jsd_is_a_kl_divergence(beta: float, reverse: bool, device: str) -> None:
-    """Which it tends to when divided by its share, though the formula itself is 0 there."""
+def test_jsd_at_beta_0_and_1_is_a_kl_divergence(beta: float, reverse: bool, device: str) -> None:
+    """The limit of jsd divided by beta or 1 - beta; the formula itself is 0 there."""
     student, teacher = numbers(5, 33, device=device).double(), numbers(5, 33, device=device).double().detach()
     kl = kl_div(student, teacher, reverse=reverse, reduction="none")
     assert torch.equal(jsd(student, teacher, beta=beta, reduction="none"), kl)
@@ -97,7 +98,7 @@ def test_ignored_targets(reduction: str, ignore_index: int, ignored: float, of: 
 
 @pytest.mark.parametrize("ignore_index", [-100, 0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_without_targets_every_token_counts(reduction: str, ignore_index: int, device: str) -> None:
+def test_without_targets_every_token_is_valid(reduction: str, ignore_index: int, device: str) -> None:
     student, teacher = (numbers(4, 3, 33, device=device) for _ in range(2))
     judge_with("kl_div", student, teacher, ignore_index=ignore_index, reduction=reduction)
 
@@ -113,13 +114,13 @@ def test_num_items_divides_the_sum(num_items: int | Tensor, with_targets: bool, 
 
 @every_divergence
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-def test_losses_are_wide(dtype: torch.dtype, of: str, device: str) -> None:
+def test_losses_are_in_fp32(dtype: torch.dtype, of: str, device: str) -> None:
     student, teacher = (numbers(4, 33, dtype=dtype, device=device).detach() for _ in range(2))
     assert function_of(of)(student, teacher).dtype == torch.float32
     assert function_of(of, reduction="none")(student, teacher).dtype == torch.float32
 
 
-# Numbers that are hard
+# Extreme logits
 
 
 @every_divergence
@@ -132,7 +133,7 @@ def test_a_student_equal_to_its_teacher(options: dict[str, Any], n_classes: int,
         losses = function(student, student.detach().clone())
         (dstudent,) = torch.autograd.grad(losses, student, torch.ones_like(losses))
         assert not losses.any()
-        rounding = 0.0 if ON_GPU or INTERPRETING else 1e-6  # of torch's own derivative of a softmax
+        rounding = 0.0 if ON_GPU or INTERPRETING else 1e-6  # of torch's softmax backward
         assert dstudent.abs().max() <= rounding
 
 
@@ -144,7 +145,7 @@ def test_logits_far_from_zero(at: float, of: str, device: str) -> None:
 
 
 def probabilities_of_zero() -> list[tuple[float, float]]:
-    """A student's and a teacher's logit, beside some that are near 0."""
+    """Returns pairs of a student's and a teacher's logit; the other logits of a row are near 0."""
     return [(-1e4, -1e4), (-1e4, 0.0), (0.0, -1e4), (-95.0, -1e4), (-1e4, -95.0), (-1e30, -1e4)]
 
 
@@ -169,8 +170,8 @@ def test_probabilities_that_underflow(student_logit: float, teacher_logit: float
 
 @every_divergence
 @pytest.mark.parametrize("n_classes", [33, 5000])
-def test_classes_ruled_out_by_minus_infinity(n_classes: int, of: str, device: str) -> None:
-    """In both they might as well not be there."""
+def test_classes_with_logits_of_minus_infinity(n_classes: int, of: str, device: str) -> None:
+    """The result is that of the other classes."""
     student, teacher = numbers(5, n_classes, device=device), numbers(5, n_classes, device=device).detach()
     smaller_student, smaller_teacher = student.detach()[:, :16].requires_grad_(), teacher[:, :16]
     with torch.no_grad():
@@ -186,7 +187,7 @@ def test_classes_ruled_out_by_minus_infinity(n_classes: int, of: str, device: st
 
 @every_divergence
 @pytest.mark.parametrize("which", ["student", "teacher"])
-def test_classes_ruled_out_in_one_alone(which: str, of: str, device: str) -> None:
+def test_classes_with_logits_of_minus_infinity_in_one_distribution(which: str, of: str, device: str) -> None:
     student, teacher = numbers(5, 33, device=device), numbers(5, 33, device=device).detach()
     with torch.no_grad():
         (student if which == "student" else teacher)[:, 16:] = -torch.inf
@@ -202,7 +203,7 @@ def test_classes_ruled_out_in_one_alone(which: str, of: str, device: str) -> Non
 
 @every_divergence
 @pytest.mark.parametrize("which", ["student", "teacher"])
-def test_a_row_that_is_not_finite_stays_alone(which: str, of: str, device: str) -> None:
+def test_a_non_finite_row_does_not_affect_other_rows(which: str, of: str, device: str) -> None:
     student, teacher = numbers(7, 33, device=device), numbers(7, 33, device=device).detach()
     logits = student if which == "student" else teacher
     with torch.no_grad():
@@ -225,7 +226,7 @@ every_backend = pytest.mark.parametrize("backend", ["torch", pytest.param("trito
 @every_divergence
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("which", ["student", "teacher", "both"])
-def test_ignored_rows_that_are_not_finite_have_no_loss_and_no_gradient(
+def test_non_finite_ignored_rows_have_zero_loss_and_gradient(
     which: str, reduction: str, of: str, backend: str, device: str
 ) -> None:
     student, teacher = numbers(6, 33, device=device), numbers(6, 33, device=device).detach()
@@ -246,19 +247,19 @@ def test_ignored_rows_that_are_not_finite_have_no_loss_and_no_gradient(
 
 @every_backend
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"])
-def test_the_gradient_in_place_of_ignored_rows_that_are_not_finite(divergence: Any, backend: str, device: str) -> None:
+def test_loss_and_gradient_of_non_finite_ignored_rows(divergence: Any, backend: str, device: str) -> None:
     student, teacher = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device)
     student[1], teacher[2] = torch.nan, torch.inf
     target, upstream = torch.tensor([1, -100, -100, 4], device=device), torch.rand(4, device=device) + 0.5
-    options = Options(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
-    losses = loss_then_gradient_(student, teacher, target, upstream, options, backend == "triton")
+    options = DivergenceOptions(divergence, 0.3, 2.0, -100, 1.0, 3.0, 1.0, 3.0)
+    losses = loss_and_gradient_(student, teacher, target, upstream, options, backend == "triton")
     for t in (losses, student):
         assert not t[[1, 2]].any()
         assert t[[0, 3]].isfinite().all()
         assert t[[0, 3]].any()
 
 
-def test_the_cosine_of_ignored_rows_that_are_not_finite_and_of_zeros(device: str) -> None:
+def test_the_cosine_of_non_finite_ignored_rows_and_of_zero_rows(device: str) -> None:
     reference = kernel_file("cosine").reference
     student, teacher = numbers(4, 33, device=device), torch.randn(4, 33, device=device)
     with torch.no_grad():
@@ -270,7 +271,7 @@ def test_the_cosine_of_ignored_rows_that_are_not_finite_and_of_zeros(device: str
     assert dstudent[[0, 3]].any(-1).all()
 
 
-def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
+def test_gradient_accumulation_with_num_items_is_exact(device: str) -> None:
     student, teacher = numbers(12, 33, device=device), numbers(12, 33, device=device).detach()
     target = targets(12, classes=33, device=device, ignored=0.5)
     valid = int((target != -100).sum())
@@ -289,8 +290,8 @@ def test_the_same_number_of_items_makes_accumulation_exact(device: str) -> None:
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
 @pytest.mark.parametrize("of", ["kl_div", "kl_div-reverse", "jsd"])
 @pytest.mark.parametrize("distance", [1e-3, 1e-2])
-def test_distributions_that_are_nearly_equal(distance: float, of: str, dtype: torch.dtype, device: str) -> None:
-    """The textbook's sum errs by more than the whole divergence may be."""
+def test_nearly_equal_distributions(distance: float, of: str, dtype: torch.dtype, device: str) -> None:
+    """The error of the textbook formula may exceed the divergence."""
     teacher = torch.randn(16, 1000, device=device).to(dtype) * 3
     student = teacher + (distance * torch.randn(16, 1000, device=device)).to(dtype)
     losses = function_of(of, reduction="none")(student, teacher)
@@ -299,12 +300,13 @@ def test_distributions_that_are_nearly_equal(distance: float, of: str, dtype: to
     torch.testing.assert_close(losses.double(), truth, rtol=0.0, atol=1e-7)
 
 
-# What it costs, and what it refuses
+# Cost and errors
 
 
 @every_divergence
-def test_probabilities_are_never_made(of: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_are_not_materialized(of: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "divergence")
+    launch_nothing(monkeypatch, "loss.divergence_kernels")
     student, teacher = numbers(50, 330, device=device), numbers(50, 330, device=device).detach()
     with Recorder() as recorder:
         function_of(of)(student, teacher).backward()
@@ -314,8 +316,8 @@ def test_probabilities_are_never_made(of: str, device: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd"])
-def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, device: str) -> None:
-    options = Options(divergence, 0.3, 2.0, -100)
+def test_loss_and_gradient_equal_the_oracle(divergence: Any, fused: bool, device: str) -> None:
+    options = DivergenceOptions(divergence, 0.3, 2.0, -100)
     of = {"forward_kl": "kl_div", "reverse_kl": "kl_div-reverse"}.get(divergence, divergence)
     student, teacher = numbers(9, 5000, device=device), numbers(9, 5000, device=device).detach()
     target = targets(9, classes=33, device=device)
@@ -326,13 +328,13 @@ def test_the_gradient_in_place_is_the_gradient(divergence: Any, fused: bool, dev
     true_losses = oracle(true_student, teacher.double(), target)
     (truth,) = torch.autograd.grad(true_losses.sum(), true_student)
     buffer, upstream = student.detach().clone(), torch.tensor(0.25, device=device).expand(9)
-    losses = loss_then_gradient_(buffer, teacher, target, upstream, options, fused)
+    losses = loss_and_gradient_(buffer, teacher, target, upstream, options, fused)
     assert_as_exact_as(losses, expected.detach(), true_losses.detach())
     assert_as_exact_as(buffer, reference * 0.25, truth * 0.25)
 
 
 @every_divergence
-def test_a_teacher_that_expects_gradients(of: str, device: str) -> None:
+def test_a_teacher_that_requires_a_gradient(of: str, device: str) -> None:
     student, teacher = numbers(5, 33, device=device), numbers(5, 33, device=device)
     with pytest.raises(ValueError, match=r"teacher requires a gradient.*pass teacher\.detach\(\)"):
         function_of(of)(student, teacher)
@@ -349,14 +351,14 @@ def test_options_out_of_range(options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"reduction": "average"}, {"reduction": "none", "num_items": 3}], ids=str)
-def test_options_that_do_not_go_together(options: dict[str, Any]) -> None:
+def test_incompatible_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"reduction='\w+' with num_items="):
         kl_div(torch.ones(2, 33), torch.ones(2, 33), **options)
 
 
 @pytest.mark.parametrize("teacher", [(2, 3, 32), (3, 33)])
-def test_logits_that_do_not_fit(teacher: tuple[int, ...]) -> None:
-    message = re.escape(f"kl_div: student (2, 3, 33) and teacher {teacher}; expected (..., V) of both")
+def test_invalid_logits_shapes(teacher: tuple[int, ...]) -> None:
+    message = re.escape(f"kl_div: student (2, 3, 33) and teacher {teacher}; expected (..., V) for both")
     with pytest.raises(ValueError, match=message):
         kl_div(torch.ones(2, 3, 33), torch.ones(teacher))
 
@@ -366,9 +368,10 @@ def test_logits_that_do_not_fit(teacher: tuple[int, ...]) -> None:
     [torch.ones(2).long(), torch.ones(2, 3, 33).long(), torch.ones(2, 3), torch.ones(2, 3) > 0],
     ids=lambda t: f"{tuple(t.shape)} {t.dtype}",
 )
-def test_targets_that_are_none(target: Tensor) -> None:
-    """A mask of the tokens that count would be taken for targets that all do."""
-    message = re.escape(f"kl_div: target {tuple(target.shape)} {target.dtype}; expected (2, 3), an integer for each")
+def test_invalid_targets(target: Tensor) -> None:
+    """A boolean mask is an error: as integers, all its values would be valid targets."""
+    got = f"target has shape {tuple(target.shape)} and dtype {target.dtype}"
+    message = re.escape(f"kl_div: {got}; expected shape (2, 3) and an integer dtype")
     with pytest.raises(ValueError, match=message):
         kl_div(torch.ones(2, 3, 33), torch.ones(2, 3, 33), target)
 

@@ -30,14 +30,14 @@ SetChunk = Callable[[int], None]
 
 @pytest.fixture
 def rows_per_chunk(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
-    """Sets how many rows' logits exist at a time; the budget itself counts in MiB."""
+    """Sets the rows per chunk; `logits_budget` is in MiB."""
     return lambda rows: monkeypatch.setattr(kernel_file("linear_cross_entropy"), "rows_per_chunk", lambda *_: rows)
 
 
 def make(
     rows: int, features: int, classes: int, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> list[Tensor]:
-    """hidden, weight and target."""
+    """Returns hidden, weight and target."""
     weight = numbers(classes, features, dtype=dtype, device=device, scale=features**-0.5)
     return [
         numbers(rows, features, dtype=dtype, device=device),
@@ -47,7 +47,7 @@ def make(
 
 
 def ignoring(pattern: str, target: Tensor, ignore_index: int) -> Tensor:
-    """The target with no token, some, all but the last (alone in its chunk, when it can be) or all of them ignored."""
+    """Returns the target with no token, some tokens, all but the last, or all tokens ignored."""
     ignored = torch.zeros_like(target, dtype=torch.bool)
     match pattern:
         case "some":
@@ -75,7 +75,7 @@ def test_options(options: dict[str, Any], pattern: str, rows: int, rows_per_chun
 
 
 def combinations(device: str) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Every choice among the options: those that are numbers, and those that are tensors."""
+    """Yields every combination of the options: numbers, and tensors."""
     tensors = {
         "bias": numbers(33, device=device),
         "token_weight": (torch.rand(7, device=device) + 0.5).requires_grad_(),
@@ -94,11 +94,11 @@ def combinations(device: str) -> Iterator[tuple[dict[str, Any], dict[str, Tensor
 def test_every_combination_of_options(options: dict[str, Any], rows_per_chunk: SetChunk, device: str) -> None:
     hidden, weight, target = make(7, 17, 33, device=device)
     chunks = cycle([7, 1, 3])
-    every = 11 if INTERPRETING else 1  # in turn with the chunks, so that each option meets each size
+    every = 11 if INTERPRETING else 1  # coprime to the cycle of chunk sizes, so each option meets each size
     for amounts, tensors in islice(combinations(device), 0, None, every):
         rows_per_chunk(next(chunks))
         if options == {"reduction": "mean"} and "token_weight" in tensors:
-            # The weights' gradient is a difference here, of which rounding leaves less than `judge` allows for.
+            # The weights' gradient is a difference here, whose rounding error exceeds what `judge` allows.
             tensors["token_weight"] = tensors["token_weight"].detach()
         differentiable = [name for name, t in tensors.items() if t.requires_grad]
         constants = {**options, **amounts, **{name: t for name, t in tensors.items() if not t.requires_grad}}
@@ -123,7 +123,7 @@ def test_the_gradient_of_token_weights_in_a_weighted_mean(device: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_second_derivative_through_token_weights_is_refused(reduction: str, device: str) -> None:
+def test_a_second_derivative_through_token_weights_is_an_error(reduction: str, device: str) -> None:
     hidden, weight, target = make(7, 17, 33, device=device)
     token_weight = torch.rand(7, device=device).requires_grad_()
     loss = linear_cross_entropy(hidden, weight, target, token_weight=token_weight, reduction=reduction)
@@ -132,7 +132,7 @@ def test_a_second_derivative_through_token_weights_is_refused(reduction: str, de
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_numbers_of_a_wider_dtype_do_not_widen_the_loss(grad: bool, device: str) -> None:
+def test_fp64_weights_and_num_items_keep_the_loss_in_fp32(grad: bool, device: str) -> None:
     hidden, weight, target = make(7, 17, 33, device=device)
     wide = torch.full((7,), 3.0, dtype=torch.float64, device=device)
     with torch.set_grad_enabled(grad):
@@ -141,8 +141,8 @@ def test_numbers_of_a_wider_dtype_do_not_widen_the_loss(grad: bool, device: str)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_weights_of_tokens_that_do_not_count(reduction: str, device: str) -> None:
-    """They may be anything; and weights that are all 0 make the mean 0."""
+def test_weights_of_ignored_tokens(reduction: str, device: str) -> None:
+    """Their values have no effect. If all weights are 0, the mean is 0."""
     hidden, weight, target = make(7, 17, 33, device=device, ignored=0.0)
     target[[1, 4]] = -100
     token_weight = torch.rand(7, device=device)
@@ -163,15 +163,15 @@ def gradients_and_loss(hidden: Tensor, weight: Tensor, target: Tensor, **options
 
 @pytest.mark.skipif(INTERPRETING, reason="the same matrix products as without")
 def test_small_weights_in_fp16(device: str) -> None:
-    """They are scaled up with the loss, as for any fp16 training, but only in backward."""
+    """Backward scales their gradients up with the loss, as in any fp16 training."""
     hidden, weight, target = make(64, 32, 400, dtype=torch.float16, device=device, ignored=0.0)
     small = torch.full((64,), 1e-5, device=device)
     loss = linear_cross_entropy(hidden, weight, target, token_weight=small, reduction="sum") * 65536
     expected = linear_cross_entropy(hidden, weight, target, reduction="sum") * (65536 * 1e-5)
-    for actual, wanted in zip(
+    for actual, reference in zip(
         torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
     ):
-        torch.testing.assert_close(actual, wanted, rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(actual, reference, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -205,10 +205,10 @@ def test_statistics(transform: dict[str, float], chunk: int, rows_per_chunk: Set
     )
     hidden, weight, target = inputs
     found = kernels.token_statistics(hidden, weight, target, **transform)
-    counts = target != -100
+    valid = target != -100
     argmax = (hidden @ weight.T).argmax(-1)
-    assert torch.equal(found.argmax, argmax.where(counts, 0))
-    torch.testing.assert_close(found.accuracy, (argmax == target)[counts].float().mean())
+    assert torch.equal(found.argmax, argmax.where(valid, 0))
+    torch.testing.assert_close(found.accuracy, (argmax == target)[valid].float().mean())
 
 
 def test_statistics_of_no_token(device: str) -> None:
@@ -219,7 +219,7 @@ def test_statistics_of_no_token(device: str) -> None:
 
 
 def test_a_loss_with_its_statistics(device: str) -> None:
-    """They are those of one sweep, and constants."""
+    """One sweep computes both; the statistics are detached."""
     inputs = make(7, 17, 33, device=device)
     for options in REDUCTIONS:
         with Recorder() as recorder:
@@ -232,9 +232,9 @@ def test_a_loss_with_its_statistics(device: str) -> None:
             assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has one of its own")
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it since 2.13")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_torchs_own(reduction: str, device: str) -> None:
+def test_equals_torch_linear_cross_entropy(reduction: str, device: str) -> None:
     hidden, weight, target = make(7, 17, 33, device=device)
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "ignore_index": -100}
     judge(
@@ -282,7 +282,7 @@ def test_leading_dimensions(leading: tuple[int, ...], reduction: str, device: st
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_chunks_leave_no_trace(reduction: str, rows_per_chunk: SetChunk, device: str) -> None:
+def test_results_do_not_depend_on_the_chunks(reduction: str, rows_per_chunk: SetChunk, device: str) -> None:
     inputs = make(9, 17, 33, device=device)
     function = partial(linear_cross_entropy, reduction=reduction)
     upstream = [torch.randn_like(function(*inputs))]
@@ -306,7 +306,7 @@ def test_chunks_fit_the_budget(bytes_per_logit: int) -> None:
         assert rows % 128 == 0 or rows >= n_rows or most < 128
 
 
-def test_the_budget_of_all_calls() -> None:
+def test_set_logits_budget() -> None:
     rows_per_chunk = kernel_file("loss.chunked_head").rows_per_chunk
     hidden = torch.empty(16384, 64, device="meta")
     assert rows_per_chunk(hidden, 2**18, 2, None) == 1024
@@ -321,7 +321,7 @@ def test_the_budget_of_all_calls() -> None:
 
 
 def accumulated(inputs: list[Tensor], pieces: int, num_items: int | Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden and weight when the rows come in so many unequal micro-batches."""
+    """Returns the gradients of hidden and weight, accumulated over `pieces` unequal microbatches."""
     hidden, weight, target = inputs
     bounds = [0, *sorted(torch.randperm(hidden.shape[0] - 1)[: pieces - 1].add(1).tolist()), hidden.shape[0]]
     for start, end in pairwise(bounds):
@@ -333,7 +333,7 @@ def accumulated(inputs: list[Tensor], pieces: int, num_items: int | Tensor) -> t
 
 @pytest.mark.parametrize("pieces", [1, 2, 4, 7])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_the_same_number_of_items_makes_accumulation_exact(pieces: int, as_tensor: bool, device: str) -> None:
+def test_gradient_accumulation_with_num_items_is_exact(pieces: int, as_tensor: bool, device: str) -> None:
     inputs = make(19, 17, 33, device=device, ignored=0.6)
     count = (inputs[2] != -100).sum()
     actual = accumulated(inputs, pieces, count if as_tensor else int(count))
@@ -343,7 +343,7 @@ def test_the_same_number_of_items_makes_accumulation_exact(pieces: int, as_tenso
         assert_as_exact_as(*case)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the chunks are torch's work, as on any CPU, and the interpreter is slow")
+@pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
     rows, features, classes = (8192, 512, 1000) if ON_GPU else (256, 16, 33)
@@ -367,7 +367,7 @@ def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_pe
 
 
 def test_the_upstream_gradient_is_not_rounded(device: str) -> None:
-    # Neither dtype has a number between 1 and the factor. The interpreter cuts bits off where a GPU rounds to bf16.
+    # Both dtypes round the factor to 1. The interpreter truncates to bf16, so it uses fp16.
     dtype, by = (torch.float16, 1.0004) if INTERPRETING else (torch.bfloat16, 1.003)
     hidden, weight, target = make(7, 17, 33, dtype=dtype, device=device)
     loss = linear_cross_entropy(hidden, weight, target, reduction="sum")
@@ -378,8 +378,8 @@ def test_the_upstream_gradient_is_not_rounded(device: str) -> None:
     assert not torch.equal(scaled, dhidden)
 
 
-def sizes_made(inputs: list[Tensor], **options: Any) -> Recorder:
-    """What a forward and a backward pass run, and the memory they make."""
+def recorded(inputs: list[Tensor], **options: Any) -> Recorder:
+    """Records the operations and allocations of a forward and a backward pass."""
     with Recorder() as recorder:
         loss = linear_cross_entropy(*inputs, **options)
         if loss.requires_grad:
@@ -388,11 +388,11 @@ def sizes_made(inputs: list[Tensor], **options: Any) -> Recorder:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_memory_exceeds_the_budget_but_the_gradients(reduction: str, device: str) -> None:
+def test_allocations_fit_the_budget_except_gradients(reduction: str, device: str) -> None:
     inputs = make(9, 2, 2**16, device=device, ignored=0.0)  # 2.25 MiB of logits
-    recorder = sizes_made(inputs, reduction=reduction, logits_budget=1)
+    recorder = recorded(inputs, reduction=reduction, logits_budget=1)
     assert max(recorder.made) == 2**20
-    recorder = sizes_made(inputs, reduction=reduction)
+    recorder = recorded(inputs, reduction=reduction)
     assert max(recorder.made) == 9 * 2**16 * 4
 
 
@@ -400,10 +400,10 @@ def test_no_memory_exceeds_the_budget_but_the_gradients(reduction: str, device: 
 def test_a_frozen_head_costs_nothing(reduction: str, rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(4)
     hidden, weight, target = make(8, 64, 130, device=device)
-    frozen = sizes_made([hidden, weight.detach(), target], reduction=reduction)
+    frozen = recorded([hidden, weight.detach(), target], reduction=reduction)
     assert 130 * 64 * 4 not in frozen.made
     assert "addmm" not in frozen.names
-    trained = sizes_made([hidden, weight, target], reduction=reduction)
+    trained = recorded([hidden, weight, target], reduction=reduction)
     assert 130 * 64 * 4 in trained.made
     assert trained.names.count("addmm") == 2
 
@@ -413,21 +413,21 @@ def test_frozen_hidden_states_cost_nothing(reduction: str, rows_per_chunk: SetCh
     rows_per_chunk(4)
     hidden, weight, target = make(8, 64, 33, device=device)
     forward_again = 2 if reduction == "none" else 0
-    frozen = sizes_made([hidden.detach(), weight, target], reduction=reduction)
+    frozen = recorded([hidden.detach(), weight, target], reduction=reduction)
     assert 8 * 64 * 4 not in frozen.made
     assert frozen.names.count("mm") == 2 + forward_again
-    trained = sizes_made([hidden, weight, target], reduction=reduction)
+    trained = recorded([hidden, weight, target], reduction=reduction)
     assert 8 * 64 * 4 in trained.made
     assert trained.names.count("mm") == 4 + forward_again
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-def test_evaluation_makes_no_gradients(mode: Any, rows_per_chunk: SetChunk, device: str) -> None:
+def test_evaluation_computes_no_gradients(mode: Any, rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(4)
     inputs = make(8, 64, 130, device=device)
     expected = linear_cross_entropy(*inputs)
     with mode():
-        recorder = sizes_made(inputs)
+        recorder = recorded(inputs)
         loss = linear_cross_entropy(*inputs)
     assert (recorder.names.count("mm"), recorder.names.count("addmm")) == (2, 0)
     assert max(recorder.made) <= 4 * 130 * 4
@@ -435,7 +435,7 @@ def test_evaluation_makes_no_gradients(mode: Any, rows_per_chunk: SetChunk, devi
 
 
 def test_autocast_casts_hidden_states_and_weight_alike(device: str) -> None:
-    """A norm with fp32 weights hands on fp32."""
+    """A norm with fp32 weights returns fp32."""
 
     def with_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Tensor) -> Any:
@@ -449,7 +449,7 @@ def test_autocast_casts_hidden_states_and_weight_alike(device: str) -> None:
     )
 
 
-def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: SetChunk, device: str) -> None:
+def test_non_finite_hidden_states_do_not_affect_other_rows(rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(2)
     hidden, weight, target = make(7, 17, 33, device=device, ignored=0.0)
     with torch.no_grad():
@@ -461,11 +461,11 @@ def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: Se
         assert t[[0, 1, 3, 4, 6]].isfinite().all()
 
 
-@pytest.mark.parametrize("features", [17, 64])  # 64 are skipped on Hopper GPUs
+@pytest.mark.parametrize("features", [17, 64])  # with 64, Hopper GPUs use RaggedHead in bf16
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("of", ["linear_cross_entropy", "token_logps", *DIVERGENCES])
-def test_hidden_states_of_ignored_tokens_are_not_looked_at(
+def test_hidden_states_of_ignored_tokens_have_no_effect(
     of: str, backend: Any, bad: float, features: int, device: str
 ) -> None:
     dtype = HALF_DTYPE
@@ -499,14 +499,14 @@ def test_hidden_states_of_ignored_tokens_are_not_looked_at(
 def test_the_gradient_of_the_bias_is_summed_before_it_is_rounded(
     reduction: str, features: int, dtype: torch.dtype, backend: Any, rows_per_chunk: SetChunk, device: str
 ) -> None:
-    """Of rows that are all alike, rounded gradients would all err to the same side, and so would their sum."""
+    """Equal rows have equal rounding errors, which would add up in a sum of rounded gradients."""
     rows_per_chunk(10)
     rows, classes = 40, 33
     hidden = numbers(1, features, dtype=dtype, device=device).detach().expand(rows, features)
     weight = numbers(classes, features, dtype=dtype, device=device, scale=0.1 * features**-0.5)
     target = targets(rows, classes=classes, device=device)
     bias = numbers(classes, dtype=dtype, device=device)
-    # In fp32, with the logits that rounding leaves: only the gradient's own errors are looked at.
+    # From the rounded logits: only the gradient's own error is compared.
     logits = F.linear(hidden, weight, bias).double().detach().requires_grad_()
     upstream = torch.linspace(0.5, 1.5, rows, device=device) if reduction == "none" else torch.ones((), device=device)
     loss = linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, backend=backend)
@@ -519,18 +519,20 @@ def test_the_gradient_of_the_bias_is_summed_before_it_is_rounded(
     assert error <= 1.01 * rounding
 
 
-@pytest.mark.skipif(ON_GPU, reason="looking at the targets would make the host wait")
+@pytest.mark.skipif(ON_GPU, reason="checking the targets would be a host sync")
 @pytest.mark.parametrize("wrong", [33, -1])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_target_that_is_no_class(wrong: int, reduction: str) -> None:
+def test_a_target_outside_the_vocabulary(wrong: int, reduction: str) -> None:
     hidden, weight, target = make(7, 17, 33)
     target[5] = wrong
-    with pytest.raises(ValueError, match=re.escape(f"the target at (5,) is {wrong}; expected 0 to 32, or -100")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"the target at (5,) is {wrong}; expected 0 to 32, or ignore_index=-100")
+    ):
         linear_cross_entropy(hidden, weight, target, reduction=reduction)
 
 
 @needs_triton
-def test_a_target_that_nobody_looked_at_is_loud(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_target_outside_the_vocabulary_gives_nan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_file("linear_cross_entropy"), "as_targets", lambda _, target, *__: target)
     hidden, weight, target = make(7, 17, 33, device=device, ignored=0.0)
     target[5] = 33
@@ -557,12 +559,12 @@ def test_the_meta_device() -> None:
         ((17,), (33, 17), (1,)),
     ],
 )
-def test_shapes_that_do_not_fit(hidden: tuple[int, ...], weight: tuple[int, ...], target: tuple[int, ...]) -> None:
+def test_invalid_shapes(hidden: tuple[int, ...], weight: tuple[int, ...], target: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="linear_cross_entropy: hidden"):
         linear_cross_entropy(torch.ones(hidden), torch.ones(weight), torch.zeros(target, dtype=torch.int64))
 
 
-def test_dtypes_that_differ() -> None:
+def test_mixed_dtypes_of_one_head() -> None:
     with pytest.raises(
         ValueError, match=r"hidden \(2, 17\) torch.float32, weight \(33, 17\) torch.float16.*one floating-point dtype"
     ):
@@ -583,12 +585,12 @@ def test_peak_memory_on_a_gpu(reduction: str) -> None:
 
     loss, forward_peak = peak_of(lambda: linear_cross_entropy(*inputs, reduction=reduction, logits_budget=256).sum())
     _, backward_peak = peak_of(loss.backward)
-    dhidden, dweight = 2 * rows * features, 2 * classes * features  # in bf16; dweight is first made in fp32
-    made, handed_out = 256 * mib + dhidden + 2 * dweight, dhidden + dweight
+    dhidden, dweight = 2 * rows * features, 2 * classes * features  # in bf16; dweight is accumulated in fp32
+    computed, returned = 256 * mib + dhidden + 2 * dweight, dhidden + dweight
     slack = 16 * mib
-    if reduction == "mean":  # gradients are made in the forward pass, and scaled in the backward pass
-        assert forward_peak <= made + slack
-        assert backward_peak <= handed_out + slack
+    if reduction == "mean":  # forward computes the gradients, backward scales them
+        assert forward_peak <= computed + slack
+        assert backward_peak <= returned + slack
     else:
         assert forward_peak <= 256 * mib + slack
-        assert backward_peak <= made + dweight + slack
+        assert backward_peak <= computed + dweight + slack

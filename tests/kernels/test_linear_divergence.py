@@ -20,7 +20,7 @@ SetChunk = Callable[[int], None]
 
 @pytest.fixture
 def rows_per_chunk(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
-    """Sets how many rows' logits exist at a time; the budget itself counts in MiB."""
+    """Sets the rows per chunk; `logits_budget` is in MiB."""
     return lambda rows: monkeypatch.setattr(kernel_file("linear_divergence"), "rows_per_chunk", lambda *_: rows)
 
 
@@ -32,7 +32,7 @@ def head(rows: int, features: int, classes: int, dtype: torch.dtype, device: str
 def make(
     rows: int, features: int, classes: int, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> list[Tensor]:
-    """The student's hidden and weight, the teacher's (of twice as many features), and target."""
+    """Returns the student's hidden and weight, the teacher's (with twice the features), and target."""
     teacher = (t.detach() for t in head(rows, 2 * features, classes, dtype, device))
     target = targets(rows, classes=classes, device=device, **options)
     return [*head(rows, features, classes, dtype, device), *teacher, target]
@@ -65,7 +65,7 @@ def test_options(
     ignore_index = options.get("ignore_index", -100)
     inputs = make(23, 17, 33, device=device, ignored=ignored, ignore_index=ignore_index)
     judge_with(of, inputs, **options)
-    judge_with(of, inputs[:4], **options)  # without targets every token counts
+    judge_with(of, inputs[:4], **options)  # without targets every token is valid
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.9, 1.0])
@@ -124,7 +124,7 @@ def test_a_teacher_of_another_dtype(student: torch.dtype, teacher: torch.dtype, 
 
 
 @one_divergence
-def test_the_chunks_leave_no_trace(of: str, rows_per_chunk: SetChunk, device: str) -> None:
+def test_results_do_not_depend_on_the_chunks(of: str, rows_per_chunk: SetChunk, device: str) -> None:
     inputs = make(9, 17, 33, device=device)
     upstream = [torch.randn((), device=device)]
     truth = differentiate(function_of(of), in_fp64(inputs), in_fp64(upstream))
@@ -136,7 +136,7 @@ def test_the_chunks_leave_no_trace(of: str, rows_per_chunk: SetChunk, device: st
             assert_as_exact_as(*case)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the chunks are torch's work, as on any CPU, and the interpreter is slow")
+@pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_the_weights_gradient_is_accumulated_in_fp32(dtype: torch.dtype, rows_per_chunk: SetChunk, device: str) -> None:
     rows, features, classes = (8192, 512, 1000) if ON_GPU else (256, 16, 33)
@@ -161,17 +161,17 @@ def test_the_upstream_gradient_is_not_rounded(device: str) -> None:
     hidden, *others = make(7, 17, 33, dtype=torch.float16, device=device)
     loss = linear_jsd(hidden, *others, reduction="sum")
     one = torch.ones((), device=device)
-    factor = 1.0004 * one  # fp16 has nothing between 1 and 1.00098
+    factor = 1.0004 * one  # fp16 rounds it to 1
     dhidden, scaled = (torch.autograd.grad(loss, hidden, g, retain_graph=True)[0] for g in (one, factor))
     assert torch.equal(scaled, (dhidden.float() * factor).half())
     assert not torch.equal(scaled, dhidden)
 
 
-# What it costs
+# Cost
 
 
 def run_of(inputs: list[Tensor], **options: Any) -> Recorder:
-    """What a forward and a backward pass run, and the memory they make."""
+    """Records the operations and allocations of a forward and a backward pass."""
     with Recorder() as recorder:
         loss = linear_jsd(*inputs, **options)
         if loss.requires_grad:
@@ -179,11 +179,11 @@ def run_of(inputs: list[Tensor], **options: Any) -> Recorder:
     return recorder
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the chunks are torch's work, as on any CPU, and the interpreter is slow")
+@pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
 def test_the_logits_of_both_fit_the_budget_together(device: str) -> None:
     inputs = make(9, 2, 2**16, device=device, ignored=0.0)  # 2.25 MiB of logits each
     sizes = run_of(inputs, logits_budget=2).made
-    assert max(sizes) == 2**16 * 4 * 4  # on a CPU of some copies of a chunk, too: 4 rows of 512 KiB for a pair
+    assert max(sizes) == 2**16 * 4 * 4  # 4 rows of 512 KiB (both heads); on a CPU also copies of a chunk
     assert sizes.count(max(sizes)) >= 2
     assert max(run_of(inputs).made) == 9 * 2**16 * 4
 
@@ -212,7 +212,7 @@ def test_frozen_hidden_states_cost_nothing(rows_per_chunk: SetChunk, device: str
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
-def test_evaluation_makes_no_gradients(mode: Any, rows_per_chunk: SetChunk, device: str) -> None:
+def test_evaluation_computes_no_gradients(mode: Any, rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(4)
     inputs = make(8, 16, 130, device=device, ignored=0.0)
     expected = linear_jsd(*inputs)
@@ -233,12 +233,12 @@ def test_no_tokens(device: str) -> None:
         assert torch.equal(gradient, torch.zeros_like(t))
 
 
-def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: SetChunk, device: str) -> None:
+def test_non_finite_hidden_states_do_not_affect_other_rows(rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(2)
-    for spoilt in (0, 2):  # the student's, the teacher's
+    for changed in (0, 2):  # the student's, the teacher's
         inputs = make(7, 17, 33, device=device, ignored=0.0)
         with torch.no_grad():
-            inputs[spoilt][2, 3], inputs[spoilt][5, 0] = torch.nan, torch.inf
+            inputs[changed][2, 3], inputs[changed][5, 0] = torch.nan, torch.inf
         (dhidden,) = torch.autograd.grad(linear_jsd(*inputs, reduction="sum"), inputs[0])
         assert dhidden[[2, 5]].isnan().any(-1).all()
         assert dhidden[[0, 1, 3, 4, 6]].isfinite().all()
@@ -246,19 +246,19 @@ def test_hidden_states_that_are_not_finite_spoil_no_other_row(rows_per_chunk: Se
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-@pytest.mark.parametrize("spoilt", ["student", "teacher", "both"])
-def test_ignored_hidden_states_that_are_not_finite_have_no_loss_and_no_gradient(
-    spoilt: str, dtype: torch.dtype, reduction: str, rows_per_chunk: SetChunk, device: str
+@pytest.mark.parametrize("changed", ["student", "teacher", "both"])
+def test_non_finite_ignored_hidden_states_have_zero_loss_and_gradient(
+    changed: str, dtype: torch.dtype, reduction: str, rows_per_chunk: SetChunk, device: str
 ) -> None:
-    """Neither in dhidden nor in dweight, where their rows meet those of other tokens."""
+    """In dhidden, and in dweight, which sums over all rows."""
     rows_per_chunk(4)
-    inputs = make(7, 64, 32, dtype=dtype, device=device, ignored=0.0)  # a Hopper GPU skips rows for such a head in bf16
+    inputs = make(7, 64, 32, dtype=dtype, device=device, ignored=0.0)  # RaggedHead on a Hopper GPU in bf16
     inputs[4][[1, 2, 6]] = -100
     bias = numbers(32, dtype=dtype, device=device)
     clean = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     with torch.no_grad():
         for index, who in ((0, "student"), (2, "teacher")):
-            if spoilt in (who, "both"):
+            if changed in (who, "both"):
                 inputs[index][1], inputs[index][6, 3] = torch.nan, torch.inf
 
     def results(inputs: list[Tensor], backend: Any) -> list[Tensor | None]:
@@ -290,7 +290,7 @@ def test_softcaps_and_scales(
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
 def test_softcaps_round_nothing(dtype: torch.dtype, device: str) -> None:
-    """The products are rounded to the dtype of the hidden states, as torch rounds them, and nothing after that is."""
+    """Only the matrix products round to the dtype of the hidden states."""
     inputs = make(40, 17, 33, dtype=dtype, device=device)
     options = {"student_softcap": 3.0, "student_logit_scale": 0.7, "teacher_softcap": 2.0}
     losses = linear_jsd(*inputs, reduction="none", **options)
@@ -303,6 +303,7 @@ def test_softcaps_round_nothing(dtype: torch.dtype, device: str) -> None:
 
 def test_softcaps_cost_no_copy_of_the_logits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_nothing(monkeypatch, "divergence")
+    launch_nothing(monkeypatch, "loss.divergence_kernels")
     launch_nothing(monkeypatch, "linear_divergence")
     inputs = make(8, 2, 4096, device=device, ignored=0.0)
     plain, transformed = (run_of(inputs, **options).made for options in ({}, TRANSFORMS[-1]))
@@ -343,7 +344,7 @@ def test_the_meta_device() -> None:
     assert linear_jsd(*(t.to("meta") for t in make(7, 17, 33))).shape == ()
 
 
-# What it refuses
+# Errors
 
 
 @pytest.mark.parametrize("option", ["student_softcap", "teacher_softcap"])
@@ -353,7 +354,7 @@ def test_a_softcap_that_is_not_positive(option: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["teacher_hidden", "teacher_weight", "teacher_bias"])
-def test_a_teacher_that_expects_gradients(part: str) -> None:
+def test_a_teacher_that_requires_a_gradient(part: str) -> None:
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight", "teacher_bias")
     arguments = dict(zip(names, [*make(7, 17, 33)[:4], torch.zeros(33)], strict=True))
     arguments[part].requires_grad_()
@@ -382,7 +383,7 @@ SHAPES_THAT_FIT: dict[str, tuple[int, ...]] = {
         ("teacher_weight", (34, 16)), ("teacher_bias", (32,)), ("target", (3,)), ("target", (2, 33)),
     ],
 )  # fmt: skip
-def test_shapes_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
+def test_invalid_shapes(name: str, shape: tuple[int, ...]) -> None:
     shapes = SHAPES_THAT_FIT | {name: shape}
     with pytest.raises(ValueError, match=r"linear_jsd: (student_hidden|teacher_hidden|target) .*; expected"):
         linear_jsd(
@@ -394,7 +395,7 @@ def test_shapes_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["student_weight", "student_bias", "teacher_weight", "teacher_bias"])
-def test_dtypes_that_differ(name: str) -> None:
+def test_mixed_dtypes_of_one_head(name: str) -> None:
     arguments = {name: torch.zeros(shape) for name, shape in SHAPES_THAT_FIT.items() if name != "target"}
     arguments[name] = arguments[name].half()
     with pytest.raises(ValueError, match=rf"{name} .*torch.float16.*of one dtype"):
@@ -414,7 +415,7 @@ def test_peak_memory_on_a_gpu() -> None:
 
     loss, forward_peak = peak_of(lambda: linear_jsd(*inputs, logits_budget=256))
     _, backward_peak = peak_of(loss.backward)
-    dhidden, dweight = 2 * rows * features, 2 * classes * features  # in bf16; dweight is first made in fp32
+    dhidden, dweight = 2 * rows * features, 2 * classes * features  # in bf16; dweight is accumulated in fp32
     slack = 16 * mib
     assert forward_peak <= 256 * mib + dhidden + 2 * dweight + slack
     assert backward_peak <= dhidden + dweight + slack

@@ -45,7 +45,7 @@ FACTORS: dict[str, list[Any]] = {
     "classes": [33, 1000],
     "chunks": [1, 3],
 }
-"""`hidden` is the logits where these are given, and then weight, bias and chunks are of no effect."""
+"""With "given logits", `hidden` stands for the logits, and weight, bias and chunks have no effect."""
 
 PAIRS = covering(FACTORS)
 AMOUNTS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature")
@@ -53,7 +53,7 @@ AMOUNTS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature")
 
 @dataclass
 class Case:
-    """A call of the function and of its oracle, with the inputs and options that they have in common."""
+    """The inputs and options of a call of the function and of its oracle."""
 
     function: Callable[..., Any]
     oracle: Callable[..., Tensor]
@@ -68,20 +68,20 @@ class Case:
         return result if self.return_statistics else (result, None)
 
     def expected(self, *inputs: Tensor, reduction: dict[str, Any] | None = None) -> tuple[Tensor, ...]:
-        """The loss by torch's own, in the dtype of the inputs, and perhaps log-probabilities, entropies, logsumexps."""
+        """Returns the oracle's loss and, with `return_statistics`, log-probabilities, entropies and logsumexps."""
         named, options = dict(zip(self.inputs, inputs, strict=True)), self.options
         if reduction is not None:
             options = {**{k: v for k, v in options.items() if k not in ("reduction", "num_items")}, **reduction}
         loss = self.oracle(**named, **options)
         if not self.return_statistics:
             return (loss,)
-        logps, counts = self._logits(named).log_softmax(-1), named["target"] != self.options["ignore_index"]
+        logps, valid = self._logits(named).log_softmax(-1), named["target"] != self.options["ignore_index"]
         results = (
-            logps.gather(-1, named["target"].where(counts, 0)[:, None])[:, 0],
+            logps.gather(-1, named["target"].where(valid, 0)[:, None])[:, 0],
             -(logps.exp() * logps).sum(-1),
             self._logits(named).logsumexp(-1),
         )
-        return loss, *(torch.where(counts, t, 0.0).detach() for t in results)
+        return loss, *(torch.where(valid, t, 0.0).detach() for t in results)
 
     def _logits(self, named: Mapping[str, Tensor]) -> Tensor:
         logits = named.get("logits")
@@ -90,16 +90,16 @@ class Case:
         return transformed(logits, **{k: self.options[k] for k in ("softcap", "logit_scale", "temperature")})
 
     def check_most_likely(self, found: TokenStatistics) -> None:
-        """The token that is named most likely is so, as far as rounded logits tell."""
+        """Checks that `argmax` is the most likely token, up to rounding of the logits."""
         exact = self._logits(dict(zip(self.inputs, in_fp64(list(self.inputs.values())), strict=True))).detach()
         error = (self._logits(self.inputs).detach() - exact).abs().amax(-1)
-        counts = self.inputs["target"] != self.options["ignore_index"]
+        valid = self.inputs["target"] != self.options["ignore_index"]
         largest = exact.amax(-1)
         reached = exact.gather(-1, found.argmax[:, None])[:, 0]
-        assert (reached >= largest - 4 * error - 1e-6 * largest.abs())[counts].all()
-        assert not found.argmax[~counts].any()
-        hits = (found.argmax == self.inputs["target"])[counts]
-        torch.testing.assert_close(found.accuracy, hits.float().sum() / max(1, int(counts.sum())))
+        assert (reached >= largest - 4 * error - 1e-6 * largest.abs())[valid].all()
+        assert not found.argmax[~valid].any()
+        hits = (found.argmax == self.inputs["target"])[valid]
+        torch.testing.assert_close(found.accuracy, hits.float().sum() / max(1, int(valid.sum())))
 
 
 def case_of(choice: Mapping[str, Any], device: str, features: int = 64) -> Case:
@@ -137,7 +137,7 @@ def case_of(choice: Mapping[str, Any], device: str, features: int = 64) -> Case:
             options["reduction"] = reduction
     if choice["token_weight"] != "none":
         weights = torch.rand(rows, device=device) + 0.5
-        # In a weighted mean their gradient is a difference, of which rounding leaves less than is judged here.
+        # In a weighted mean their gradient is a difference, whose rounding error exceeds what is allowed here.
         is_mean = choice["reduction"] == "mean"
         inputs["token_weight"] = weights.requires_grad_(choice["token_weight"] == "trained" and not is_mean)
     function, oracle = (
@@ -173,7 +173,7 @@ def judge_case(case: Case, upstream_scale: float = 1.0) -> None:
 
 
 def judge_sum(case: Case, actual: Tensor, inputs: list[Tensor], exact_inputs: list[Tensor]) -> None:
-    """A sum may err twice as much as plain torch's terms, whose errors, but for luck, do not cancel."""
+    """A sum may have twice the error of plain torch's terms, assuming that their errors do not cancel."""
     (expected, *_), (truth, *_) = (
         case.expected(*some, reduction={"reduction": "none"}) for some in (inputs, exact_inputs)
     )
@@ -193,7 +193,7 @@ def identity(choice: Mapping[str, Any]) -> str:
 
 @pytest.fixture
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], None]:
-    """Sets how many rows of a choice there are at a time; the budget itself counts in MiB."""
+    """Sets the rows per chunk for a choice; `logits_budget` is in MiB."""
 
     def set_chunks(choice: Mapping[str, Any]) -> None:
         rows = -(-choice["rows"] // choice["chunks"])
@@ -215,7 +215,7 @@ def test_every_pair_of_options(choice: dict[str, Any], in_chunks: Callable[..., 
 
 
 KNOWN_CRASH = {"label_smoothing": 0.1, "class_weight": "fp32", "backend": "auto", "classes": 1000, "rows": 64}
-"""Crashed Triton's OptimizeThreadLocality, whatever the dtype."""
+"""Crashed Triton's OptimizeThreadLocality, in every dtype."""
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
@@ -242,8 +242,8 @@ COMPILED = {
         "return_statistics", "trained", "strided",
     )
 }  # fmt: skip
-"""Options that a kernel is compiled for; so are sizes that are 1 or multiples of 16. The products of these are limited,
-or compiling would take most of the time; all else is drawn freely, as are the amounts of what is on."""
+"""Options that kernels specialize on, as they do on sizes of 1 and multiples of 16. Only some products of these are
+drawn, because compiling takes most of the time. Everything else is drawn freely."""
 
 ROWS = {"1": st.just(1), "odd": st.integers(1, 60).map(lambda n: 2 * n + 1), "multiple of 16": st.just(64)}
 CLASSES = {"few": st.integers(16, 31).map(lambda n: 2 * n + 1), "block": st.just(1024), "many": st.just(8197)}
@@ -260,7 +260,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
     choice |= {name: draw(st.sampled_from(FACTORS[name])) for name in ("backend", "reduction", "ignored", "chunks")}
     choice |= {"rows": draw(ROWS[choice["rows"]]), "classes": draw(CLASSES[choice["classes"]])}
     if not torch.cuda.is_available() and choice["classes"] > 1024:
-        choice["chunks"] = 1  # on a CPU, torch's product of one row sums thousands of classes less exactly
+        choice["chunks"] = 1  # on a CPU, torch's product of one row with thousands of classes is less accurate
     amounts = {"label_smoothing": (0.01, 1.0), "z_loss": (1e-4, 0.1), "softcap": (1.0, 50.0)}
     for name, bounds in amounts.items():
         if choice[name]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligerzoo import losses
 from ligerzoo.kernels.loss import ragged_gemm
-from ligerzoo.kernels.loss.chunked_head import DenseHead, SkippingHead
+from ligerzoo.kernels.loss.chunked_head import DenseHead, RaggedHead
 from ligerzoo.losses import LossOutput, distillation, dpo, grpo, kto, modules, names
 from ligerzoo.losses import objective as sweep
 from ligerzoo.losses.logps import bounded_exp
@@ -31,7 +31,7 @@ def tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> SetChunk:
     """Sets how many tokens' logits fit the budget, which itself counts in MiB."""
 
     def set_both(tokens: int) -> None:
-        monkeypatch.setattr(sweep, "most_rows", lambda *_: tokens)
+        monkeypatch.setattr(sweep, "max_rows", lambda *_: tokens)
         monkeypatch.setattr(sweep, "rows_per_chunk", lambda *_: tokens)
 
     return set_both
@@ -178,7 +178,7 @@ def test_a_head_that_skips(index: int, tokens_at_a_time: SetChunk, monkeypatch: 
 def skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets any machine have that head. What it does not compute is NaN."""
 
-    def product_(
+    def matmul_(
         out: Tensor, a: Tensor, b: Tensor, count: Tensor, first_row: int, order: Tensor | None = None, *,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -188,7 +188,7 @@ def skips(monkeypatch: pytest.MonkeyPatch) -> None:
             out.fill_(torch.nan)
         out[places] = a[:present] @ b if bias is None else torch.addmm(bias, a[:present], b)
 
-    class WeightSum:
+    class WeightGradAccumulator:
         def __init__(self, weight: Tensor, n_rows: int, rows: int) -> None:
             self.sum = torch.full_like(weight, torch.nan)
 
@@ -200,11 +200,11 @@ def skips(monkeypatch: pytest.MonkeyPatch) -> None:
         def result(self) -> Tensor:
             return self.sum
 
-    monkeypatch.setattr(ragged_gemm, "product_", product_)
-    monkeypatch.setattr(kernel_file("loss.chunked_head"), "WeightSum", WeightSum)
+    monkeypatch.setattr(ragged_gemm, "matmul_", matmul_)
+    monkeypatch.setattr(kernel_file("loss.chunked_head"), "WeightGradAccumulator", WeightGradAccumulator)
     monkeypatch.setattr(ragged_gemm, "row_buffer", lambda like, rows, cols: like.new_full((rows, cols), torch.nan))
     for file in (sweep, kernel_file("linear_cross_entropy")):
-        monkeypatch.setattr(file, "head_type", lambda n_rows, *_: SkippingHead)
+        monkeypatch.setattr(file, "head_type", lambda n_rows, *_: RaggedHead)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -24,7 +24,7 @@ def tokens_at_a_time(tokens: int | None) -> Iterator[None]:
     """Sets how many tokens' logits fit the budget, which itself counts in MiB; None leaves it."""
     with contextlib.ExitStack() as stack:
         if tokens is not None:
-            stack.enter_context(mock.patch.object(sweep, "most_rows", return_value=tokens))
+            stack.enter_context(mock.patch.object(sweep, "max_rows", return_value=tokens))
             for file in (sweep, kernel_file("linear_divergence"), kernel_file("linear_cross_entropy")):
                 stack.enter_context(mock.patch.object(file, "rows_per_chunk", return_value=tokens))
         yield

@@ -1,11 +1,11 @@
-"""The matrix products of a loss head, swept in chunks of rows: logits, and what their gradient adds to the head's.
+"""The matrix products of a loss head, in chunks of rows: logits, and the gradients of the head's inputs.
 
-A head makes a chunk's logits (x @ weight.T), and takes their gradient: dx = dlogits @ weight, and dweight, the sum over
-the chunks of dlogits.T @ x in at least 24 bits. There are two: `DenseHead` for any device and dtype, and `SkippingHead`
-for bf16 on Hopper GPUs, where rows that do not count cost nothing; see `valid_rows` and `weight_sum`.
+A head computes a chunk's logits, x @ weight.T. From their gradient it computes dx = dlogits @ weight, and accumulates
+dweight, the sum over the chunks of dlogits.T @ x, in at least 24 bits. There are two: `DenseHead` for any device and
+dtype, and `RaggedHead` for bf16 on Hopper GPUs, which computes valid rows only (`ragged_gemm`, `wgrad_accumulator`).
 
-A head sweeps the rows in an order of its own, unless it is given one: then row i of the sweep is among those of chunk
-i // rows, and of the rows of a chunk alone those that count come first. So rows that belong together stay together.
+By default a head chooses the order of the rows. A given order keeps row i of that order in chunk i // rows: a head then
+only moves valid rows to the front of their chunk. So the rows of one chunk stay together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,25 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, multiprocessors
 from ligerzoo.kernels.loss import ragged_gemm
-from ligerzoo.kernels.loss.wgrad_accumulator import COLUMNS, WeightSum
+from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradAccumulator
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of a head: logits = hidden @ weight.T + bias.
+
+    Attributes:
+        hidden: (M, H) hidden states.
+        weight: (V, H).
+        bias: (V,), added to the logits, or None.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 class Needs(NamedTuple):
-    """Which gradients are to be computed; the others have no elements."""
+    """Which gradients to compute. The other gradients are empty tensors."""
 
     hidden: bool
     weight: bool
@@ -33,80 +47,95 @@ _logits_budget = 512
 
 
 def set_logits_budget(mebibytes: int) -> None:
-    """Sets how many MiB of logits may exist at a time where a call does not say (512 to begin with; one row at least).
+    """Sets the default `logits_budget`: how many MiB of logits exist at a time (initially 512; at least one row).
 
     Raises:
         ValueError: `mebibytes` is negative.
     """
     global _logits_budget
-    _logits_budget = _checked(mebibytes)
+    _logits_budget = _check_budget(mebibytes)
 
 
-def _checked(budget: int) -> int:
+def _check_budget(budget: int) -> int:
     if budget < 0:
         raise ValueError(f"logits budget: got {budget} MiB; expected 0 or more")
     return budget
 
 
-def most_rows(n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
-    """How many rows' logits fit the budget; perhaps 0."""
-    budget = _logits_budget if budget is None else _checked(budget)
+def max_rows(n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
+    """Returns the number of rows whose logits fit the budget; possibly 0."""
+    budget = _logits_budget if budget is None else _check_budget(budget)
     return budget * 2**20 // (max(1, n_classes) * bytes_per_logit)
 
 
 def rows_per_chunk(hidden: Tensor, n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
-    """How many of (M, H) hidden states to take at a time, so that their logits fit the budget.
+    """Returns the number of rows of (M, H) hidden states per chunk, such that their logits fit the budget.
 
-    Where it allows, a multiple of 128 (a tile of the matrix products), chosen so that few tiles of dhidden, which are
-    the longest, wait for the last ones of a chunk.
+    If the budget allows 128 rows (a tile of the matrix products), it is a multiple of 128. It minimizes the waves of
+    tiles of dhidden, whose programs run longest.
     """
     n_rows, hidden_size = hidden.shape
-    most = max(1, most_rows(n_classes, bytes_per_logit, budget))
+    most = max(1, max_rows(n_classes, bytes_per_logit, budget))
     if n_rows <= most or most < 128:
         return max(1, min(n_rows, most))
-    tiles_of_128_rows, at_a_time = cdiv(hidden_size, 256), multiprocessors(hidden)
+    tiles_per_128_rows, tiles_per_wave = cdiv(hidden_size, 256), multiprocessors(hidden)
 
     def waves(rows: int) -> int:
-        return cdiv(n_rows, rows) * cdiv(cdiv(rows, 128) * tiles_of_128_rows, at_a_time)
+        return cdiv(n_rows, rows) * cdiv(cdiv(rows, 128) * tiles_per_128_rows, tiles_per_wave)
 
     candidates = range(128, most + 1, 128)
     fewest = min(map(waves, candidates))
     return max(rows for rows in candidates if waves(rows) <= 1.1 * fewest)
 
 
-def _can_skip(*weights: Tensor) -> bool:
-    return all(ragged_gemm.serves(weight) and weight.shape[1] % COLUMNS == 0 for weight in weights)
+def _supports_ragged(*weights: Tensor) -> bool:
+    return all(ragged_gemm.supports(weight) and weight.shape[1] % COLUMN_MULTIPLE == 0 for weight in weights)
 
 
 def gradient_dtype(*weights: Tensor) -> torch.dtype:
-    """The dtype in which the head of the first weight hands on the sum of dweight."""
-    return weights[0].dtype if _can_skip(*weights) else accumulation_dtype(weights[0].dtype)
+    """Returns the dtype in which the head of the first weight returns dweight."""
+    return weights[0].dtype if _supports_ragged(*weights) else accumulation_dtype(weights[0].dtype)
 
 
-def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[SkippingHead]:
-    """The head for so many rows; several weights are those of heads that sweep the same rows together."""
-    return SkippingHead if n_rows and _can_skip(*weights) else DenseHead
+def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[RaggedHead]:
+    """Returns the class of head for `n_rows` rows. Heads that process the same rows together share a class."""
+    return RaggedHead if n_rows and _supports_ragged(*weights) else DenseHead
+
+
+class HeadGradients(NamedTuple):
+    """The gradients of `HeadInputs`; empty tensors where not needed."""
+
+    dhidden: Tensor
+    dweight: Tensor
+    dbias: Tensor
 
 
 class DenseHead:
-    """Computes all rows alike; on a CPU, where to look costs no wait, those alone that count.
+    """Computes all rows. On a CPU, where reading `valid` is no host sync, it computes valid rows only.
+
+    Args:
+        inputs: the hidden states, weight and bias.
+        valid: (M,) bool, False for ignored rows.
+        rows: rows per chunk.
+        needs: which gradients to compute.
+        order: (M,) int64, the order of the rows; see the file's docstring. None lets the head choose.
 
     Attributes:
-        chunks: which rows of the sweep each chunk has; none where it has none that counts.
-        order: row i of the sweep is row order[i] of `hidden`; None if all are swept as they come.
+        chunks: slices of the rows in the head's order; on a CPU with a given order, a chunk may be empty.
+        order: row i in the head's order is row order[i] of `hidden`; None for the order of `hidden`.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
-        order: Tensor | None = None,
+        self, inputs: HeadInputs, valid: Tensor, rows: int, needs: Needs, order: Tensor | None = None
     ) -> None:  # fmt: skip
-        self.order, self.counts = order, counts if order is None else counts[order]
-        if counts.device.type == "cpu":
-            self.order = counts.nonzero()[:, 0] if order is None else order[self.counts]
+        hidden, weight, bias = inputs
+        self.order, self.valid = order, valid if order is None else valid[order]
+        if valid.device.type == "cpu":
+            self.order = valid.nonzero()[:, 0] if order is None else order[self.valid]
         self.hidden = hidden if self.order is None else hidden[self.order]
         self.chunks = _chunks(self.hidden.shape[0], rows)
-        if counts.device.type == "cpu" and order is not None:
-            ends = self.counts.cumsum(0)[[chunk.stop - 1 for chunk in _chunks(hidden.shape[0], rows)]].tolist()
+        if valid.device.type == "cpu" and order is not None:
+            ends = self.valid.cumsum(0)[[chunk.stop - 1 for chunk in _chunks(hidden.shape[0], rows)]].tolist()
             self.chunks = [slice(start, stop) for start, stop in itertools.pairwise([0, *ends])]
         self.weight, self.needs, self.bias, self.shape = weight, needs, bias, hidden.shape
         self.buffer = hidden.new_empty((min(rows, self.hidden.shape[0]), weight.shape[0]))
@@ -115,20 +144,20 @@ class DenseHead:
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
 
     def count(self, chunk: slice) -> None:
-        """How many rows of the sweep count, up to the end of a chunk; None if that is for the targets to say."""
+        """Returns the end of the chunk's valid rows, (1,) int32; None if the targets decide which rows are valid."""
 
     def logits(self, chunk: slice) -> Tensor:
-        """(rows, V) of a chunk: a buffer that the next call fills anew."""
+        """Returns a chunk's logits, (rows, V), in a buffer that the next call overwrites."""
         self.x = self.hidden[chunk]
-        if self.x.device.type != "cpu":  # where NaN of rows that do not count would reach products: 0 * NaN is NaN
-            self.x = self.x.masked_fill(~self.counts[chunk, None], 0)
+        if self.x.device.type != "cpu":  # NaN in ignored rows would reach dweight: 0 * NaN is NaN
+            self.x = self.x.masked_fill(~self.valid[chunk, None], 0)
         buffer = self.buffer[: self.x.shape[0]]
         if self.bias is None:
             return torch.mm(self.x, self.weight.T, out=buffer)
         return torch.addmm(self.bias, self.x, self.weight.T, out=buffer)
 
-    def take_gradient(self, chunk: slice, dlogits: Tensor) -> None:
-        """To be called for each chunk in turn, with what has become of its logits."""
+    def accumulate_gradient(self, chunk: slice, dlogits: Tensor) -> None:
+        """Computes the chunk's part of the gradients. Call it for each chunk in order, after `logits`."""
         if self.needs.hidden:
             torch.mm(dlogits, self.weight, out=self.dhidden[chunk])
         if self.needs.weight:
@@ -136,13 +165,13 @@ class DenseHead:
         if self.needs.bias:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dhidden, dweight and dbias."""
+    def gradients(self) -> HeadGradients:
+        """Returns the gradients of all rows; those of ignored rows are 0."""
         if self.hidden.shape[0] == 0:
             self.dweight.zero_()
         if self.needs.hidden and self.order is not None:
             self.dhidden = self.dhidden.new_zeros(self.shape).index_copy_(0, self.order, self.dhidden)
-        return self.dhidden, self.dweight, self.dbias
+        return HeadGradients(self.dhidden, self.dweight, self.dbias)
 
 
 def _chunks(n_rows: int, rows: int) -> list[slice]:
@@ -150,7 +179,7 @@ def _chunks(n_rows: int, rows: int) -> list[slice]:
 
 
 def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total (+)= a @ b, with the products summed in the dtype of `total`."""
+    """Adds a @ b to `total`, in the dtype of `total`; the first product overwrites it."""
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
@@ -160,41 +189,41 @@ def _accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
-class SkippingHead:
-    """Sorts the rows that count to the front and computes those alone, though the host never learns how many.
+class RaggedHead:
+    """Moves valid rows to the front and computes only those, without a host sync to count them.
 
-    At least one row. Its attributes are those of `DenseHead`.
+    Arguments and attributes are those of `DenseHead`. There must be at least one row.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, counts: Tensor, rows: int, needs: Needs, bias: Tensor | None = None,
-        order: Tensor | None = None,
+        self, inputs: HeadInputs, valid: Tensor, rows: int, needs: Needs, order: Tensor | None = None
     ) -> None:  # fmt: skip
-        self.hidden, self.weight, self.counts = hidden, weight, counts
+        hidden, weight, bias = inputs
+        self.hidden, self.weight, self.valid = hidden, weight, valid
         self.rows, self.needs, self.bias = rows, needs, bias
         n_rows = hidden.shape[0]
         self.chunks = _chunks(n_rows, rows)
-        places = torch.arange(n_rows, device=hidden.device)
+        positions = torch.arange(n_rows, device=hidden.device)
         if order is None:
-            self.order = torch.argsort(counts.to(torch.uint8), descending=True, stable=True)
-            self.end = counts.sum(dtype=torch.int32).view(1)
+            self.order = torch.argsort(valid.to(torch.uint8), descending=True, stable=True)
+            self.end = valid.sum(dtype=torch.int32).view(1)
             ends = self.end.expand(len(self.chunks))
         else:
-            is_last = ~counts[order]
-            self.order = order[torch.argsort(places // rows * 2 + is_last, stable=True)]
-            starts = places[::rows]
-            present = torch.zeros_like(starts).index_add_(0, places // rows, (~is_last).long())
-            ends = (starts + present).int()  # a row of the sweep counts if it stands before its chunk's
-            self.end = torch.where(present > 0, ends, 0).max().view(1)
-        self.ends = ends[:, None].repeat(1, 4)  # one at each multiple of 16 bytes, as kernels like their pointers
-        # Where no row stands that counts stands one more copy of one that does: it meets zeros, so it must be finite.
-        is_there = places < ends[places // rows]
-        first = is_there.byte().argmax().view(1)
-        self.source = torch.where(is_there, self.order, self.order[first])
-        self.x = hidden.new_empty((min(rows, n_rows), hidden.shape[1]))  # of the present chunk
+            is_ignored = ~valid[order]
+            self.order = order[torch.argsort(positions // rows * 2 + is_ignored, stable=True)]
+            starts = positions[::rows]
+            n_valid = torch.zeros_like(starts).index_add_(0, positions // rows, (~is_ignored).long())
+            ends = (starts + n_valid).int()  # one more than the index of the chunk's last valid row
+            self.end = torch.where(n_valid > 0, ends, 0).max().view(1)
+        self.ends = ends[:, None].repeat(1, 4)  # each aligned to 16 bytes: kernels specialize on alignment
+        # Copies of a valid row replace the ignored rows. Products multiply them by zeros, so they must be finite.
+        is_valid = positions < ends[positions // rows]
+        first = is_valid.byte().argmax().view(1)
+        self.source = torch.where(is_valid, self.order, self.order[first])
+        self.x = hidden.new_empty((min(rows, n_rows), hidden.shape[1]))  # of the current chunk
         self.buffer = ragged_gemm.row_buffer(hidden, min(rows, n_rows), weight.shape[0])
         self.dhidden = hidden.new_empty(hidden.shape if needs.hidden else (0,))
-        self.dweight = WeightSum(weight, n_rows, rows) if needs.weight else None
+        self.dweight = WeightGradAccumulator(weight, n_rows, rows) if needs.weight else None
         self.dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=torch.float32)
 
     def count(self, chunk: slice) -> Tensor:
@@ -204,21 +233,21 @@ class SkippingHead:
         self.x = self.x[: chunk.stop - chunk.start]  # only the last chunk is shorter
         torch.index_select(self.hidden, 0, self.source[chunk], out=self.x)
         logits = self.buffer[: self.x.shape[0]]
-        ragged_gemm.product_(logits, self.x, self.weight.T, self.count(chunk), chunk.start, bias=self.bias)
+        ragged_gemm.matmul_(logits, self.x, self.weight.T, self.count(chunk), chunk.start, bias=self.bias)
         return logits
 
-    def take_gradient(self, chunk: slice, dlogits: Tensor) -> None:
+    def accumulate_gradient(self, chunk: slice, dlogits: Tensor) -> None:
         count = self.count(chunk)
         if self.needs.hidden:
-            ragged_gemm.product_(self.dhidden, dlogits, self.weight, count, chunk.start, self.order)
+            ragged_gemm.matmul_(self.dhidden, dlogits, self.weight, count, chunk.start, self.order)
         if self.dweight is not None:
             self.dweight.add_(dlogits, self.x, count, self.end, chunk.start)
         if self.needs.bias:
-            counts = torch.arange(chunk.start, chunk.stop, device=dlogits.device)[:, None] < count
-            self.dbias += torch.where(counts, dlogits, 0).sum(0, dtype=torch.float32)
+            valid = torch.arange(chunk.start, chunk.stop, device=dlogits.device)[:, None] < count
+            self.dbias += torch.where(valid, dlogits, 0).sum(0, dtype=torch.float32)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> HeadGradients:
         if self.needs.hidden:
-            self.dhidden.masked_fill_(~self.counts[:, None], 0)
+            self.dhidden.masked_fill_(~self.valid[:, None], 0)
         dweight = self.weight.new_empty((0,)) if self.dweight is None else self.dweight.result()
-        return self.dhidden, dweight, self.dbias
+        return HeadGradients(self.dhidden, dweight, self.dbias)

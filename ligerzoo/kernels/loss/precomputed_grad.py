@@ -1,13 +1,12 @@
-"""Gradients made ahead of backward.
+"""Gradients computed in the forward pass.
 
-A loss that is a sum has one upstream gradient for all it depends on, so its gradients can be made while it is computed,
-as far as that number, and be multiplied by it when it is known:
+A scalar loss has one upstream gradient. So its gradients can be computed along with it, up to that factor, and backward
+multiplies them by it:
 
-    y = x * factor, multiplied in fp32 and rounded once to the dtype asked for.
+    y = x * factor, multiplied in fp32 and rounded once to the requested dtype.
 
-Each gradient has a node of its own in autograd's graph, so that backward lets go of one before it makes the next. A
-backward that is the only one has no more use for what was made, and multiplies in place; by 1, the factor of a loss
-that is itself what backward begins with, not at all.
+Each gradient has a separate node in autograd's graph, so backward frees one before it computes the next. If backward
+runs once, it multiplies in place. A factor of 1, which is what `loss.backward()` passes, costs no multiplication.
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ from ligerzoo.kernels.dispatch import (
     cdiv,
     multiprocessors,
     once_differentiable,
-    register,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.registration import is_watched
+from ligerzoo.kernels.registration import needs_dispatch, register
 
 _BLOCK, _PROGRAMS_PER_MULTIPROCESSOR = 2048, 16
 
 
 def reference(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
-    """The same in plain torch: the specification, the CPU path and the tests' oracle."""
-    # As a 0-d tensor the factor would be rounded to the dtype of x first.
+    """Writes x * factor to y in plain torch: the specification, the CPU path and the tests' oracle."""
+    # A 0-d factor would be rounded to the dtype of x first.
     return torch.mul(x, factor.reshape(1).to(accumulation_dtype(x.dtype)), out=y)
 
 
 @kernel
-def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, ANEW: tl.constexpr, BLOCK: tl.constexpr):
+def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, COPIES: tl.constexpr, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
-    if (factor != 1.0) | ANEW:
+    if (factor != 1.0) | COPIES:
         for block in range(tl.program_id(0), tl.cdiv(n_elements, BLOCK), tl.num_programs(0)):
             index = (tl.zeros((BLOCK,), tl.int64) + block) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + index, mask=index < n_elements).to(tl.float32)
@@ -48,7 +46,7 @@ def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, ANEW: tl.constexpr, BLO
 
 
 def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
-    """Fills in y, contiguous as x is, or x itself."""
+    """Writes x * factor to y, which may be x. Both are contiguous."""
     if not (uses_triton(x) and factor.is_cuda == x.is_cuda):
         return reference(x, factor, y)
     programs = min(cdiv(y.numel(), _BLOCK), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
@@ -56,29 +54,25 @@ def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-def _scaled_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@register("scaled(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", fake=_scaled_fake)
+@register("scaled", fake=lambda x, dtype: x.new_empty(x.shape, dtype=dtype))
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times a 0-d factor, in `dtype`."""
+    """Returns x times a 0-d factor, in `dtype`."""
     return _scale(x.contiguous(), factor, x.new_empty(x.shape, dtype=dtype))
 
 
 def _is_private() -> bool:
-    """Whether what is saved for backward comes to backward alone: not to a tracer, nor to somebody's hooks."""
+    """Whether only backward sees the tensors saved for it: no tracer, no saved-tensor hooks."""
     return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-class _Carrier(torch.autograd.Function):
-    """A zero, whose backward hands on a gradient that is already there."""
+class _PrecomputedGradient(torch.autograd.Function):
+    """Returns 0. Backward returns a gradient that exists already, times the upstream one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Tensor, factor: Tensor | None) -> Tensor:
         ctx.save_for_backward(gradient, factor)
         ctx.dtype = x.dtype
-        ctx.becomes_the_result = gradient.dtype == x.dtype and gradient.is_contiguous() and _is_private()
+        ctx.can_reuse = gradient.dtype == x.dtype and gradient.is_contiguous() and _is_private()
         return gradient.new_zeros((), dtype=accumulation_dtype(x.dtype))
 
     @staticmethod
@@ -86,24 +80,24 @@ class _Carrier(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
-        is_last = not is_watched(gradient, factor) and not torch._C._autograd._get_current_graph_task_keep_graph()
-        if not (is_last and ctx.becomes_the_result):
+        is_last = not needs_dispatch(gradient, factor) and not torch._C._autograd._get_current_graph_task_keep_graph()
+        if not (is_last and ctx.can_reuse):
             return scaled(gradient, factor, ctx.dtype), None, None
         _scale(gradient, factor, gradient)
-        torch.autograd.graph.increment_version(gradient)  # should this node run again after all, autograd will refuse
+        torch.autograd.graph.increment_version(gradient)  # autograd raises an error if this node runs again
         return gradient, None, None
 
 
-def with_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:
-    """Lets backward give each tensor its gradient, times the upstream one.
+def attach_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:
+    """Returns `loss` such that backward gives each tensor its gradient, times the upstream one.
 
     Args:
-        loss: 0-d, a constant to these tensors.
-        gradients: (tensor, gradient) for each, a gradient that nobody else looks at, for it is written to; None, and
-            what wants no gradient, is passed over.
-        factor: 0-d, multiplies all gradients as well.
+        loss: 0-d, not connected to these tensors in autograd's graph.
+        gradients: (tensor, gradient) pairs. Backward may overwrite a gradient. None, and tensors that do not require a
+            gradient, are skipped.
+        factor: 0-d, multiplies all gradients too; None for 1.
     """
     for x, gradient in gradients:
         if x is not None and x.requires_grad and torch.is_grad_enabled():
-            loss = loss + _Carrier.apply(x, gradient, factor)
+            loss = loss + _PrecomputedGradient.apply(x, gradient, factor)
     return loss

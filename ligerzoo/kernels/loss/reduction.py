@@ -1,6 +1,6 @@
-"""What all losses over tokens have in common: their targets, their weights, and how they are reduced.
+"""Checks of targets and weights, and reductions, shared by all losses over tokens.
 
-`name` is the function that an error is about.
+`name` is the public function, for error messages.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def check_target(name: str, target: Tensor, tokens: torch.Size) -> None:
-    """Raises ValueError for targets of another shape than the tokens', or that are no integers."""
+    """Raises ValueError unless the targets are integers of shape `tokens`."""
     if target.shape != tokens or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(
-            f"{name}: target {tuple(target.shape)} {target.dtype}; expected {tuple(tokens)}, an integer for each token"
+            f"{name}: target has shape {tuple(target.shape)} and dtype {target.dtype}; "
+            f"expected shape {tuple(tokens)} and an integer dtype"
         )
 
 
 def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> Tensor:
-    """The targets in int64.
+    """Returns the targets in int64.
 
     Raises:
-        ValueError: they are no integers; or one is neither a class nor the ignored one, where looking costs no wait
-            for a GPU. There the check is made only when LIGERZOO_DEBUG=1; without it such a token's loss and gradient
-            are NaN.
+        ValueError: the dtype is no integer dtype, or a target is neither in [0, n_classes) nor `ignore_index`. On a GPU
+            the values are checked only if LIGERZOO_DEBUG=1, because the check is a host sync. Without it, the loss and
+            gradient of such a token are NaN.
     """
     check_target(name, target, target.shape)
     if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
@@ -39,36 +40,40 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> 
             position = tuple(int(i) for i in wrong.nonzero()[0])
             raise ValueError(
                 f"{name}: the target at {position} is {int(target[position])}; "
-                f"expected 0 to {n_classes - 1}, or {ignore_index} for a token that does not count"
+                f"expected 0 to {n_classes - 1}, or ignore_index={ignore_index}"
             )
     return target.long()
 
 
 def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -> None:
-    """Raises ValueError for class weights of another shape than (V,), or that want a gradient."""
+    """Raises ValueError unless the class weights are None or have shape (V,) and require no gradient."""
     if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
         raise ValueError(
             f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
-            f"{class_weight.requires_grad}; expected {(n_classes,)}, a constant"
+            f"{class_weight.requires_grad}; expected shape {(n_classes,)} and requires_grad=False"
         )
 
 
 def as_token_weight(
     name: str, token_weight: Tensor | None, target: Tensor, ignore_index: int, dtype: torch.dtype
 ) -> Tensor | None:  # fmt: skip
-    """The tokens' weights in the losses' dtype, 0 for those that do not count, whatever theirs were; ValueError for
-    another shape than the targets'."""
+    """Returns the token weights in the losses' dtype, 0 for ignored tokens.
+
+    Raises:
+        ValueError: the shape is not the targets'.
+    """
     if token_weight is None:
         return None
     if token_weight.shape != target.shape:
         raise ValueError(
-            f"{name}: token_weight has shape {tuple(token_weight.shape)}; expected the targets', {tuple(target.shape)}"
+            f"{name}: token_weight has shape {tuple(token_weight.shape)}; "
+            f"expected {tuple(target.shape)}, the shape of target"
         )
     return torch.where(target == ignore_index, 0.0, token_weight.to(dtype))
 
 
 def check_terms(name: str, terms: Terms) -> None:
-    """Raises ValueError for numbers that would give no loss."""
+    """Raises ValueError for a temperature, softcap or label smoothing out of range."""
     for what, number, fits, expected in (
         ("temperature", terms.temperature, terms.temperature > 0, "more than 0"),
         ("softcap", terms.softcap, terms.softcap is None or terms.softcap > 0, "more than 0, or None"),
@@ -88,15 +93,27 @@ def denominator(
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
 ) -> int | Tensor | None:
-    """What the sum of the tokens' weighted losses, of that dtype, is divided by, as `cross_entropy` says: never 0, so
-    that no valid token gives 0. None if they are not to be summed.
+    """Returns the divisor of the summed, weighted token losses, as in `cross_entropy`; None for reduction="none".
+
+    It is never 0: without a valid token the loss is 0.
+
+    Args:
+        name: the public function.
+        dtype: the dtype of the losses.
+        target: (...) int64.
+        reduction: "mean", "sum" or "none".
+        ignore_index: the target of an ignored token.
+        num_items: with "mean", the divisor.
+        class_weight: (V,), or None.
+        token_weight: (...), or None.
 
     Raises:
-        ValueError: the reduction is unknown or has no use for `num_items`, or that is no number above 0.
+        ValueError: the reduction is unknown, `num_items` is given for another reduction than "mean", or it is not
+            positive.
     """
-    is_no_number = isinstance(num_items, Tensor) and num_items.dim() > 0
-    if is_no_number or (isinstance(num_items, int | float) and num_items <= 0):
-        raise ValueError(f"{name}: num_items={num_items!r}; expected a number above 0, or a 0-d tensor of one")
+    has_dimensions = isinstance(num_items, Tensor) and num_items.dim() > 0
+    if has_dimensions or (isinstance(num_items, int | float) and num_items <= 0):
+        raise ValueError(f"{name}: num_items={num_items!r}; expected a positive number or a 0-d tensor")
     match reduction:
         case "none" if num_items is None:
             return None
@@ -105,13 +122,13 @@ def denominator(
         case "mean" if num_items is not None:
             return num_items.to(dtype) if isinstance(num_items, Tensor) else num_items
         case "mean":
-            counts = target != ignore_index
+            valid = target != ignore_index
             if class_weight is None and token_weight is None:
-                return counts.sum().clamp(min=1)
-            weights = counts.to(dtype)
+                return valid.sum().clamp(min=1)
+            weights = valid.to(dtype)
             if class_weight is not None:
-                known = torch.where(counts, target, 0).clamp(0, class_weight.shape[0] - 1)  # of others the loss is NaN
-                weights = weights * class_weight[known].to(dtype)
+                classes = torch.where(valid, target, 0).clamp(0, class_weight.shape[0] - 1)  # others have a NaN loss
+                weights = weights * class_weight[classes].to(dtype)
             if token_weight is not None:
                 weights = weights * token_weight
             total = weights.sum()
@@ -122,6 +139,6 @@ def denominator(
     )
 
 
-def reduced(losses: Tensor, divisor: int | Tensor | None) -> Tensor:
-    """The sum of the tokens' losses over the `denominator`; the losses themselves if there is none."""
+def reduce_losses(losses: Tensor, divisor: int | Tensor | None) -> Tensor:
+    """Returns the sum of the losses divided by the `denominator`; the losses themselves if that is None."""
     return losses if divisor is None else losses.sum() / divisor

@@ -1,4 +1,4 @@
-"""The products of a loss head in which the rows that do not count have no part."""
+"""The matrix products of a loss head skip ignored rows."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def test_products(shape: tuple[int, int], count: int) -> None:
         a, weight = bf16(n_rows, depth), bf16(columns, depth)
         present = min(max(count - first_row, 0), n_rows)
         logits = ragged_gemm.row_buffer(a, n_rows, columns).fill_(7)
-        ragged_gemm.product_(logits, a, weight.T, count_of(count), first_row)
+        ragged_gemm.matmul_(logits, a, weight.T, count_of(count), first_row)
         assert_as_good_as_a_plain_product(logits[:present], a[:present], weight.T)
         assert (logits[present:] == 7).all()
 
         bias = bf16(columns)
         biased = ragged_gemm.row_buffer(a, n_rows, columns).fill_(7)
-        ragged_gemm.product_(biased, a, weight.T, count_of(count), first_row, bias=bias)
+        ragged_gemm.matmul_(biased, a, weight.T, count_of(count), first_row, bias=bias)
         truth = a[:present].double() @ weight.double().T + bias.double()
         plain = torch.addmm(bias, a[:present], weight.T)
         error, plain_error = ((t.double() - truth).norm() for t in (biased[:present], plain))
@@ -34,9 +34,9 @@ def test_products(shape: tuple[int, int], count: int) -> None:
 
         order = torch.randperm(300, device="cuda")
         back = torch.full((300, depth), 7.0, device="cuda", dtype=torch.bfloat16)
-        ragged_gemm.product_(back, logits, weight, count_of(count), first_row, order)
-        places = order[first_row : first_row + present]
-        assert_as_good_as_a_plain_product(back[places], logits[:present], weight)
+        ragged_gemm.matmul_(back, logits, weight, count_of(count), first_row, order)
+        valid_rows = order[first_row : first_row + present]
+        assert_as_good_as_a_plain_product(back[valid_rows], logits[:present], weight)
         others = torch.ones(300, dtype=torch.bool, device="cuda")
-        others[places] = False
+        others[valid_rows] = False
         assert (back[others] == 7).all()

@@ -1,0 +1,280 @@
+"""The Triton kernels for the formulas of `token_divergence`: one program computes one row.
+
+Forward makes two passes over both rows: the first for the softmaxes' normalizers, the second for D and S. Backward
+makes one, from the saved normalizers and S.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import as_rows, next_power_of_2
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
+from ligerzoo.kernels.math import exp, fast_log, load_softcapped
+from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.softmax import max_and_sum_exp
+
+
+@jit
+def _weighted(probability, x):
+    """Returns probability * x, 0 where the probability is 0, even for infinite x."""
+    return tl.where(probability == 0.0, 0.0, probability * x)
+
+
+@jit
+def _sign(x):
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))  # NaN stays NaN
+
+
+@jit
+def _probabilities(log_p, log_q, EXACT: tl.constexpr):
+    """Returns (p, q, log(q / p), log(max(p, q) / p), log(max(p, q) / q), min(p, q) / max(p, q)) from two exponentials.
+
+    The last three are computed from a log ratio clamped at 200, where the smaller probability underflows.
+    """
+    larger = exp(tl.maximum(log_p, log_q), EXACT)
+    ratio = tl.where(larger == 0.0, 0.0, log_q - log_p)
+    distance = tl.minimum(tl.abs(ratio), 200.0)
+    decay = exp(-distance, EXACT)
+    smaller = larger * decay
+    q_is_larger = ratio > 0.0
+    p, q = tl.where(q_is_larger, smaller, larger), tl.where(q_is_larger, larger, smaller)
+    return p, q, ratio, tl.where(q_is_larger, distance, 0.0), tl.where(q_is_larger, 0.0, distance), decay
+
+
+@jit
+def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.constexpr):
+    """Returns (f, s, q) of each class."""
+    p, q, ratio, p_distance, q_distance, decay = _probabilities(log_p, log_q, EXACT)
+    if DIVERGENCE == "forward_kl":
+        slope = q - p
+        part = _weighted(p, -ratio) + slope
+    elif DIVERGENCE == "reverse_kl":
+        slope = _weighted(q, ratio)
+        part = slope + (p - q)
+    elif DIVERGENCE == "tvd":
+        slope = 0.5 * q * _sign(q - p)
+        part = 0.5 * tl.abs(p - q)
+    else:
+        # log(m / max(p, q)) cannot overflow, and is exactly 0 for equal probabilities.
+        share = tl.where(ratio > 0.0, 1.0 - beta, beta)  # the weight of the larger probability
+        mixture = share + (1.0 - share) * decay
+        mixture = tl.log(mixture) if EXACT else fast_log(mixture, (1.0 - share) * (decay - 1.0))
+        slope = (beta - 1.0) * q * (q_distance + mixture)
+        part = slope - beta * p * (p_distance + mixture)
+    return part, slope, q
+
+
+@jit
+def _log_probabilities_at(row_ptr, cols, n_cols, scale, softcap, maximum, log_sum, inverse_temperature):
+    """Returns the log-probabilities, -inf beyond the last column, and the slopes of the transformed logits."""
+    x, slope = load_softcapped(row_ptr, cols, n_cols, scale, softcap)
+    return (x - maximum) * inverse_temperature - log_sum, slope
+
+
+@jit
+def _statistics(
+    student_ptr, teacher_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
+    teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Returns (D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row."""
+    EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
+    student_max, student_sum = max_and_sum_exp(
+        student_ptr, student_scale, student_softcap, inverse_temperature, n_cols, BLOCK
+    )
+    teacher_max, teacher_sum = max_and_sum_exp(
+        teacher_ptr, teacher_scale, teacher_softcap, inverse_temperature, n_cols, BLOCK
+    )
+    student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
+    parts = tl.zeros((BLOCK,), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        log_q, _ = _log_probabilities_at(
+            student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
+        )
+        log_p, _ = _log_probabilities_at(
+            teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap, teacher_max, teacher_log, inverse_temperature
+        )
+        part, slope, _ = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
+        parts += part
+        slopes += slope
+    # The log is NaN for a row without a softmax. Comparisons may have dropped the NaN from the sums, so add it.
+    nan_or_zero = 0.0 * (student_log + teacher_log)
+    return (
+        tl.sum(parts, axis=0) + nan_or_zero, student_max, student_log, teacher_max, teacher_log,
+        tl.sum(slopes, axis=0) + nan_or_zero,
+    )  # fmt: skip
+
+
+@jit
+def _store_gradient(
+    student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, upstream,
+    inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        log_q, transform_slope = _log_probabilities_at(
+            student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
+        )
+        log_p, _ = _log_probabilities_at(
+            teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap, teacher_max, teacher_log, inverse_temperature
+        )
+        _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
+        # For tvd, s = 1/2 q sign(q - p): factoring out q avoids the cancellation in s - q S.
+        change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
+        gradient = upstream * inverse_temperature * change * transform_slope
+        tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@jit
+def _store_zeros(out_ptr, n_cols, BLOCK: tl.constexpr):
+    for start in range(0, n_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + cols, tl.zeros((BLOCK,), dtype=out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@kernel
+def _forward_kernel(
+    student_ptr, teacher_ptr, target_ptr, loss_ptr, statistics_ptr, student_stride, teacher_stride, ignore_index,
+    inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(target_ptr + row) == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(statistics_ptr + row * 5 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 5)
+    else:
+        loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
+            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, inverse_temperature, beta,
+            student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+        )  # fmt: skip
+        tl.store(loss_ptr + row, loss)
+        tl.store(statistics_ptr + row * 5, student_max)
+        tl.store(statistics_ptr + row * 5 + 1, student_log)
+        tl.store(statistics_ptr + row * 5 + 2, teacher_max)
+        tl.store(statistics_ptr + row * 5 + 3, teacher_log)
+        tl.store(statistics_ptr + row * 5 + 4, slope_sum)
+
+
+@kernel
+def _backward_kernel(
+    student_ptr, teacher_ptr, target_ptr, statistics_ptr, upstream_ptr, dstudent_ptr, student_stride, teacher_stride,
+    upstream_stride, ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
+    teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(target_ptr + row) == ignore_index:
+        _store_zeros(dstudent_ptr + row * n_cols, n_cols, BLOCK)
+    else:
+        _store_gradient(
+            student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, dstudent_ptr + row * n_cols,
+            tl.load(statistics_ptr + row * 5), tl.load(statistics_ptr + row * 5 + 1),
+            tl.load(statistics_ptr + row * 5 + 2), tl.load(statistics_ptr + row * 5 + 3),
+            tl.load(statistics_ptr + row * 5 + 4), tl.load(upstream_ptr + row * upstream_stride).to(tl.float32),
+            inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+            DIVERGENCE, BLOCK,
+        )  # fmt: skip
+
+
+@kernel
+def _loss_and_gradient_kernel(
+    student_ptr, teacher_ptr, target_ptr, loss_ptr, upstream_ptr, student_stride, teacher_stride, upstream_stride,
+    ignore_index, inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Computes the loss and overwrites the student's logits, a private buffer, with the gradient.
+
+    One kernel reads a row several times in a short time, so later passes hit the cache.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    student_row_ptr = student_ptr + row * student_stride
+    teacher_row_ptr = teacher_ptr + row * teacher_stride
+    if tl.load(target_ptr + row) == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        _store_zeros(student_row_ptr, n_cols, BLOCK)
+    else:
+        loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
+            student_row_ptr, teacher_row_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
+            teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+        )  # fmt: skip
+        tl.store(loss_ptr + row, loss)
+        tl.debug_barrier()  # all warps must have read the row before one overwrites a part of it
+        _store_gradient(
+            student_row_ptr, teacher_row_ptr, student_row_ptr, student_max, student_log, teacher_max, teacher_log,
+            slope_sum, tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature, beta,
+            student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+        )  # fmt: skip
+
+
+def _block(n_cols: int) -> tuple[int, int]:
+    """Returns (columns per step, warps) of a program."""
+    block = min(4096, next_power_of_2(n_cols))
+    return block, min(8, max(4, block // 512))
+
+
+class ForwardResults(NamedTuple):
+    """Each token's loss, and five numbers for backward: the student's maximum and log of its sum of exponentials, the
+    teacher's two, and S."""
+
+    loss: Tensor
+    statistics: Tensor
+
+
+def _forward_fake(student: Tensor, target: Tensor) -> ForwardResults:
+    loss = student.new_empty(target.shape, dtype=torch.float32)
+    return ForwardResults(loss, student.new_empty((*target.shape, 5), dtype=torch.float32))
+
+
+@register("divergence_forward", fake=_forward_fake)
+def divergence_forward(student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> ForwardResults:
+    results = _forward_fake(student, target)
+    student_rows, teacher_rows = as_rows(student), as_rows(teacher)
+    n_rows, n_cols = student_rows.shape
+    block, warps = _block(n_cols)
+    _forward_kernel[n_rows](
+        student_rows, teacher_rows, target.contiguous(), *results, student_rows.stride(0), teacher_rows.stride(0),
+        *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
+    )  # fmt: skip
+    return results
+
+
+def _backward_fake(student: Tensor) -> Tensor:
+    return student.new_empty(student.shape)
+
+
+@register("divergence_backward", fake=_backward_fake)
+def divergence_backward(
+    student: Tensor, teacher: Tensor, target: Tensor, statistics: Tensor, upstream: Tensor, options: DivergenceOptions
+) -> Tensor:  # fmt: skip
+    dstudent = _backward_fake(student)
+    student_rows, teacher_rows = as_rows(student), as_rows(teacher)
+    n_rows, n_cols = student_rows.shape
+    block, warps = _block(n_cols)
+    _backward_kernel[n_rows](
+        student_rows, teacher_rows, target.contiguous(), statistics, upstream, dstudent, student_rows.stride(0),
+        teacher_rows.stride(0), upstream.stride(0), *options.numbers(), n_cols, options.divergence, block,
+        num_warps=warps,
+    )  # fmt: skip
+    return dstudent
+
+
+def loss_and_gradient_(
+    student: Tensor, teacher: Tensor, target: Tensor, upstream: Tensor, options: DivergenceOptions
+) -> Tensor:
+    """Returns each row's divergence and overwrites `student`, (M, V) contiguous rows, with its gradient."""
+    loss = student.new_empty(target.shape, dtype=torch.float32)
+    teacher_rows = as_rows(teacher)
+    n_rows, n_cols = student.shape
+    block, warps = _block(n_cols)
+    _loss_and_gradient_kernel[n_rows](
+        student, teacher_rows, target.contiguous(), loss, upstream, student.stride(0), teacher_rows.stride(0),
+        upstream.stride(0), *options.numbers(), n_cols, options.divergence, block, num_warps=warps,
+    )  # fmt: skip
+    return loss

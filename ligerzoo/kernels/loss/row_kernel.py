@@ -1,0 +1,429 @@
+"""The Triton kernel for the formulas of `token_loss`: one program computes one row's results and its gradient.
+
+A first pass over the row computes the softmax's normalizer (m, s) and the results, a second one the gradient, which may
+overwrite the logits. The kernel is portable: it uses no tensor cores and no TMA.
+
+The smoothed part of the loss is computed as e mean(w) (logsumexp - r) - (e / V) sum_v w_v (x_v - r) with r = x_y. A
+large constant shared by all logits then cancels before the sum. mean(w) is the same for all rows.
+
+The gradient of a head's bias is the sum of dx over the rows, before dx is rounded (`dbias` of `compute_rows_`). The
+first kernel then stores only a row's coefficients (A, B, C and what else dx needs). A second kernel loops over rows for
+a block of columns, writes dx, and sums it in the same pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import cdiv, multiprocessors, next_power_of_2
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.loss.token_loss import (
+    DEFAULT_TERMS,
+    NO_UPSTREAM,
+    RowResults,
+    Terms,
+    Upstream,
+    reference,
+    reference_gradient,
+)
+from ligerzoo.kernels.math import fast_exp, softcapped
+
+ROW_TILE = 64
+"""With a `count`, the gradient is zeroed in the ignored rows up to the next multiple of this. Matrix products over the
+valid rows may then read whole tiles of rows."""
+
+
+@jit
+def _load_logits(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED: tl.constexpr):
+    """Returns (x, dx/dz) in these columns; x is -inf beyond the last column."""
+    if MASKED:
+        z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    else:
+        z = tl.load(row_ptr + cols).to(tl.float32)
+    x, slope = softcapped(z, scale, softcap, inverse_temperature)
+    if MASKED:
+        x = tl.where(cols < n_cols, x, -float("inf"))
+    return x, slope
+
+
+@jit
+def _class_weights(class_weight_ptr, cols, n_cols):
+    if class_weight_ptr is None:
+        return tl.where(cols < n_cols, 1.0, 0.0)
+    else:
+        return tl.load(class_weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+
+
+@jit
+def _update_statistics(
+    start, maximum, total, moment, index, smoothing_sum,
+    row_ptr, class_weight_ptr, anchor, n_cols, scale, softcap, inverse_temperature,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Updates each lane's running statistics with GROUP adjacent columns: the maximum m, the sum of exp(x - m), the sum
+    of exp(x - m) (x - m), the column of the maximum, and the sum of w (x - anchor)."""
+    cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x, _ = _load_logits(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+    new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
+    # A lane with only -inf so far would compute inf - inf.
+    pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    decay = fast_exp(maximum - pivot)
+    terms = fast_exp(x - pivot[:, None])
+    if ENTROPY:
+        carried = tl.where(total > 0.0, moment + (maximum - pivot) * total, 0.0)
+        moment = carried * decay + tl.sum(tl.where(terms > 0.0, terms * (x - pivot[:, None]), 0.0), axis=1)
+    if ARGMAX:
+        column = tl.min(tl.where(x == new_maximum[:, None], cols, n_cols), axis=1)
+        index = tl.where(new_maximum > maximum, column, index)
+    if SMOOTHING:
+        weights = _class_weights(class_weight_ptr, cols, n_cols)
+        smoothing_sum += tl.sum(tl.where(cols < n_cols, weights * (x - anchor), 0.0), axis=1)
+    return new_maximum, total * decay + tl.sum(terms, axis=1), moment, index, smoothing_sum
+
+
+@jit
+def _statistics(
+    row_ptr, class_weight_ptr, anchor, n_cols, scale, softcap, inverse_temperature,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Returns (m, s, entropy, argmax, sum of w (x - anchor)) of a row. Results that are not requested are undefined."""
+    maximum = tl.full((LANES,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((LANES,), dtype=tl.float32)
+    moment = tl.zeros((LANES,), dtype=tl.float32)
+    index = tl.zeros((LANES,), dtype=tl.int32)
+    smoothing_sum = tl.zeros((LANES,), dtype=tl.float32)
+    whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
+    for start in range(0, whole, LANES * GROUP):
+        maximum, total, moment, index, smoothing_sum = _update_statistics(
+            start, maximum, total, moment, index, smoothing_sum, row_ptr, class_weight_ptr, anchor, n_cols, scale,
+            softcap, inverse_temperature, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, False,
+        )  # fmt: skip
+    if whole < n_cols:
+        maximum, total, moment, index, smoothing_sum = _update_statistics(
+            whole, maximum, total, moment, index, smoothing_sum, row_ptr, class_weight_ptr, anchor, n_cols, scale,
+            softcap, inverse_temperature, ENTROPY, ARGMAX, SMOOTHING, LANES, GROUP, True,
+        )  # fmt: skip
+
+    m = tl.max(maximum, axis=0)
+    decay = fast_exp(maximum - m)
+    sum_exp = tl.sum(total * decay, axis=0)
+    s = tl.log(sum_exp)
+    entropy, argmax = s, 0
+    if ENTROPY:
+        shifted = tl.where(total > 0.0, moment + (maximum - m) * total, 0.0)
+        entropy = s - tl.sum(shifted * decay, axis=0) / sum_exp
+    if ARGMAX:
+        argmax = tl.minimum(tl.min(tl.where(maximum == m, index, n_cols), axis=0), n_cols - 1)
+    return m, s, entropy, argmax, tl.sum(smoothing_sum, axis=0)
+
+
+@jit
+def _store_gradient(
+    start, row_ptr, out_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
+    m, s, entropy, a, c, grad_entropy,
+    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x, slope = _load_logits(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+    gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)
+    if SMOOTHING:
+        gradient -= c * _class_weights(class_weight_ptr, cols, n_cols)
+    gradient = (gradient * slope).to(out_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(out_ptr + cols, gradient, mask=cols < n_cols)
+    else:
+        tl.store(out_ptr + cols, gradient)
+
+
+@jit
+def _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY: tl.constexpr):
+    """Returns p_v (A - h (log p_v + entropy))."""
+    logp = (x - m) - s
+    p = fast_exp(logp)
+    if ENTROPY:
+        return p * a - tl.where(p > 0.0, p * (logp + entropy), 0.0) * grad_entropy
+    else:
+        return p * a
+
+
+@jit
+def _store_zeros(is_zeroed, out_ptr, n_cols, LANES: tl.constexpr, GROUP: tl.constexpr):
+    if is_zeroed:
+        for start in range(0, n_cols, LANES * GROUP):
+            cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+            tl.store(out_ptr + cols, tl.zeros((LANES, GROUP), dtype=out_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@jit
+def _load_upstream(pointer, token, stride):
+    return 0.0 if pointer is None else tl.load(pointer + token * stride).to(tl.float32)
+
+
+@kernel
+def _rows_kernel(
+    logits_ptr, out_ptr, target_ptr, class_weight_ptr, mean_weight_ptr, order_ptr, count_ptr,
+    loss_ptr, logp_ptr, entropy_ptr, logsumexp_ptr, argmax_ptr, normalizer_ptr, column_ptr, coefficient_ptr,
+    grad_loss_ptr, grad_logp_ptr, grad_entropy_ptr, grad_logsumexp_ptr, grad_loss_stride,
+    logits_stride, out_stride, n_tokens, n_rows, n_cols, first_row, ignore_index,
+    scale, softcap, inverse_temperature, smoothing, z_loss,
+    NORMALIZER_GIVEN: tl.constexpr, SMOOTHING: tl.constexpr, ROW_TILE: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program computes one row: its statistics, unless the normalizer is given; then, if there is an `out`, its
+    gradient, or the coefficients from which `_columns_kernel` computes the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    token = first_row + row if order_ptr is None else tl.load(order_ptr + first_row + row)
+    target = tl.load(target_ptr + token)
+    if count_ptr is None:
+        valid = target != ignore_index
+        is_zeroed = True
+    else:
+        count = tl.load(count_ptr) - first_row
+        valid = row < count
+        is_zeroed = row < tl.cdiv(count, ROW_TILE) * ROW_TILE  # later rows are never read
+
+    if valid:
+        in_vocabulary = (target >= 0) & (target < n_cols)
+        y = tl.where(in_vocabulary, target, 0)
+        x_y, slope_y = _load_logits(row_ptr, y, n_cols, scale, softcap, inverse_temperature, False)
+        x_y = tl.where(in_vocabulary, x_y, float("nan"))
+        w_y = _class_weights(class_weight_ptr, y, n_cols)
+        mean_weight = 1.0 if mean_weight_ptr is None else tl.load(mean_weight_ptr)
+        if NORMALIZER_GIVEN:
+            m, s = tl.load(normalizer_ptr + token), tl.load(normalizer_ptr + n_tokens + token)
+            logsumexp, entropy = m + s, 0.0
+        else:
+            anchor = tl.where(x_y == -float("inf"), 0.0, x_y)
+            m, s, entropy, argmax, smoothing_sum = _statistics(
+                row_ptr, class_weight_ptr, anchor, n_cols, scale, softcap, inverse_temperature,
+                (entropy_ptr is not None) or (grad_entropy_ptr is not None), argmax_ptr is not None, SMOOTHING,
+                LANES, GROUP,
+            )  # fmt: skip
+            nll = (m - x_y) + s
+            logsumexp = m + s
+            loss = (1.0 - smoothing) * w_y * nll
+            if SMOOTHING:
+                loss += smoothing * (mean_weight * ((m - anchor) + s) - smoothing_sum / n_cols)
+            if z_loss is not None:
+                loss += z_loss * logsumexp * logsumexp
+            tl.store(loss_ptr + token, loss)
+            tl.store(logp_ptr + token, -nll)
+            tl.store(logsumexp_ptr + token, logsumexp)
+            if entropy_ptr is not None:
+                tl.store(entropy_ptr + token, entropy)
+            if argmax_ptr is not None:
+                tl.store(argmax_ptr + token, argmax.to(tl.int64))
+            if normalizer_ptr is not None:
+                tl.store(normalizer_ptr + token, m)
+                tl.store(normalizer_ptr + n_tokens + token, s)
+
+        if out_ptr is not None:
+            g = _load_upstream(grad_loss_ptr, token, grad_loss_stride)
+            grad_logp = _load_upstream(grad_logp_ptr, token, 1)
+            grad_entropy = _load_upstream(grad_entropy_ptr, token, 1)
+            grad_logsumexp = _load_upstream(grad_logsumexp_ptr, token, 1)
+            a = (1.0 - smoothing) * w_y
+            if z_loss is not None:
+                a += 2.0 * z_loss * logsumexp
+            if SMOOTHING:
+                a += smoothing * mean_weight
+            a = tl.where(in_vocabulary, g * a - grad_logp + grad_logsumexp, float("nan"))
+            b = g * (1.0 - smoothing) * w_y - grad_logp
+            c = g * smoothing / n_cols
+            if coefficient_ptr is not None:
+                tl.store(column_ptr + row, y.to(tl.int32))
+                tl.store(coefficient_ptr + row, m)
+                tl.store(coefficient_ptr + n_rows + row, s)
+                tl.store(coefficient_ptr + 2 * n_rows + row, entropy)
+                tl.store(coefficient_ptr + 3 * n_rows + row, a)
+                tl.store(coefficient_ptr + 4 * n_rows + row, b)
+                tl.store(coefficient_ptr + 5 * n_rows + row, c)
+                tl.store(coefficient_ptr + 6 * n_rows + row, grad_entropy)
+            else:
+                at_target = (
+                    _gradient_without_target(x_y, m, s, entropy, a, grad_entropy, grad_entropy_ptr is not None) - b
+                )
+                if SMOOTHING:
+                    at_target -= c * w_y
+
+                out_row_ptr = out_ptr + row * out_stride
+                tl.debug_barrier()  # `out` may be `logits`: every thread must have read its part
+                whole = n_cols // (LANES * GROUP) * (LANES * GROUP)
+                for start in range(0, whole, LANES * GROUP):
+                    _store_gradient(
+                        start, row_ptr, out_row_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
+                        m, s, entropy, a, c, grad_entropy,
+                        grad_entropy_ptr is not None, SMOOTHING, LANES, GROUP, False,
+                    )  # fmt: skip
+                if whole < n_cols:
+                    _store_gradient(
+                        whole, row_ptr, out_row_ptr, class_weight_ptr, n_cols, scale, softcap, inverse_temperature,
+                        m, s, entropy, a, c, grad_entropy,
+                        grad_entropy_ptr is not None, SMOOTHING, LANES, GROUP, True,
+                    )  # fmt: skip
+                tl.debug_barrier()  # the target's own gradient overwrites the one without target
+                tl.store(out_row_ptr + y, (at_target * slope_y).to(out_ptr.dtype.element_ty))
+    elif out_ptr is not None:
+        if column_ptr is not None:
+            tl.store(column_ptr + row, -1)
+        _store_zeros(is_zeroed, out_ptr + row * out_stride, n_cols, LANES, GROUP)
+
+
+@kernel
+def _columns_kernel(
+    logits_ptr, out_ptr, sums_ptr, class_weight_ptr, column_ptr, coefficient_ptr, logits_stride, out_stride,
+    n_rows, n_cols, rows_per_program, scale, softcap, inverse_temperature,
+    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One program computes COLS columns of `rows_per_program` rows: their gradient, and its sum over the rows."""
+    n_blocks = tl.cdiv(n_cols, COLS)
+    part, block = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
+    cols = block * COLS + tl.arange(0, COLS)
+    across = cols[None, :]
+    first = part * rows_per_program
+    end = tl.minimum(first + rows_per_program, n_rows)
+    sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for start in range(first, end, ROWS):
+        rows = start + tl.arange(0, ROWS)[:, None]
+        y = tl.load(column_ptr + rows, mask=rows < end, other=-1)
+        valid = y >= 0
+        rows = tl.where(valid, rows, 0).to(tl.int64)  # ignored rows read row 0, and are masked below
+        m, s = tl.load(coefficient_ptr + rows), tl.load(coefficient_ptr + n_rows + rows)
+        entropy, a = tl.load(coefficient_ptr + 2 * n_rows + rows), tl.load(coefficient_ptr + 3 * n_rows + rows)
+        b, c = tl.load(coefficient_ptr + 4 * n_rows + rows), tl.load(coefficient_ptr + 5 * n_rows + rows)
+        grad_entropy = tl.load(coefficient_ptr + 6 * n_rows + rows)
+        x, slope = _load_logits(
+            logits_ptr + rows * logits_stride, across, n_cols, scale, softcap, inverse_temperature, True
+        )
+        gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)
+        if SMOOTHING:
+            gradient -= c * _class_weights(class_weight_ptr, across, n_cols)
+        gradient = tl.where(valid, tl.where(across == y, gradient - b, gradient) * slope, 0.0)
+        out = out_ptr + rows * out_stride + across
+        tl.store(out, gradient.to(out_ptr.dtype.element_ty), mask=valid & (across < n_cols))
+        sums += gradient
+    tl.store(sums_ptr + part.to(tl.int64) * n_cols + cols, tl.sum(sums, axis=0), mask=cols < n_cols)
+
+
+def zero_results(target: Tensor, dtype: torch.dtype, *, statistics: bool) -> RowResults:
+    """Allocates zeros for `compute_rows_` to fill; entropies and argmaxes are empty unless `statistics` is set."""
+    statistics_shape = target.shape if statistics else (0,)
+    return RowResults(
+        loss=target.new_zeros(target.shape, dtype=dtype),
+        logp=target.new_zeros(target.shape, dtype=dtype),
+        entropy=target.new_zeros(statistics_shape, dtype=dtype),
+        logsumexp=target.new_zeros(target.shape, dtype=dtype),
+        argmax=target.new_zeros(statistics_shape),
+    )
+
+
+def compute_rows_(
+    logits: Tensor,
+    target: Tensor,
+    results: RowResults | None,
+    upstream: Upstream = NO_UPSTREAM,
+    terms: Terms = DEFAULT_TERMS,
+    ignore_index: int = -100,
+    class_weight: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    dbias: Tensor | None = None,
+    order: Tensor | None = None,
+    count: Tensor | None = None,
+    first_row: int = 0,
+    normalizer: Tensor | None = None,
+    triton: bool,
+) -> None:
+    """Fills `results`, made by `zero_results`, and writes the gradient for `upstream` to `out`.
+
+    Args:
+        logits: (M, V) with unit stride along V: of all tokens, or of a chunk of them.
+        target: (T,) of all tokens, as are `results` and `upstream`.
+        results: None to compute only the gradient, from a given `normalizer`; not possible for an upstream gradient
+            of the entropy.
+        upstream: the gradients with respect to `results`.
+        terms: the transform and the loss.
+        ignore_index: the target of an ignored row.
+        class_weight: (V,), a factor for the loss of each class, or None.
+        out: like `logits`, possibly `logits` itself; None for no gradient.
+        dbias: (V,) in fp32 (fp64 for fp64 logits). The gradient's sum over the rows is added to it, before the gradient
+            is rounded to the dtype of `out`. None for no sum.
+        order: row i belongs to token order[first_row + i]. Without it, to token first_row + i.
+        count: (1,) int32; row i is valid if first_row + i < count. Without it, if its target is not `ignore_index`.
+        first_row: the index of row 0.
+        normalizer: (2, T) fp32, m and s. Filled along with `results`. Without `results`, read: this saves a pass over
+            the logits. Unused by plain torch.
+        triton: whether to use Triton or plain torch.
+    """
+    if triton:
+        _launch(
+            logits, target, results, upstream, terms, ignore_index, class_weight, out, dbias, order, count, first_row,
+            normalizer,
+        )  # fmt: skip
+        return
+    assert results is not None
+    rows = slice(first_row, first_row + logits.shape[0])
+    tokens = rows if order is None else order[rows]
+    statistics = bool(results.argmax.numel())
+    values_of_rows = reference(logits, target[tokens], terms, ignore_index, class_weight, statistics=statistics)
+    for result, values in zip(results, values_of_rows, strict=True):
+        if result.numel():
+            result[tokens] = values
+    if out is not None:
+        upstream = Upstream(*(u if u is None else u[tokens] for u in upstream))
+        gradient = reference_gradient(logits, target[tokens], upstream, terms, ignore_index, class_weight)
+        out.copy_(gradient)
+        if dbias is not None:
+            dbias += gradient.sum(0)
+
+
+_TILE_ROWS, _TILE_COLUMNS = 16, 256
+"""The tile of `_columns_kernel`."""
+
+
+def _launch(
+    logits: Tensor, target: Tensor, results: RowResults | None, upstream: Upstream, terms: Terms, ignore_index: int,
+    class_weight: Tensor | None, out: Tensor | None, dbias: Tensor | None, order: Tensor | None, count: Tensor | None,
+    first_row: int, normalizer: Tensor | None,
+) -> None:  # fmt: skip
+    n_rows, n_cols = logits.shape
+    if n_rows == 0:  # empty tensors have no pointer to launch with
+        return
+    target = target.contiguous()
+    smoothing = terms.label_smoothing > 0
+    mean_weight = None
+    if class_weight is not None:
+        class_weight = class_weight.contiguous()
+        mean_weight = class_weight.mean(dtype=torch.float32) if smoothing else None
+    block = min(8192, next_power_of_2(n_cols))
+    group = min(8, block)
+    pointers = [None] * 5 if results is None else [t if t.numel() else None for t in results]
+    grad_loss, *others = upstream
+    grad_logp, grad_entropy, grad_logsumexp = (u if u is None else u.contiguous() for u in others)
+    columns = coefficients = None
+    if dbias is not None:
+        columns, coefficients = target.new_empty(n_rows, dtype=torch.int32), dbias.new_empty((7, n_rows))
+    transform = terms.scale, terms.softcap, 1.0 / terms.temperature
+    _rows_kernel[n_rows](
+        logits, out, target, class_weight, mean_weight, order, count,
+        *pointers, normalizer, columns, coefficients,
+        grad_loss, grad_logp, grad_entropy, grad_logsumexp, 0 if grad_loss is None else grad_loss.stride(0),
+        logits.stride(0), 0 if out is None else out.stride(0), target.shape[0], n_rows, n_cols, first_row, ignore_index,
+        *transform, terms.label_smoothing, terms.z_loss or None,
+        results is None, smoothing, ROW_TILE, block // group, group, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
+    if dbias is None:
+        return
+    assert out is not None
+    n_blocks = cdiv(n_cols, _TILE_COLUMNS)
+    parts = min(cdiv(n_rows, 4 * _TILE_ROWS), cdiv(8 * multiprocessors(logits), n_blocks))
+    partial_sums = dbias.new_empty((parts, n_cols))
+    _columns_kernel[parts * n_blocks](
+        logits, out, partial_sums, class_weight, columns, coefficients, logits.stride(0), out.stride(0),
+        n_rows, n_cols, cdiv(n_rows, parts), *transform,
+        grad_entropy is not None, smoothing, _TILE_ROWS, _TILE_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    dbias += partial_sums.sum(0)
