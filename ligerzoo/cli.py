@@ -111,27 +111,29 @@ def generate(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     from ligerzoo.text.conversation import Conversation
-    from ligerzoo.vision import processor
+    from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
-    conversation = Conversation(processor.load(options.model, revision=options.revision), options.system)
+    loaded = load_processor_or_tokenizer(options.model, revision=options.revision)
+    tokenizer, processor = (loaded.tokenizer, loaded) if isinstance(loaded, Processor) else (loaded, None)
+    conversation = Conversation(tokenizer, processor, system=options.system)
     for file in options.image:
-        conversation.show(file)
+        conversation.add_image(file)
     model = load(options)
     generator = random_numbers(model, options)
-    images = " /image FILE shows an image with the next question." if conversation.sees else ""
+    images = " /image FILE shows an image with the next question." if conversation.reads_images else ""
     for line in lines("Ctrl-D ends the conversation." + images):
         command, _, file = line.partition(" ")
         if command == "/image":
             show(file.strip(), conversation)
         else:
             inputs = conversation.ask(line)
-            conversation.answer(reply(model, conversation.tokenizer, inputs, options, generator))
+            conversation.add_answer(reply(model, conversation.tokenizer, inputs, options, generator))
     return 0
 
 
 def convert(options: argparse.Namespace) -> int:
     from ligerzoo import hub
-    from ligerzoo.vision import processor
+    from ligerzoo.vision.processor import load_processor_or_tokenizer
 
     target: Path = options.target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -139,7 +141,7 @@ def convert(options: argparse.Namespace) -> int:
         raise LigerzooError("is there already", where=target, expected="a new or an empty directory", remedy=remedy)
     reader = None
     if (hub.locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
-        reader = processor.load(options.model, revision=options.revision)
+        reader = load_processor_or_tokenizer(options.model, revision=options.revision)
     model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
     hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
     if reader is not None:
@@ -183,9 +185,9 @@ def read_with_images(prompt: str, options: argparse.Namespace) -> "tuple[Inputs,
     processor = Processor.from_pretrained(options.model, revision=options.revision)
     if not processor.tokenizer.chat_templates:
         return processor(prompt, images=options.image), processor.tokenizer
-    conversation = Conversation(processor)
+    conversation = Conversation(processor.tokenizer, processor)
     for file in options.image:
-        conversation.show(file)
+        conversation.add_image(file)
     return conversation.ask(prompt), processor.tokenizer
 
 
@@ -245,7 +247,7 @@ def show(file: str, conversation: "Conversation") -> None:
     try:
         if not file:
             raise LigerzooError("no image", where="/image", expected="the name of a file behind it")
-        conversation.show(Path(file).expanduser())
+        conversation.add_image(Path(file).expanduser())
     except LigerzooError as error:
         if not sys.stdin.isatty():
             raise
