@@ -73,5 +73,5 @@ class ProcessorFiles:
         raise ConfigError(
             "there is no preprocessor_config.json",
             where=self.directory,
-            remedy="It says how images are resized and normalized. Download it from the model's page on the hub.",
+            remedy="Download it from the hub; it defines how images are resized and normalized.",
         )

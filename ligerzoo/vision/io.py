@@ -26,8 +26,8 @@ from ligerzoo.errors import ImageError
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
-Image: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
-Video: TypeAlias = "Sequence[Image] | Tensor | np.ndarray[Any, Any]"
+ImageInput: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
+VideoInput: TypeAlias = "Sequence[ImageInput] | Tensor | np.ndarray[Any, Any]"
 
 MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB; Pillow warns above it
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")  # Pillow's pixel modes
@@ -35,7 +35,7 @@ _FILE_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a directory", stat.S
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no formats for which Pillow runs another program
 
 
-def read_image(image: Image, where: str = "image") -> Tensor:
+def read_image(image: ImageInput, where: str = "image") -> Tensor:
     """Reads an image as RGB.
 
     Args:
@@ -71,7 +71,7 @@ def read_image(image: Image, where: str = "image") -> Tensor:
     )
 
 
-def read_video(video: Video, where: str = "video") -> Tensor:
+def read_video(video: VideoInput, where: str = "video") -> Tensor:
     """Reads a video as RGB frames.
 
     Args:

@@ -22,7 +22,7 @@ from ligerzoo.vision import read_image, read_video
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.files import FILE_NAMES, ProcessorFiles
 from ligerzoo.vision.gemma3 import Gemma3ProcessorFamily
-from ligerzoo.vision.io import Image
+from ligerzoo.vision.io import ImageInput
 from ligerzoo.vision.messages import (
     check_count,
     conversations_in,
@@ -121,7 +121,7 @@ class Processor:
         self.tokenizer.save_pretrained(directory)
         replace_files(Path(directory), self._files, FILE_NAMES)
 
-    def read_image(self, image: Image) -> Tensor:
+    def read_image(self, image: ImageInput) -> Tensor:
         """Returns an image as uint8 RGB (3, H, W); see `ligerzoo.vision.read_image`."""
         return read_image(image)
 
