@@ -136,8 +136,8 @@ def generate(
     _require(is_count, "max_new_tokens", max_new_tokens, "an integer, 0 or more")
     sequences = _Sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
     sampler = _Sampler(
+        model,
         sequences.prompts,
-        model.config.vocab_size,
         filters={"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if do_sample else None,
         repetition_penalty=repetition_penalty,
         generator=generator,
@@ -266,8 +266,8 @@ class _Sampler:
     """Chooses the next token of each row.
 
     Args:
+        model: the model, whose config gives the size of the vocabulary.
         prompts: (B, L) token ids.
-        vocab_size: number of tokens that the model generates.
         filters: arguments of `filter_logits` for sampling; None chooses the most likely token.
         repetition_penalty, generator: see `generate`.
 
@@ -280,8 +280,8 @@ class _Sampler:
 
     def __init__(
         self,
+        model: LanguageModel,
         prompts: Tensor,
-        vocab_size: int,
         *,
         filters: Mapping[str, Any] | None,
         repetition_penalty: float,
@@ -300,6 +300,7 @@ class _Sampler:
         self._occurred: Tensor | None = None
         if repetition_penalty != 1:
             # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
+            vocab_size = model.config.vocab_size
             self._occurred = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=prompts.device)
             self._occurred.scatter_(1, prompts.clamp(max=vocab_size), True)
 
