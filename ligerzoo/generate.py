@@ -1,9 +1,9 @@
-"""Text generation: prompts in, prompts and their continuations out.
+"""Text generation: prompts in, prompts with their continuations out.
 
-    logits -> repetition penalty -> the likeliest token
-                                 or temperature -> top-k -> top-p -> min-p -> a draw
+    logits -> repetition penalty -> the most likely token (greedy)
+                                 or temperature -> top-k -> top-p -> min-p -> sample
 
-Shapes: B prompts, T tokens of a prompt and its padding, V tokens of the vocabulary.
+Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ligerzoo.errors import LigerzooError
 
 
 class LanguageModel(Protocol):
-    """What `generate` asks of a model: to be called as `ligerzoo.models.CausalLM` is. If it has `check_inputs` and
-    `inputs_per_token`, these are used, too."""
+    """A model that `generate` accepts, called like `ligerzoo.models.CausalLM`.
+
+    `generate` also uses `check_inputs` and `inputs_per_token` if the model has them.
+    """
 
     @property
     def config(self) -> Any: ...
@@ -41,36 +43,36 @@ class LanguageModel(Protocol):
     ) -> Any: ...
 
 
-class Decodes(Protocol):
-    """What `StopStrings` asks of a tokenizer."""
+class SupportsDecode(Protocol):
+    """A tokenizer that `StopStrings` accepts."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
-class Streams(Protocol):
-    """What `TextStreamer` asks of a tokenizer."""
+class SupportsStream(Protocol):
+    """A tokenizer that `TextStreamer` accepts."""
 
-    def stream(self, *, skip_special_tokens: bool) -> TextStream: ...
+    def stream(self, *, skip_special_tokens: bool) -> SupportsPush: ...
 
 
-class TextStream(Protocol):
-    """Text out of token ids that come one at a time."""
+class SupportsPush(Protocol):
+    """A decoder of token ids that arrive one at a time, such as `ligerzoo.text.IncrementalDecoder`."""
 
     def push(self, token_id: int, /) -> str: ...
     def flush(self) -> str: ...
 
 
 class Streamer(Protocol):
-    """Gets tokens as they come."""
+    """Receives tokens during generation."""
 
     def put(self, token_ids: Tensor) -> None:
-        """First the prompts, (B, T), then each step's tokens, (B,); both on the CPU."""
+        """Receives the prompts (B, T) first, then the new tokens (B,) of each step. All are on the CPU."""
 
     def end(self) -> None:
-        """No more will come."""
+        """Marks the end of generation."""
 
 
-@torch.no_grad()  # not inference_mode: what a forward keeps for later must remain fit for training
+@torch.no_grad()  # not inference_mode: tensors that the model caches in a forward must remain usable for training
 def generate(
     model: LanguageModel,
     input_ids: Tensor,
@@ -86,7 +88,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
-    tokenizer: Decodes | None = None,
+    tokenizer: SupportsDecode | None = None,
     generator: torch.Generator | None = None,
     streamer: Streamer | None = None,
     use_cache: bool = True,
@@ -94,195 +96,356 @@ def generate(
 ) -> Tensor:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
-    A row ends with the first end-of-sequence token or stop string, and shows padding while others go on; when all rows
-    have ended, so does generation. Token ids that are not given come from the model's generation_config, else from its
-    config; no other option does.
+    A row finishes with its first end-of-sequence token or stop string and is padded from then on. Generation stops when
+    all rows have finished. `eos_token_id` and `pad_token_id` default to those of the model's generation_config, else of
+    its config. No other option has a default there.
 
     Args:
-        model: a causal language model. Whether it is in training mode is left as it is.
-        input_ids: (B, T) token ids; no prompt is empty.
-        attention_mask: (B, T), 1 for a token and 0 for padding, which may stand anywhere: a row is continued as it
-            would be alone (but for rotary positions of the types longrope and dynamic, which the longest row decides).
-        max_new_tokens: the most tokens to add; 0 adds none. CrossAttentionInputs grows with the tokens that are made.
-        do_sample: draw each token. Otherwise it is the likeliest, and the next four options have no effect.
+        model: a causal language model. Its training mode is not changed.
+        input_ids: (B, T) token ids. No prompt may be empty.
+        attention_mask: (B, T), 1 for a token and 0 for padding. Padding may be anywhere: each row is continued as if it
+            were alone, except with rotary position types longrope and dynamic, which depend on the longest row.
+        max_new_tokens: largest number of new tokens. Memory grows with the tokens generated, not with this limit.
+        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
+            `top_p` and `min_p` have no effect.
         temperature: see `apply_temperature`.
         top_k: see `keep_top_k`.
         top_p: see `keep_top_p`.
         min_p: see `keep_min_p`.
-        repetition_penalty: see `penalize_repetition`; for the tokens of the prompt and its continuation.
-        eos_token_id: the token or tokens that end a row; an empty list for none.
-        pad_token_id: what a row shows when it has ended; the first end-of-sequence token where a model has no padding.
-        stop_strings: a row ends when its continuation's text has one of them in it; its tokens stay as they are.
-        tokenizer: makes the text in which `stop_strings` are looked for.
-        generator: of the random numbers, on the model's device; None for torch's own.
-        streamer: gets the prompts, then each step's tokens.
-        use_cache: keep keys and values. Without, all is computed again for each token: slow, with the same result
-            (but for rotary positions of type dynamic, and longrope outside Phi-3, whose keys a cache keeps as they
-            were first rotated, as transformers' does).
-        model_inputs: what else the model reads with the prompts, such as the `pixel_values` of their images. What tells
-            of each token, (B, T, ...), stands as they do.
+        repetition_penalty: see `penalize_repetition`. It applies to the tokens of the prompt and of the continuation.
+        eos_token_id: the token or tokens that finish a row. An empty list means none.
+        pad_token_id: fills finished rows. Defaults to the first `eos_token_id` if the model defines no padding token.
+        stop_strings: a row finishes when the text of its continuation contains one of these strings.
+        tokenizer: decodes the text that is searched for `stop_strings`.
+        generator: random number generator on the model's device. None uses torch's default.
+        streamer: receives the prompts, then the tokens of each step.
+        use_cache: whether to keep keys and values in a KV cache. Without it, each step recomputes all tokens: slower,
+            same result. The result differs only for rotary position types dynamic, and longrope outside Phi-3: as in
+            transformers, a cache keeps the keys as they were first rotated.
+        model_inputs: further model inputs for the prompts, such as `pixel_values`. Per-token inputs (B, T, ...) are
+            padded and sliced like `input_ids`.
 
     Returns:
-        (B, T + new) int64: each prompt as it was given, padding included, and then its continuation.
+        (B, T + new tokens) int64: each prompt unchanged, padding included, followed by its continuation.
 
     Raises:
-        LigerzooError: a ValueError. Before anything is computed: an option's value is not possible, the mask does not
-            fit, a prompt is empty, or what `CausalLM.check_inputs` refuses. Later: logits that no token can be chosen
-            from, see `_check_logits`.
+        LigerzooError: a ValueError. Before the model runs: an option is invalid, the mask has another shape, a prompt
+            is empty, or `CausalLM.check_inputs` refuses the inputs. Later: the logits are NaN or infinite.
     """
     is_count = type(max_new_tokens) is int and max_new_tokens >= 0
-    _require(is_count, "max_new_tokens", max_new_tokens, "a whole number, 0 or more")
-    is_positive = 0 < repetition_penalty < math.inf
-    _require(is_positive, "repetition_penalty", repetition_penalty, "a positive number; 1 is neutral")
-    if do_sample:
-        _check_sampling(temperature, top_k, top_p, min_p)
-        if generator is not None:
-            is_near = generator.device.type == input_ids.device.type
-            _require(is_near, "generator", f"one on {generator.device}", f"one on {input_ids.device}, as input_ids")
-    stops = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
-    eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
-    pad_ids = _token_ids(model, "pad_token_id", pad_token_id) or eos_ids
-    can_end = bool(eos_ids or stops)
-    _require(bool(pad_ids) or not can_end or len(input_ids) == 1, "pad_token_id", "none", "what ended rows should show")
-
-    tokens, real = align_prompts(input_ids.long(), attention_mask)
-    for name in getattr(model, "inputs_per_token", ()):
-        if model_inputs.get(name) is not None:
-            told = tuple(model_inputs[name].shape)
-            _require(told[:2] == input_ids.shape, name, told, f"{tuple(input_ids.shape)} and more, as input_ids")
-            model_inputs[name] = _aligned(model_inputs[name], attention_mask, tokens.shape[1])
-    (rows, prompt), device = tokens.shape, tokens.device
-    if hasattr(model, "check_inputs"):
-        model.check_inputs(tokens, real, **model_inputs)
-    seen = None
-    if repetition_penalty != 1:
-        # The last column is for tokens that are read and never written, such as an image's.
-        seen = torch.zeros(rows, model.config.vocab_size + 1, dtype=torch.bool, device=device)
-        seen.scatter_(1, tokens.clamp(max=model.config.vocab_size), True)
-    eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
-    padding = pad_ids[0] if pad_ids else 0
-    running = torch.ones(rows, dtype=torch.bool, device=device)
-    is_broken = torch.zeros((), dtype=torch.bool, device=device)
-    lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # of the continuations
-    # All that was read, with room for more. A row that has ended goes on reading its own tokens, for padding may have
-    # no embedding.
-    text, end, limit = tokens, prompt, prompt + max_new_tokens
-    cache, beside = None, model_inputs
+    _require(is_count, "max_new_tokens", max_new_tokens, "an integer, 0 or more")
+    sequences = _Sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
+    sampler = _Sampler(
+        model,
+        sequences.prompts,
+        filters={"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if do_sample else None,
+        repetition_penalty=repetition_penalty,
+        generator=generator,
+    )
+    stopping = _Stopping(model, sequences.prompts, eos_token_id, pad_token_id, stop_strings, tokenizer)
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    while end < limit:
-        if end == text.shape[1]:
-            room = min(end, limit - end)
-            text = F.pad(text, (0, room))
-            if real is not None:
-                real = F.pad(real, (0, room), value=True)
-                positions = (real.cumsum(1) - 1).clamp(min=0)
-        mask, position_ids = None, None
-        if real is not None:
-            mask, position_ids = real[:, :end], positions[:, end - tokens.shape[1] : end]
-        output = model(
-            tokens, mask, position_ids, past_key_values=cache, use_cache=use_cache, logits_to_keep=1, **beside
-        )
-        cache = output.past_key_values
-
-        logits = output.logits[:, -1].float()
-        if seen is not None:
-            logits = penalize_repetition(logits, seen[:, :-1], repetition_penalty)
-        if do_sample:
-            logits = filter_logits(logits, temperature, top_k, top_p, min_p)
-        token = draw(logits, generator) if do_sample else logits.argmax(-1, keepdim=True)
-        is_broken |= ~logits.amax(-1).isfinite().all()
-        if seen is not None:
-            seen.scatter_(1, token, True)
-
-        text[:, end : end + 1] = token
-        lengths += running[:, None]
-        end += 1
-        shown = token[:, 0].where(running, padding)
-        running &= (token != eos).all(1)
-        if stops is not None:
-            tails = text[:, max(prompt, end - stops.reach) : end].tolist()
-            running &= torch.tensor([not stops.found_in(tail) for tail in tails], device=device)
-        is_last = end == limit
-        if can_end or is_last or streamer is not None:  # where the host waits for the GPU anyway
-            goes_on, broke = torch.stack([running.any(), is_broken]).tolist()
-            _check_logits(broke, end - prompt)
-            is_last |= not goes_on
+    for step in range(max_new_tokens):
+        logits = sequences.prefill() if step == 0 else sequences.decode()
+        tokens = sampler.choose(logits)
+        sequences.append(tokens)
+        shown = stopping.update(tokens, sequences.continuations)
+        is_last = step + 1 == max_new_tokens
+        if stopping.is_possible or is_last or streamer is not None:  # the host waits for the GPU in these cases only
+            is_running, is_broken = torch.stack([stopping.running.any(), sampler.is_broken]).tolist()
+            _check_logits(is_broken, step + 1)
+            is_last |= not is_running
         if streamer is not None:
             streamer.put(shown.cpu())
         if is_last:
             break
-        is_read_anew = not use_cache or (cache is not None and not cache.serves(1))
-        tokens, cache, beside = (text[:, :end], None, model_inputs) if is_read_anew else (token, cache, {})
     if streamer is not None:
         streamer.end()
-    new = text[:, prompt:end]
-    return torch.cat([input_ids, new.where(torch.arange(end - prompt, device=device) < lengths, padding)], 1)
+    return torch.cat([input_ids, stopping.pad(sequences.continuations)], 1)
+
+
+class _Sequences:
+    """The tokens of a batch, and the model's KV cache for them.
+
+    Args:
+        model: the model.
+        input_ids: (B, T) prompts.
+        attention_mask: (B, T), or None for no padding.
+        model_inputs: further model inputs for the prompts.
+        max_new_tokens: largest number of new tokens.
+        use_cache: whether to keep a KV cache.
+
+    Attributes:
+        prompts: (B, L) prompts, padded on the left to the longest of them.
+
+    Raises:
+        LigerzooError: the shapes are wrong, a prompt is empty, or the model refuses the inputs.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        model_inputs: dict[str, Any],
+        max_new_tokens: int,
+        use_cache: bool,
+    ) -> None:
+        self.prompts, self._padding_mask = align_prompts(input_ids.long(), attention_mask)
+        for name in getattr(model, "inputs_per_token", ()):
+            if (value := model_inputs.get(name)) is not None:
+                shape, expected = tuple(value.shape), tuple(input_ids.shape)
+                _require(shape[:2] == expected, name, shape, f"(B, T, ...) with the shape {expected} of input_ids")
+                model_inputs[name] = _align(value, attention_mask, self.prompts.shape[1])
+        if hasattr(model, "check_inputs"):
+            model.check_inputs(self.prompts, self._padding_mask, **model_inputs)
+        self._model, self._inputs, self._use_cache = model, model_inputs, use_cache
+        self._cache: Any = None
+        self._newest = self.prompts
+        self._position_ids: Tensor | None = None
+        # All tokens, with spare columns. A finished row keeps reading its own tokens: padding may have no embedding.
+        self._tokens = self.prompts
+        self._end = self.prompts.shape[1]
+        self._limit = self._end + max_new_tokens
+
+    @property
+    def continuations(self) -> Tensor:
+        """The tokens after the prompts, (B, new tokens)."""
+        return self._tokens[:, self.prompts.shape[1] : self._end]
+
+    def prefill(self) -> Tensor:
+        """Runs the model on the prompts and returns the logits (B, V) of the next tokens."""
+        return self._forward(self.prompts, self._inputs)
+
+    def decode(self) -> Tensor:
+        """Runs the model on the newest tokens and returns the logits (B, V) of the next ones.
+
+        Recomputes all tokens without a cache, or if the cache cannot serve another token.
+        """
+        if not self._use_cache or (self._cache is not None and not self._cache.serves(1)):
+            self._cache = None
+            return self._forward(self._tokens[:, : self._end], self._inputs)
+        return self._forward(self._newest, {})
+
+    def append(self, tokens: Tensor) -> None:
+        """Appends one token to each row, (B, 1)."""
+        self._tokens[:, self._end : self._end + 1] = tokens
+        self._newest = tokens
+        self._end += 1
+
+    def _forward(self, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:
+        if self._end == self._tokens.shape[1]:  # doubling keeps the number of copies logarithmic
+            self._reserve(min(self._end, self._limit - self._end))
+        mask, position_ids = None, None
+        if self._padding_mask is not None and self._position_ids is not None:
+            mask = self._padding_mask[:, : self._end]
+            position_ids = self._position_ids[:, self._end - tokens.shape[1] : self._end]
+        output = self._model(
+            tokens,
+            mask,
+            position_ids,
+            past_key_values=self._cache,
+            use_cache=self._use_cache,
+            logits_to_keep=1,
+            **inputs,
+        )
+        self._cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+    def _reserve(self, columns: int) -> None:
+        """Adds spare columns and computes their position ids."""
+        self._tokens = F.pad(self._tokens, (0, columns))
+        if self._padding_mask is not None:
+            self._padding_mask = F.pad(self._padding_mask, (0, columns), value=True)
+            self._position_ids = (self._padding_mask.cumsum(1) - 1).clamp(min=0)
+
+
+class _Sampler:
+    """Chooses the next token of each row.
+
+    Args:
+        model: the model, whose config gives the size of the vocabulary.
+        prompts: (B, L) token ids.
+        filters: arguments of `filter_logits` for sampling; None chooses the most likely token.
+        repetition_penalty, generator: see `generate`.
+
+    Attributes:
+        is_broken: 0-d bool, whether the largest logit of some row has been NaN or infinite.
+
+    Raises:
+        LigerzooError: an option is invalid.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompts: Tensor,
+        *,
+        filters: Mapping[str, Any] | None,
+        repetition_penalty: float,
+        generator: torch.Generator | None,
+    ) -> None:
+        is_positive = 0 < repetition_penalty < math.inf
+        _require(is_positive, "repetition_penalty", repetition_penalty, "a positive number; 1 has no effect")
+        if filters is not None:
+            _check_filters(**filters)
+            if generator is not None:
+                device = prompts.device
+                is_same = generator.device.type == device.type
+                _require(is_same, "generator", f"one on {generator.device}", f"one on {device}, like input_ids")
+        self._filters, self._generator, self._penalty = filters, generator, repetition_penalty
+        self.is_broken = torch.zeros((), dtype=torch.bool, device=prompts.device)
+        self._occurred: Tensor | None = None
+        if repetition_penalty != 1:
+            # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
+            vocab_size = model.config.vocab_size
+            self._occurred = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=prompts.device)
+            self._occurred.scatter_(1, prompts.clamp(max=vocab_size), True)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Chooses a token (B, 1) for each row of logits (B, V)."""
+        if self._occurred is not None:
+            logits = penalize_repetition(logits, self._occurred[:, :-1], self._penalty)
+        if self._filters is not None:
+            logits = filter_logits(logits, **self._filters)
+            tokens = sample(logits, self._generator)
+        else:
+            tokens = logits.argmax(-1, keepdim=True)
+        self.is_broken |= ~logits.amax(-1).isfinite().all()
+        if self._occurred is not None:
+            self._occurred.scatter_(1, tokens, True)
+        return tokens
+
+
+class _Stopping:
+    """Decides when rows are finished, and pads them from then on.
+
+    Args:
+        model: the model, whose configs give the default token ids.
+        prompts: (B, L) token ids.
+        eos_token_id, pad_token_id, stop_strings, tokenizer: see `generate`.
+
+    Attributes:
+        is_possible: whether a row can finish before `max_new_tokens`.
+        running: (B,) bool, False for finished rows.
+
+    Raises:
+        LigerzooError: an option is invalid, or several rows can finish and there is no padding token.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompts: Tensor,
+        eos_token_id: int | Sequence[int] | None,
+        pad_token_id: int | None,
+        stop_strings: str | Sequence[str] | None,
+        tokenizer: SupportsDecode | None,
+    ) -> None:
+        self._stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
+        eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
+        pad_ids = _token_ids(model, "pad_token_id", pad_token_id) or eos_ids
+        rows, device = len(prompts), prompts.device
+        self.is_possible = bool(eos_ids or self._stop_strings)
+        needs_padding = self.is_possible and rows != 1
+        _require(bool(pad_ids) or not needs_padding, "pad_token_id", "none", "a token id that fills finished rows")
+        self._pad_id = pad_ids[0] if pad_ids else 0
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self.running = torch.ones(rows, dtype=torch.bool, device=device)
+        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # tokens until a row finished
+
+    def update(self, tokens: Tensor, continuations: Tensor) -> Tensor:
+        """Updates `running` after a step.
+
+        Args:
+            tokens: (B, 1) new tokens.
+            continuations: (B, new tokens), which end with `tokens`.
+
+        Returns:
+            (B,): the new tokens, with padding in rows that had finished before.
+        """
+        self._lengths += self.running[:, None]
+        shown = tokens[:, 0].where(self.running, self._pad_id)
+        self.running &= (tokens != self._eos).all(1)
+        if self._stop_strings is not None:
+            tails = continuations[:, -self._stop_strings.window :].tolist()
+            is_running = [not self._stop_strings.found_in(tail) for tail in tails]
+            self.running &= torch.tensor(is_running, device=tokens.device)
+        return shown
+
+    def pad(self, continuations: Tensor) -> Tensor:
+        """Returns the continuations, (B, new tokens), with padding after the end of each row."""
+        columns = torch.arange(continuations.shape[1], device=continuations.device)
+        return continuations.where(columns < self._lengths, self._pad_id)
 
 
 def _check_logits(is_broken: bool, steps: int) -> None:
-    """Raises LigerzooError if the largest logit of some row was NaN or infinite: +inf is an overflow, and -inf means
-    that no token is possible. Single logits of -inf are tokens that the model rules out."""
+    """Raises LigerzooError if the largest logit of some row was NaN or infinite.
+
+    An infinite one is an overflow, or -inf, which leaves no token to choose. Other logits may be -inf.
+    """
     if is_broken:
         raise LigerzooError(
-            "no token can be chosen", where="logits", got=f"NaN, inf or nothing but -inf within {steps} new tokens",
-            expected="finite numbers; -inf for some tokens only",
+            "no token can be chosen",
+            where="logits",
+            got=f"NaN, inf or only -inf within {steps} new tokens",
+            expected="finite logits; -inf for some tokens only",
             remedy="Check the weights for NaN, use bfloat16 or float32 instead of float16, or a higher temperature.",
-        )  # fmt: skip
+        )
 
 
 def align_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The prompts with all their padding on the left, and no more of it than the longest prompt makes necessary.
+    """Moves all padding to the left, and removes the columns that only contain padding.
 
     Args:
         input_ids: (B, T).
         attention_mask: (B, T), 1 for a token and 0 for padding; None for no padding.
 
     Returns:
-        Token ids (B, L), where L is the longest prompt's length, and a boolean mask (B, L), or None if all prompts are
-        that long. The prompt's last token stands in for padding, which may have no embedding.
+        Token ids (B, L), where L is the length of the longest prompt, and a boolean padding mask (B, L), or None if all
+        prompts have length L. Each padding id is replaced by the prompt's last token: padding may have no embedding.
 
     Raises:
-        LigerzooError: the shapes are wrong or a prompt is empty.
+        LigerzooError: a shape is wrong or a prompt is empty.
     """
     shape = tuple(input_ids.shape)
-    _require(len(shape) == 2 and 0 not in shape, "input_ids", shape, "(B, T), each row with a token to begin with")
+    _require(len(shape) == 2 and 0 not in shape, "input_ids", shape, "(B, T) with at least one token in each row")
     if attention_mask is None:
         return input_ids, None
     mask_shape = tuple(attention_mask.shape)
-    _require(mask_shape == shape, "attention_mask", mask_shape, f"{shape}, as input_ids")
-    real = attention_mask.to(device=input_ids.device, dtype=torch.bool)
-    lengths = real.sum(1).tolist()
-    _require(0 not in lengths, "attention_mask", "a row of padding only", "a token to begin with in each row")
-    tokens, real = (_aligned(x, real, max(lengths)) for x in (input_ids, real))
-    return (tokens, None) if min(lengths) == max(lengths) else (tokens.where(real, tokens[:, -1:]), real)
+    _require(mask_shape == shape, "attention_mask", mask_shape, f"{shape}, the shape of input_ids")
+    mask = attention_mask.to(device=input_ids.device, dtype=torch.bool)
+    lengths = mask.sum(1).tolist()
+    _require(0 not in lengths, "attention_mask", "a row of padding only", "at least one token in each row")
+    tokens, mask = (_align(x, mask, max(lengths)) for x in (input_ids, mask))
+    return (tokens, None) if min(lengths) == max(lengths) else (tokens.where(mask, tokens[:, -1:]), mask)
 
 
-def _aligned(x: Tensor, attention_mask: Tensor | None, length: int) -> Tensor:
-    """(B, T, ...) -> (B, length, ...): what tells of each token, that of padding first, then that of the tokens as they
-    come, as far as there is so much room."""
+def _align(x: Tensor, attention_mask: Tensor | None, length: int) -> Tensor:
+    """Moves the padding of (B, T, ...) to the left and returns the last columns, (B, length, ...)."""
     if attention_mask is None:
         return x
     order = attention_mask.to(x.device, torch.bool).argsort(stable=True, dim=1)[:, -length:]
     return x[torch.arange(len(x), device=x.device)[:, None], order]
 
 
-def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Makes tokens that occurred less likely: their logits are divided by `penalty` if positive, else multiplied by it.
+def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:
+    """Makes tokens that have occurred less likely: divides positive logits by `penalty` and multiplies negative ones.
 
     Args:
         logits: (B, V).
-        seen: (B, V) bool, whether the token occurred.
-        penalty: positive; 1 changes nothing, and less than 1 makes such tokens likelier (Keskar et al. 2019).
+        occurred: (B, V) bool, whether the token has occurred.
+        penalty: a positive number. 1 has no effect; less than 1 makes these tokens more likely (Keskar et al. 2019).
     """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filter_logits(
     logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> Tensor:
-    """(..., V) -> (..., V): the temperature, then each filter that is not None, on what the one before it left."""
+    """Applies the temperature, then each filter that is not None, to logits (..., V)."""
     logits = apply_temperature(logits, temperature)
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
@@ -294,91 +457,98 @@ def filter_logits(
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divides by a positive number: below 1 the likely tokens get likelier still, above 1 all get more alike."""
+    """Divides logits by a positive temperature: below 1 sharpens the distribution, above 1 flattens it."""
     return logits / temperature
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """-inf for all but the `top_k` largest logits and those equal to the last of them (Fan et al. 2018)."""
+    """Sets all logits to -inf but the `top_k` largest and those equal to the smallest of these (Fan et al. 2018)."""
     smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
     return logits.masked_fill(logits < smallest, -math.inf)
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """-inf for all but the likeliest tokens, the fewest with a probability of `top_p` together (Holtzman et al. 2019).
+    """Keeps the fewest most likely tokens whose total probability reaches `top_p`; sets the other logits to -inf.
 
-    Of equally likely tokens the lower id counts as the likelier. `top_p` is in (0, 1], and 1 keeps all.
+    Ties are broken in favour of the lower token id. `top_p` is in (0, 1]; 1 keeps all tokens (Holtzman et al. 2019).
     """
     if top_p == 1:
-        return logits  # rounded probabilities may add up to 1 before the last token
+        return logits  # rounded probabilities may sum to 1 before the last token
     descending, order = logits.sort(descending=True, stable=True)
     probabilities = descending.softmax(-1)
-    likelier = probabilities.cumsum(-1) - probabilities
-    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, likelier >= top_p)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, mass_before >= top_p)
     return logits.masked_fill(dropped, -math.inf)
 
 
 def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
-    """-inf for tokens less than `min_p`, in [0, 1], times as likely as the likeliest (Nguyen et al. 2024)."""
+    """Sets the logits of tokens to -inf whose probability is below `min_p` times the largest (Nguyen et al. 2024).
+
+    `min_p` is in [0, 1].
+    """
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
-def draw(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """(B, V) -> (B, 1): a token of each row, with the probabilities of the softmax.
+def sample(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Samples a token of each row from the softmax of the logits: (B, V) -> (B, 1).
 
-    Each token arrives after an exponential time, at a rate that is its probability, and the first wins.
-    torch.multinomial does the same with the same random numbers, but makes the host wait for a GPU.
+    It draws an exponential variable with the probability as rate for each token, and returns the token of the smallest.
+    torch.multinomial does the same with the same random numbers, but it is a host sync.
     """
     times = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / times).argmax(-1, keepdim=True)
 
 
 class StopStrings:
-    """Finds strings at the end of a text that is still tokens.
+    """Finds strings at the end of a sequence of tokens.
 
     Args:
-        strings: one or several, none of them empty.
-        tokenizer: makes the text; special tokens are part of it.
+        strings: one string or several, none of them empty.
+        tokenizer: decodes the tokens, special tokens included.
 
     Attributes:
-        reach: how many of the last tokens to look at.
+        window: number of last tokens to search.
 
     Raises:
         LigerzooError: a string is empty, or there is no tokenizer.
     """
 
-    # Text that is cut inside a character may read differently from there on; but of four neighbouring cuts one is
-    # between characters. One token is to spare, for the first after a cut may lose a leading space.
+    # Tokens cut inside a character may decode to other text. A character has at most four bytes, so one of four
+    # consecutive cuts is between characters. One more token is needed because a cut may remove a leading space.
     _CUTS = 4
 
-    def __init__(self, strings: str | Sequence[str], tokenizer: Decodes | None) -> None:
+    def __init__(self, strings: str | Sequence[str], tokenizer: SupportsDecode | None) -> None:
         self.strings = [strings] if isinstance(strings, str) else list(strings)
-        _require(all(self.strings) and self.strings != [], "stop_strings", strings, "strings that are not empty")
+        _require(
+            all(self.strings) and self.strings != [], "stop_strings", strings, "one or more strings that are not empty"
+        )
         if tokenizer is None:
-            raise LigerzooError("stop_strings need a tokenizer, to look for them in the text", where="tokenizer")
+            raise LigerzooError(
+                "stop_strings need a tokenizer", where="tokenizer", got=None, remedy="Pass tokenizer=... to generate."
+            )
         self.tokenizer = tokenizer
-        self.reach = max(len(string.encode()) for string in self.strings) + self._CUTS
+        self.window = max(len(string.encode()) for string in self.strings) + self._CUTS
 
     def found_in(self, tail: list[int]) -> bool:
-        """Whether one of the strings is in the text of these tokens: a continuation's last `reach`, or all it has."""
+        """Returns whether the last `window` tokens of a continuation contain one of the strings."""
         texts = (self.tokenizer.decode(tail[cut:], skip_special_tokens=False) for cut in range(self._CUTS))
         return any(string in text for text in texts for string in self.strings)
 
 
 class TextStreamer:
-    """A streamer that prints one prompt's continuation as it comes, never a part of a character.
+    """A streamer that prints the continuation of one prompt during generation, in whole characters.
 
     Args:
         tokenizer: a `ligerzoo.Tokenizer`.
-        skip_prompt: print the continuation only.
-        skip_special_tokens: leave out tokens such as the one that ends a sequence.
-        file: where to print; standard output when None.
+        skip_prompt: whether to print the continuation only.
+        skip_special_tokens: whether to leave out special tokens, such as the end-of-sequence token.
+        file: the file to print to. None prints to standard output.
     """
 
     def __init__(
         self,
-        tokenizer: Streams,
+        tokenizer: SupportsStream,
         *,
         skip_prompt: bool = True,
         skip_special_tokens: bool = True,
@@ -386,26 +556,31 @@ class TextStreamer:
     ) -> None:
         self.skip_prompt = skip_prompt
         self.file = file
-        self._new_text: Callable[[], TextStream] = partial(tokenizer.stream, skip_special_tokens=skip_special_tokens)
-        self._text = self._new_text()
-        self._skip = 0  # characters of the prompt: it is decoded too, for the space that may follow it
+        self._new_decoder: Callable[[], SupportsPush] = partial(
+            tokenizer.stream, skip_special_tokens=skip_special_tokens
+        )
+        self._decoder = self._new_decoder()
+        self._skip = 0  # characters of the prompt; decoding it keeps the leading space of the continuation
 
     def put(self, token_ids: Tensor) -> None:
-        """Prints the text that these tokens complete: (1, T) of the prompt, or (1,) of its continuation.
+        """Prints the text that these tokens complete.
+
+        Args:
+            token_ids: (1, T) of the prompt, or (1,) of its continuation.
 
         Raises:
             LigerzooError: there are several prompts.
         """
-        _require(len(token_ids) == 1, "TextStreamer", f"{len(token_ids)} prompts", "one, for it prints a single text")
+        _require(len(token_ids) == 1, "TextStreamer", f"{len(token_ids)} prompts", "one prompt")
         ids = token_ids.flatten().tolist()
         if token_ids.ndim == 2 and self.skip_prompt:
-            alone = self._new_text()
-            self._skip = len("".join(map(alone.push, ids)) + alone.flush())
-        self._print("".join(map(self._text.push, ids)))
+            decoder = self._new_decoder()
+            self._skip = len("".join(map(decoder.push, ids)) + decoder.flush())
+        self._print("".join(map(self._decoder.push, ids)))
 
     def end(self) -> None:
-        """Prints what was held back, and ends the line."""
-        self._print(self._text.flush())
+        """Prints the rest of the text and a newline."""
+        self._print(self._decoder.flush())
         self._skip = 0
         self._print("\n")
 
@@ -416,23 +591,23 @@ class TextStreamer:
         print(text, end="", flush=True, file=self.file)
 
 
-def _token_ids(model: LanguageModel, name: str, given: int | Sequence[int] | None) -> list[int]:
-    """The token ids of this name from the first source that has any; negative ids, which mean none, are left out."""
-    sources = (given, model.generation_config.get(name), getattr(model.config, name, None))
+def _token_ids(model: LanguageModel, name: str, argument: int | Sequence[int] | None) -> list[int]:
+    """Returns the token ids from the argument, else generation_config, else config. Negative ids mean none."""
+    sources = (argument, model.generation_config.get(name), getattr(model.config, name, None))
     value: Any = next((source for source in sources if source is not None), [])
     ids = value if isinstance(value, list | tuple) else [value]
     _require(all(type(i) is int for i in ids), name, value, "a token id or a list of them")
     return [i for i in ids if i >= 0]
 
 
-def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
+def _check_filters(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
     _require(0 < temperature < math.inf, "temperature", temperature, "a positive number, or do_sample=False")
     is_count = top_k is None or (isinstance(top_k, int) and top_k > 0)
-    _require(is_count, "top_k", top_k, "a positive whole number, or None")
-    _require(top_p is None or 0 < top_p <= 1, "top_p", top_p, "a number above 0 and up to 1, or None")
-    _require(min_p is None or 0 <= min_p <= 1, "min_p", min_p, "a number from 0 to 1, or None")
+    _require(is_count, "top_k", top_k, "a positive integer, or None")
+    _require(top_p is None or 0 < top_p <= 1, "top_p", top_p, "a number greater than 0 and at most 1, or None")
+    _require(min_p is None or 0 <= min_p <= 1, "min_p", min_p, "a number between 0 and 1, or None")
 
 
 def _require(holds: bool, name: str, got: object, expected: str) -> None:
     if not holds:
-        raise LigerzooError("not a possible value", where=name, got=got, expected=expected)
+        raise LigerzooError("invalid value", where=name, got=got, expected=expected)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code."""
+"""The command line interface: its output, error messages and exit codes."""
 
 import argparse
 import io
@@ -23,7 +23,7 @@ from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.models import CausalLM, Gemma2, Gemma2Config, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
 
 ROOT = Path(__file__).parent.parent
-SEEING = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
+VISION_MODEL = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
 COMMANDS = ("info", "generate", "chat", "convert", "demo")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -33,7 +33,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights in three shards, whose tokens are bytes, with a chat template."""
+    """Writes a Llama with random weights in several shards, byte tokens and a chat template."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("checkpoint")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def base_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
-    """The same without a chat template."""
+    """Writes the same checkpoint without a chat template."""
     directory = tmp_path / "base"
     directory.mkdir()
     for path in checkpoint.iterdir():
@@ -74,7 +74,7 @@ def base_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def continuation(checkpoint: Path, prompt: list[int], **options: Any) -> str:
-    """What the library itself makes of the prompt."""
+    """Returns the continuation of the prompt from `model.generate`."""
     model, tokenizer = AutoModel.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     ids = model.generate(torch.tensor([prompt]), **options)
     return tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True)
@@ -82,7 +82,7 @@ def continuation(checkpoint: Path, prompt: list[int], **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three drawings, of as many sizes."""
+    """Writes three drawings of different sizes."""
     directory = tmp_path_factory.mktemp("pictures")
     paths = [directory / f"{number}.png" for number in range(3)]
     for path in paths:
@@ -101,9 +101,9 @@ def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def said_of(messages: list[dict[str, Any]] | str, **options: Any) -> str:
-    """What the library itself answers to messages with images."""
-    model, processor = AutoModel.from_pretrained(SEEING), Processor.from_pretrained(SEEING)
+def answer_to(messages: list[dict[str, Any]] | str, **options: Any) -> str:
+    """Returns the answer to messages with images from `model.generate`."""
+    model, processor = AutoModel.from_pretrained(VISION_MODEL), Processor.from_pretrained(VISION_MODEL)
     inputs = processor(messages, add_generation_prompt=True, **options)
     ids = model.generate(**inputs, max_new_tokens=8)
     return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -113,17 +113,17 @@ def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
-# Help and mistakes
+# Help and errors
 
 
 def examples(help_text: str) -> list[str]:
-    """The command lines of a help text, without their pipes and the explanations beside them."""
+    """Returns the command lines of a help text, without pipes and explanations."""
     lines = [line.strip() for line in help_text.splitlines() if line.startswith("  ligerzoo ") or "| ligerzoo" in line]
     return [line[line.index("ligerzoo") :].split(" < ")[0].split("   ")[0] for line in lines]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_teaches_with_examples_that_can_be_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_in_the_help_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command.split(), "--help"])
     shown = examples(capsys.readouterr().out)
@@ -134,7 +134,7 @@ def test_help_teaches_with_examples_that_can_be_typed(command: str, capsys: pyte
             assert cli.parse(arguments).run.__name__ == (command or arguments[0])
 
 
-def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+def test_help_and_argument_errors_do_not_import_torch() -> None:
     script = "import sys, ligerzoo.cli as cli\n"
     script += "for arguments in (['--help'], ['generate', '--help'], ['info']):\n"
     script += "    try: cli.main(arguments)\n    except SystemExit: pass\n"
@@ -150,7 +150,7 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
         "demo --seed 1", "demo --vision --text x",
     ],
 )  # fmt: skip
-def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments.split())
     assert capsys.readouterr().err.startswith("usage: ligerzoo")
@@ -164,9 +164,12 @@ def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixtu
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:99"], "--device: no such device; got cuda:99"),
         (
             ["generate", "{checkpoint}", "--prompt", "x", "--device", "meta"],
-            "--device: the meta device holds no weights",
+            "--device: the meta device has no memory for weights",
         ),
-        (["chat", "{checkpoint}", "--device", "meta:0"], "--device: the meta device holds no weights; got meta:0"),
+        (
+            ["chat", "{checkpoint}", "--device", "meta:0"],
+            "--device: the meta device has no memory for weights; got meta:0",
+        ),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", ":"], "--device: no such device; got :"),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cpu:-1"], "--device: no such device; got cpu:-1"),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:9" + "9" * 30], "--device: no such device"),
@@ -176,19 +179,25 @@ def test_wrong_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixtu
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "0"], "max_shard_size: bad size"),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "nanGB"], "max_shard_size: bad size"),
         (["convert", "{checkpoint}", "{picture}/new"], "File exists"),
-        (["demo", "--text", "{picture}"], "{picture}: is not UTF-8 text"),
+        (["demo", "--text", "{picture}"], "{picture}: not valid UTF-8"),
         (["demo", "--text", "{tmp_path}"], "Is a directory"),
-        (["generate", "{seeing}", "--prompt", "x", "--image", "{tmp_path}"], "is not a file; got a directory"),
+        (
+            ["generate", "{vision_model}", "--prompt", "x", "--image", "{tmp_path}"],
+            "cannot read this kind of file; got a directory",
+        ),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "big"], "max_shard_size: bad size"),
         (["demo", "--text", "/no/such/file"], "No such file"),
-        (["generate", "{checkpoint}", "--prompt", "x", "--image", "{picture}"], "no model that sees images"),
-        (["chat", "{checkpoint}", "--image", "{picture}"], "{picture}: the model sees no images"),
-        (["generate", "{seeing}", "--prompt", "x", "--image", "/no/such.png"], "cannot be read as an image"),
         (
-            ["generate", "{seeing}", "--prompt", "x", "--image", "{checkpoint}/config.json"],
-            "cannot be read as an image",
+            ["generate", "{checkpoint}", "--prompt", "x", "--image", "{picture}"],
+            "not a supported vision-language model",
         ),
-        (["chat", "{seeing}", "--image", "/no/such.png"], "image (/no/such.png): cannot be read as an image"),
+        (["chat", "{checkpoint}", "--image", "{picture}"], "{picture}: the model reads text only"),
+        (["generate", "{vision_model}", "--prompt", "x", "--image", "/no/such.png"], "cannot read the image"),
+        (
+            ["generate", "{vision_model}", "--prompt", "x", "--image", "{checkpoint}/config.json"],
+            "cannot read the image",
+        ),
+        (["chat", "{vision_model}", "--image", "/no/such.png"], "image (/no/such.png): cannot read the image"),
     ],
 )
 def test_a_failure_is_one_line_on_standard_error(
@@ -200,15 +209,15 @@ def test_a_failure_is_one_line_on_standard_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "--image" in arguments:  # about which nobody waits for the weights
+    if "--image" in arguments:  # the image is read before the weights
         monkeypatch.delattr(hub, "load")
-    names = {"checkpoint": checkpoint, "seeing": SEEING, "picture": pictures[0], "tmp_path": tmp_path}
+    names = {"checkpoint": checkpoint, "vision_model": VISION_MODEL, "picture": pictures[0], "tmp_path": tmp_path}
     assert cli.main([argument.format(**names) for argument in arguments]) == 1
-    complaint = capsys.readouterr().err
-    assert complaint.startswith("ligerzoo: error: ")
-    assert problem.format(**names) in complaint
-    assert complaint.count("\n") == 1
-    assert "--debug" not in complaint  # which is for our own bugs
+    error_output = capsys.readouterr().err
+    assert error_output.startswith("ligerzoo: error: ")
+    assert problem.format(**names) in error_output
+    assert error_output.count("\n") == 1
+    assert "--debug" not in error_output  # only for bugs of ligerzoo
 
 
 NUMBERS = {
@@ -230,16 +239,16 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("command, option, value", OPTIONS)
-def test_numbers_out_of_range_are_refused_before_anything_is_loaded(
+def test_numbers_out_of_range_are_refused_before_loading(
     command: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command.split(), f"{option}={value}"])
-    complaint = capsys.readouterr().err.splitlines()[-1]
-    assert f"error: argument {option}: got '{value[:50]}'; expected a" in complaint
+    error_output = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: argument {option}: got '{value[:50]}'; expected a" in error_output
 
 
-def test_every_number_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[argparse.ArgumentParser] = []
 
     def parse_args(self: argparse.ArgumentParser, arguments: object) -> argparse.Namespace:
@@ -272,7 +281,7 @@ STREAMS = [
 def test_closed_and_full_streams(
     line: str, code: int, problem: str | None, checkpoint: Path, pictures: list[Path]
 ) -> None:
-    """In a process of its own, as a shell starts it; the error is one line, or none where it cannot be shown."""
+    """Runs in a shell. The error is one line, or none if standard error is closed."""
     command = f"{sys.executable} -m ligerzoo {line.format(checkpoint=checkpoint, picture=pictures[0])}"
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == code
@@ -282,7 +291,7 @@ def test_closed_and_full_streams(
         assert "--debug" not in result.stderr
 
 
-def test_a_prompt_of_tokens_that_the_model_lacks_is_refused(
+def test_a_prompt_with_tokens_outside_the_embedding_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in checkpoint.iterdir():
@@ -299,7 +308,7 @@ def test_a_prompt_of_tokens_that_the_model_lacks_is_refused(
 
 
 @pytest.mark.parametrize("error", [OSError("two\nlines"), RuntimeError("two\nlines")])
-def test_even_a_bug_is_one_line_unless_debugging(
+def test_an_unexpected_error_is_one_line_without_debug(
     error: Exception, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> str:
@@ -307,9 +316,9 @@ def test_even_a_bug_is_one_line_unless_debugging(
 
     monkeypatch.setattr(info, "describe", fail)
     assert cli.main(["info", str(checkpoint)]) == 1
-    complaint = capsys.readouterr().err
-    assert "two lines" in complaint
-    assert complaint.count("\n") == 1
+    error_output = capsys.readouterr().err
+    assert "two lines" in error_output
+    assert error_output.count("\n") == 1
     with pytest.raises(type(error), match="two\nlines"):
         cli.main(["info", str(checkpoint), "--debug"])
 
@@ -339,12 +348,12 @@ def test_a_closed_pipe_is_quiet(arguments: str, checkpoint: Path) -> None:
 # info
 
 
-def test_info_tells_what_there_is(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_describes_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModel.from_pretrained(checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert cli.main(["info", str(checkpoint)]) == 0
-    told = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in told.splitlines()]
+    output = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     assert "architecture Llama (LlamaForCausalLM)" in lines
     assert any(line.startswith(f"parameters {parameters:,} (") for line in lines)
     attention = sum(p.numel() for name, p in model.named_parameters() if "self_attn" in name)
@@ -357,7 +366,7 @@ def test_info_tells_what_there_is(checkpoint: Path, capsys: pytest.CaptureFixtur
     shards = sorted(path.name for path in checkpoint.glob("*.safetensors"))
     assert len(shards) == 5
     assert any(line.startswith(f"files {len(list(model.parameters()))} tensors in 5 files") for line in lines)
-    assert all(shard in told for shard in (*shards[:3], shards[-1]))
+    assert all(shard in output for shard in (*shards[:3], shards[-1]))
     assert "... 1 more ..." in lines
     assert "tokenizer 258 tokens; bos '<s>', eos '</s>'; chat template default" in lines
 
@@ -405,9 +414,7 @@ def test_info_of_the_hub_downloads_no_weights(
 # generate
 
 
-def test_generate_prints_the_prompt_and_what_the_model_makes_of_it(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_prints_the_prompt_and_its_continuation(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids = Tokenizer.from_pretrained(checkpoint).encode("Grüße")
     assert cli.main(["generate", str(checkpoint), "--prompt", "Grüße", "--max-new-tokens", "12"]) == 0
     expected = continuation(checkpoint, ids, max_new_tokens=12)
@@ -433,23 +440,23 @@ def test_generate_reads_the_prompt_from_standard_input(
         ("--top-k 9 --repetition-penalty 3", {"top_k": 9, "repetition_penalty": 3.0}),
     ],
 )
-def test_a_sampling_option_draws_and_a_seed_repeats(
+def test_a_sampling_option_samples_and_a_seed_repeats(
     arguments: str, options: dict[str, Any], checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options_of_all = ["--prompt", "x", "--max-new-tokens", "20", "--device", "cpu"]
     command = ["generate", str(checkpoint), *options_of_all, *arguments.split()]
-    told = []
+    outputs = []
     for seed in (1, 1, 2):
         assert cli.main([*command, "--seed", str(seed)]) == 0
-        told.append(capsys.readouterr().out)
+        outputs.append(capsys.readouterr().out)
     ids = Tokenizer.from_pretrained(checkpoint).encode("x")
     generator = torch.Generator().manual_seed(1)
     expected = continuation(checkpoint, ids, max_new_tokens=20, do_sample=True, generator=generator, **options)
-    assert told[0] == told[1] == f"x{expected}\n"
-    assert told[2] != told[0]
+    assert outputs[0] == outputs[1] == f"x{expected}\n"
+    assert outputs[2] != outputs[0]
 
 
-def test_generate_stops_at_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_stops_after_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", str(checkpoint), "--prompt", "x", "--max-new-tokens", "12"]
     assert cli.main(command) == 0
     everything = capsys.readouterr().out
@@ -458,17 +465,17 @@ def test_generate_stops_at_a_text(checkpoint: Path, capsys: pytest.CaptureFixtur
 
 
 def test_generate_runs_in_the_dtype_on_the_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+    arguments_used: dict[str, Any] = {}
     from_pretrained = AutoModel.from_pretrained
 
     def spy(name: str, **options: Any) -> CausalLM:
-        asked.update(options)
+        arguments_used.update(options)
         return from_pretrained(name, **options)
 
     monkeypatch.setattr(AutoModel, "from_pretrained", spy)
     arguments = ["--prompt", "x", "--max-new-tokens", "1", "--dtype", "float64", "--device", "cpu"]
     assert cli.main(["generate", str(checkpoint), *arguments]) == 0
-    assert asked == {"revision": None, "dtype": "float64", "device": torch.device("cpu")}
+    assert arguments_used == {"revision": None, "dtype": "float64", "device": torch.device("cpu")}
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -476,29 +483,29 @@ def test_generate_answers_a_question_about_images(
     count: int, pictures: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     images = [word for picture in pictures[:count] for word in ("--image", str(picture))]
-    assert cli.main(["generate", str(SEEING), *images, "--prompt", "What?", "--max-new-tokens", "8"]) == 0
-    assert capsys.readouterr().out == said_of([user("What?", *pictures[:count])]) + "\n"
+    assert cli.main(["generate", str(VISION_MODEL), *images, "--prompt", "What?", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == answer_to([user("What?", *pictures[:count])]) + "\n"
 
 
-def test_generate_without_a_chat_template_finds_the_images_places_in_the_text(
+def test_generate_without_a_chat_template_needs_placeholders(
     pictures: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in SEEING.iterdir():
+    for path in VISION_MODEL.iterdir():
         if path.name != "chat_template.jinja":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     command = ["generate", str(tmp_path), "--image", str(pictures[0]), "--max-new-tokens", "8", "--prompt"]
     assert cli.main([*command, "<|image_pad|>a red"]) == 0
-    assert capsys.readouterr().out == said_of("<|image_pad|>a red", images=[str(pictures[0])]) + "\n"
+    assert capsys.readouterr().out == answer_to("<|image_pad|>a red", images=[str(pictures[0])]) + "\n"
     assert cli.main([*command, "a red"]) == 1
-    assert "The place of each is a <|image_pad|> in the text" in capsys.readouterr().err
+    assert "Mark each one by a <|image_pad|> in the text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "demo"])
-def test_without_pillow_the_extra_is_named(
+def test_without_pillow_the_error_names_the_extra(
     command: str, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    image = [str(SEEING), "--image", str(pictures[0])]
+    image = [str(VISION_MODEL), "--image", str(pictures[0])]
     arguments = {"generate": [*image, "--prompt", "x"], "chat": image, "demo": ["--vision"]}
     assert cli.main([command, *arguments[command]]) == 1
     assert "pip install ligerzoo[vision]" in capsys.readouterr().err
@@ -507,32 +514,32 @@ def test_without_pillow_the_extra_is_named(
 # chat
 
 
-def test_chat_shows_images_with_the_question_after_them(
+def test_chat_adds_images_to_the_next_question(
     pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     standard_input(monkeypatch, f"What?\n/image {pictures[1]}\n/image   {pictures[2]} \nAnd there?\nHm?\n")
-    # On the same device as `said_of`: what the model answers to an unknown question hangs on the last bits.
-    command = ["chat", str(SEEING), "--image", str(pictures[0]), "--max-new-tokens", "8", "--device", "cpu"]
+    # On the device of `answer_to`: the answer to an unknown question depends on the last bits.
+    command = ["chat", str(VISION_MODEL), "--image", str(pictures[0]), "--max-new-tokens", "8", "--device", "cpu"]
     assert cli.main(command) == 0
     messages, expected = [], ""
     for question in (user("What?", pictures[0]), user("And there?", *pictures[1:]), user("Hm?")):
         messages.append(question)
-        messages.append(assistant(said_of(messages)))
+        messages.append(assistant(answer_to(messages)))
         expected += messages[-1]["content"] + "\n"
     assert capsys.readouterr().out == expected
 
 
-def test_chat_without_images_reads_the_template_of_the_processor(
+def test_chat_without_images_uses_the_processor_s_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in SEEING.iterdir():
+    for path in VISION_MODEL.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     template = (tmp_path / "chat_template.jinja").read_text()
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     standard_input(monkeypatch, "Hello\n")
     assert cli.main(["chat", str(tmp_path), "--max-new-tokens", "8"]) == 0
-    assert capsys.readouterr().out == said_of([user("Hello")]) + "\n"
+    assert capsys.readouterr().out == answer_to([user("Hello")]) + "\n"
 
 
 class Terminal(io.StringIO):
@@ -540,30 +547,30 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_name_of_an_image_that_is_mistyped_ends_no_conversation(
+def test_a_mistyped_image_name_does_not_end_a_conversation(
     pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = f"/image\n/image /no/such.png\n/image {pictures[0]}\nWhat?\n"
     standard_input(monkeypatch, typed)
-    assert cli.main(["chat", str(SEEING), "--max-new-tokens", "8"]) == 1  # in a script it does
-    assert "/image: no image; expected the name of a file behind it" in capsys.readouterr().err
+    assert cli.main(["chat", str(VISION_MODEL), "--max-new-tokens", "8"]) == 1  # in a script it does end it
+    assert "/image: no file name; expected /image FILE" in capsys.readouterr().err
 
     monkeypatch.setattr(sys, "stdin", Terminal(typed))
-    assert cli.main(["chat", str(SEEING), "--max-new-tokens", "8"]) == 0
-    out, complaints = capsys.readouterr()
-    assert out.removeprefix("you> " * 4).removesuffix("you> ") == said_of([user("What?", pictures[0])]) + "\n"
-    hint, *mistakes = complaints.splitlines()
+    assert cli.main(["chat", str(VISION_MODEL), "--max-new-tokens", "8"]) == 0
+    out, error_output = capsys.readouterr()
+    assert out.removeprefix("you> " * 4).removesuffix("you> ") == answer_to([user("What?", pictures[0])]) + "\n"
+    hint, *errors = error_output.splitlines()
     assert "/image FILE" in hint
-    assert len(mistakes) == 2
-    assert "/no/such.png" in mistakes[1]
+    assert len(errors) == 2
+    assert "/no/such.png" in errors[1]
 
 
-def test_chat_with_a_model_that_reads_text_alone_is_shown_nothing(
+def test_chat_with_a_text_model_refuses_images(
     checkpoint: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     standard_input(monkeypatch, f"/image {pictures[0]}\n")
     assert cli.main(["chat", str(checkpoint)]) == 1
-    assert "the model sees no images" in capsys.readouterr().err
+    assert "the model reads text only" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", Terminal())
     assert cli.main(["chat", str(checkpoint)]) == 0
     assert "/image" not in capsys.readouterr().err
@@ -586,7 +593,7 @@ def test_chat_answers_line_by_line_and_remembers(
     assert capsys.readouterr().out == expected
 
 
-def test_chat_refuses_a_model_that_was_not_trained_to(
+def test_chat_refuses_a_model_without_a_chat_template(
     base_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["chat", str(base_checkpoint)]) == 1
@@ -605,7 +612,7 @@ def test_convert_copies_weights_config_and_tokenizer(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "copy"
-    target.mkdir()  # an empty directory is as good as none
+    target.mkdir()  # an empty directory is allowed
     assert cli.main(["convert", str(checkpoint), str(target)]) == 0
     before, after = stored(checkpoint), stored(target)
     assert before.keys() == after.keys()
@@ -616,12 +623,12 @@ def test_convert_copies_weights_config_and_tokenizer(
     assert capsys.readouterr().out.startswith(f"{target}: 4 files, ")
 
 
-def test_convert_takes_the_processor_along(tmp_path: Path) -> None:
+def test_convert_copies_the_processor(tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    assert cli.main(["convert", str(SEEING), str(target)]) == 0
+    assert cli.main(["convert", str(VISION_MODEL), str(target)]) == 0
     copied = {path.name: path.read_bytes() for path in target.iterdir()}
     assert {"preprocessor_config.json", "chat_template.jinja", "tokenizer.json"} <= copied.keys()
-    assert copied == {name: (SEEING / name).read_bytes() for name in copied}
+    assert copied == {name: (VISION_MODEL / name).read_bytes() for name in copied}
 
 
 def test_convert_changes_dtype_and_shards(checkpoint: Path, tmp_path: Path) -> None:
@@ -634,8 +641,8 @@ def test_convert_changes_dtype_and_shards(checkpoint: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("format_, prefix", [("hf", ""), ("native", "model.")])
-def test_convert_names_tensors_as_asked(format_: str, prefix: str, checkpoint: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"  # a checkpoint of the decoder alone leaves a prefix out
+def test_convert_to_either_tensor_names(format_: str, prefix: str, checkpoint: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"  # a checkpoint of the decoder only has no prefix
     model = AutoModel.from_pretrained(checkpoint)
     model.save_pretrained(bare)
     names = {name.removeprefix("model."): tensor for name, tensor in load_file(bare / "model.safetensors").items()}
@@ -645,18 +652,18 @@ def test_convert_names_tensors_as_asked(format_: str, prefix: str, checkpoint: P
     assert stored(target).keys() == {prefix + name for name in names}
 
 
-def test_convert_keeps_its_hands_off_what_is_there(
+def test_convert_does_not_overwrite_files(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(hub, "save")
     (tmp_path / "letter.txt").write_text("dear")
     for target in (tmp_path, tmp_path / "letter.txt"):
         assert cli.main(["convert", str(checkpoint), str(target)]) == 1
-        assert "is there already" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
-def test_info_tells_of_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_lists_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--architectures"]) == 0
     out = capsys.readouterr().out
     for model_type in MODEL_TYPES:
@@ -672,11 +679,11 @@ def test_info_describes_an_architecture_in_15_words() -> None:
     assert not too_long
 
 
-def test_the_readme_has_them_too() -> None:
+def test_the_readme_lists_every_architecture() -> None:
     subprocess.run([sys.executable, "-m", "tools.architectures", "--check"], cwd=ROOT, check=True)
 
 
-def test_info_tells_of_mixtures_and_windows(tmp_path: Path) -> None:
+def test_info_describes_experts_and_windows(tmp_path: Path) -> None:
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(
         **sizes, num_hidden_layers=2, head_dim=4, intermediate_size=24, moe_intermediate_size=8, num_experts=4,

@@ -1,4 +1,4 @@
-"""Generation against transformers and itself, functions on logits against loops, ends of rows against scripts."""
+"""Generation agrees with transformers and with itself; logit filters with loops; stopping with scripted models."""
 
 import io
 import math
@@ -21,13 +21,13 @@ from ligerzoo.generate import (
     StopStrings,
     TextStreamer,
     align_prompts,
-    draw,
     filter_logits,
     generate,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     penalize_repetition,
+    sample,
 )
 from ligerzoo.models import Llama, LlamaConfig
 
@@ -62,7 +62,7 @@ def tiny_llama(device: str, variant: str = "llama2", std: float = 0.15) -> Llama
 
 
 def oracle(model: Llama, variant: str) -> Any:
-    """transformers' model with the same weights."""
+    """Returns transformers' model with the same weights."""
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = transformers.LlamaConfig(**TINY | VARIANTS[variant] | ids)
     theirs = transformers.LlamaForCausalLM(config).to(model.device).eval()
@@ -75,7 +75,7 @@ def prompts(device: str, rows: int, length: int, seed: int = 1) -> Tensor:
 
 
 def mask_of(rows: list[str], device: str) -> Tensor:
-    """A mask drawn with # for a token and . for padding."""
+    """Returns an attention mask from rows of # (token) and . (padding)."""
     return torch.tensor([[character == "#" for character in row] for row in rows], dtype=torch.long, device=device)
 
 
@@ -84,7 +84,7 @@ RIGHT = [row[::-1] for row in LEFT]
 
 
 class Recorder:
-    """A model that remembers what it read and what it answered."""
+    """A model that records its inputs and logits."""
 
     def __init__(self, model: Llama) -> None:
         self.model, self.config, self.generation_config = model, model.config, model.generation_config
@@ -101,7 +101,7 @@ class Recorder:
 
 
 class Scripted:
-    """A model whose likeliest tokens are a script: row r continues with script[r]."""
+    """A model whose most likely tokens follow a script: row r continues with script[r]."""
 
     def __init__(self, script: list[list[int]], **config: Any) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB, **config)
@@ -116,7 +116,7 @@ class Scripted:
 
 
 class Letters:
-    """A tokenizer whose token i is a piece of text."""
+    """A tokenizer whose token i is the text PIECES[i]."""
 
     PIECES = ("a", "b", "c", "ab", "ST", "OP", "xSTO", "P!", "\n", "<end>")
 
@@ -129,18 +129,18 @@ class Letters:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_is_transformers(variant: str, device: str) -> None:
+def test_greedy_equals_transformers(variant: str, device: str) -> None:
     model = tiny_llama(device, variant)
     ids = prompts(device, 1, 12)
     ours = model.generate(ids, max_new_tokens=30)
     theirs = oracle(model, variant).generate(ids, max_new_tokens=30, do_sample=False)
     assert ours.shape == (1, 42)
     assert ours.tolist() == theirs.tolist()
-    assert len(set(ours[0, 12:].tolist())) > 8  # it says something, not one token over and over
+    assert len(set(ours[0, 12:].tolist())) > 8  # many different tokens, not one repeated
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_left_padded_batch_with_several_ends_is_transformers(variant: str, device: str) -> None:
+def test_a_left_padded_batch_with_several_eos_tokens_equals_transformers(variant: str, device: str) -> None:
     model, mask = tiny_llama(device, variant), mask_of(LEFT, device)
     ids = prompts(device, 3, 17)
     free = model.generate(ids, mask, max_new_tokens=30, eos_token_id=NO_END)[:, 17:]
@@ -155,7 +155,7 @@ def test_a_left_padded_batch_with_several_ends_is_transformers(variant: str, dev
         assert ours[row, 17:].tolist() == free[row, : end + 1].tolist() + [5] * (ours.shape[1] - 17 - end - 1)
 
 
-def test_seeded_sampling_is_transformers(device: str) -> None:
+def test_seeded_sampling_equals_transformers(device: str) -> None:
     model = tiny_llama(device, std=0.1)
     theirs_model = oracle(model, "llama2")
     ids, mask = prompts(device, 3, 17), mask_of(LEFT, device)
@@ -168,7 +168,7 @@ def test_seeded_sampling_is_transformers(device: str) -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.8])
-def test_a_repetition_penalty_is_transformers(penalty: float, device: str) -> None:
+def test_a_repetition_penalty_equals_transformers(penalty: float, device: str) -> None:
     model = tiny_llama(device)
     ids = prompts(device, 2, 12)
     ours = model.generate(ids, max_new_tokens=30, repetition_penalty=penalty)
@@ -181,7 +181,7 @@ def test_a_repetition_penalty_is_transformers(penalty: float, device: str) -> No
 
 
 @pytest.mark.parametrize("rows", [RIGHT, ["..######.#####...", "##.#.#.#.#####.##", "................#"]])
-def test_padding_anywhere_gives_what_single_rows_give(rows: list[str], device: str) -> None:
+def test_rows_with_any_padding_equal_single_rows(rows: list[str], device: str) -> None:
     model, mask = tiny_llama(device, "llama3.2"), mask_of(rows, device)
     ids = prompts(device, 3, 17).where(mask.bool(), VOCAB + 3)  # a padding token that has no embedding
     together = model.generate(ids, mask, max_new_tokens=30, repetition_penalty=1.2)
@@ -193,7 +193,7 @@ def test_padding_anywhere_gives_what_single_rows_give(rows: list[str], device: s
 
 
 @pytest.mark.parametrize("rows", [None, LEFT, RIGHT])
-def test_each_step_with_the_cache_has_the_logits_of_computing_all_again(rows: list[str] | None, device: str) -> None:
+def test_each_step_with_the_cache_has_the_logits_of_a_full_forward(rows: list[str] | None, device: str) -> None:
     cached, ids = Recorder(tiny_llama(device, "llama3.2")), prompts(device, 3, 17)
     mask = None if rows is None else mask_of(rows, device)
     out = generate(cached, ids, mask, max_new_tokens=30, eos_token_id=NO_END)
@@ -209,14 +209,14 @@ def test_each_step_with_the_cache_has_the_logits_of_computing_all_again(rows: li
     assert cached.read[-1].shape == (3, 17 + 29)
 
 
-def test_positions_count_the_tokens_of_a_row_and_no_padding() -> None:
+def test_position_ids_do_not_count_padding() -> None:
     model = Recorder(tiny_llama("cpu"))
     generate(model, prompts("cpu", 2, 5), mask_of(["..###", "####."], "cpu"), max_new_tokens=3)
     steps = [positions.tolist() for positions in model.positions if positions is not None]
     assert steps == [[[0, 0, 1, 2], [0, 1, 2, 3]], [[3], [4]], [[4], [5]]]
 
 
-def test_prompts_of_one_length_take_no_mask() -> None:
+def test_prompts_of_one_length_need_no_mask() -> None:
     ids = torch.tensor([[9, 1, 2, 9], [3, 4, 9, 9]])
     tokens, mask = align_prompts(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]]))
     assert (tokens.tolist(), mask) == ([[1, 2], [3, 4]], None)
@@ -225,7 +225,7 @@ def test_prompts_of_one_length_take_no_mask() -> None:
     assert (tokens.tolist(), mask.tolist()) == ([[1, 1], [3, 4]], [[False, True], [True, True]])
 
 
-def test_a_seed_repeats_and_seeds_differ(device: str) -> None:
+def test_equal_seeds_give_equal_samples(device: str) -> None:
     model, ids = tiny_llama(device), prompts(device, 2, 12)
 
     def draw(seed: int) -> list[list[int]]:
@@ -238,7 +238,7 @@ def test_a_seed_repeats_and_seeds_differ(device: str) -> None:
     assert draw(2) != first
 
 
-def test_draws_follow_the_filtered_distribution(device: str) -> None:
+def test_samples_follow_the_filtered_distribution(device: str) -> None:
     model, ids = tiny_llama(device, std=0.1), prompts(device, 1, 3)
     filters: dict[str, Any] = {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.1}
     draws = 5000
@@ -253,7 +253,7 @@ def test_draws_follow_the_filtered_distribution(device: str) -> None:
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_the_model_is_left_as_it_was(device: str) -> None:
+def test_the_model_is_not_changed(device: str) -> None:
     model, ids = tiny_llama(device, "llama3.2"), prompts(device, 2, 12)
     model.train()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -267,14 +267,14 @@ def test_the_model_is_left_as_it_was(device: str) -> None:
         assert parameter.grad is not None
 
 
-def test_a_draw_is_torch_s() -> None:
+def test_sample_equals_torch_multinomial() -> None:
     logits = keep_top_k(torch.randn(50, 200), 20)
-    ours = draw(logits, torch.Generator().manual_seed(3))
+    ours = sample(logits, torch.Generator().manual_seed(3))
     theirs = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(3))
     assert torch.equal(ours, theirs)
 
 
-# The functions on logits, against loops over one row
+# Logit filters, against loops over one row
 
 ROWS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12)
 
@@ -285,7 +285,7 @@ def softmax(row: list[float]) -> list[float]:
 
 
 def kept_by(filtered: Tensor, row: list[float]) -> set[int]:
-    """The tokens that are left, once it is sure that their logits are untouched and the others are -inf."""
+    """Returns the tokens that are kept; checks that their logits are unchanged and the others are -inf."""
     kept = {i for i, x in enumerate(filtered.tolist()) if x != -math.inf}
     assert all(filtered[i] == row[i] for i in kept)
     return kept
@@ -298,11 +298,11 @@ def test_top_k_by_loop(row: list[float], top_k: int) -> None:
 
 
 @given(ROWS, st.floats(0.01, 1))
-@example([-1e-10, 0.0], 0.25)  # so close that their probabilities round to the same
+@example([-1e-10, 0.0], 0.25)  # so close that their probabilities round to one value
 def test_top_p_by_loop(row: list[float], top_p: float) -> None:
     probabilities, expected, mass = softmax(row), set(), 0.0
     for i in sorted(range(len(row)), key=lambda i: (-row[i], i)):
-        assume(top_p == 1 or abs(mass - top_p) > 1e-5)  # nearer than that, rounding decides
+        assume(top_p == 1 or abs(mass - top_p) > 1e-5)  # closer values depend on rounding
         if mass >= top_p and top_p < 1:
             break
         expected.add(i)
@@ -324,21 +324,25 @@ def test_min_p_by_loop(row: list[float], min_p: float) -> None:
 
 
 @given(ROWS, st.sets(st.integers(0, 11)), st.floats(0.1, 5))
-def test_repetition_penalty_by_loop(row: list[float], seen: set[int], penalty: float) -> None:
-    expected = [(x / penalty if x > 0 else x * penalty) if i in seen else x for i, x in enumerate(row)]
-    mask = torch.tensor([[i in seen for i in range(len(row))]])
+def test_repetition_penalty_by_loop(row: list[float], occurred: set[int], penalty: float) -> None:
+    expected = [(x / penalty if x > 0 else x * penalty) if i in occurred else x for i, x in enumerate(row)]
+    mask = torch.tensor([[i in occurred for i in range(len(row))]])
     torch.testing.assert_close(penalize_repetition(torch.tensor([row]), mask, penalty), torch.tensor([expected]))
 
 
 @given(ROWS, st.floats(0.05, 5), st.integers(1, 15), st.floats(0.001, 1), st.floats(0, 1))
-def test_something_is_always_left(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_the_most_likely_token_is_always_kept(
+    row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     filtered = filter_logits(torch.tensor(row), temperature, top_k, top_p, min_p)
     assert max(filtered.tolist()) == pytest.approx(max(row) / temperature, rel=1e-6)
 
 
 @given(st.integers(0, 2**32), st.floats(0.1, 3), st.integers(1, 60), st.floats(0.05, 0.99), st.floats(0, 0.5))
 @settings(max_examples=50)
-def test_the_chain_is_transformers(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_the_chain_of_filters_equals_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = 3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(seed))
     processors = transformers.LogitsProcessorList(
         [
@@ -351,32 +355,32 @@ def test_the_chain_is_transformers(seed: int, temperature: float, top_k: int, to
     assert torch.equal(filter_logits(logits, temperature, top_k, top_p, min_p), processors(None, logits))
 
 
-def test_the_penalty_is_transformers() -> None:
+def test_the_penalty_equals_transformers() -> None:
     logits, ids = torch.randn(3, 50), torch.randint(50, (3, 20))
-    seen = torch.zeros(3, 50, dtype=torch.bool).scatter_(1, ids, True)
+    occurred = torch.zeros(3, 50, dtype=torch.bool).scatter_(1, ids, True)
     theirs = transformers.RepetitionPenaltyLogitsProcessor(1.3)(ids, logits)
-    assert torch.equal(penalize_repetition(logits, seen, 1.3), theirs)
+    assert torch.equal(penalize_repetition(logits, occurred, 1.3), theirs)
 
 
-# Where rows end
+# Stopping
 
 PROMPT = torch.tensor([[1, 2], [3, 4]])
 
 
-def test_rows_end_at_their_own_times_and_the_last_ends_the_loop() -> None:
+def test_rows_finish_independently_and_the_last_stops_generation() -> None:
     model = Scripted([[7, 8, 50, 9, 9, 9], [8, 51, 8, 50, 9, 9]])
     out = generate(model, PROMPT, max_new_tokens=6, eos_token_id=[50, 60], pad_token_id=0)
     assert out.tolist() == [[1, 2, 7, 8, 50, 0], [3, 4, 8, 51, 8, 50]]
     assert model.calls == 4
 
 
-def test_a_row_reads_no_padding_once_it_has_ended(device: str) -> None:
+def test_a_finished_row_reads_no_padding(device: str) -> None:
     model = tiny_llama(device)
     ids = prompts(device, 2, 12)
     free = model.generate(ids, max_new_tokens=8)
     eos = int(free[0, 13])
     assert eos not in free[1, 12:]
-    out = model.generate(ids, max_new_tokens=8, eos_token_id=eos, pad_token_id=VOCAB + 1)  # which has no embedding
+    out = model.generate(ids, max_new_tokens=8, eos_token_id=eos, pad_token_id=VOCAB + 1)  # has no embedding
     assert out[0, 12:].tolist() == free[0, 12:14].tolist() + [VOCAB + 1] * 6
     assert out[1].tolist() == free[1].tolist()
 
@@ -393,7 +397,7 @@ def test_a_row_reads_no_padding_once_it_has_ended(device: str) -> None:
         ({}, {}, {}, 4, None),
     ],
 )
-def test_where_token_ids_come_from(
+def test_sources_of_token_ids(
     config: dict[str, Any], generation_config: dict[str, Any], options: dict[str, Any], end: int, padding: int | None
 ) -> None:
     model = Scripted([[7, 8, 50, 51, 7], [7, 7, 7, 7, 7]], **config)
@@ -402,15 +406,15 @@ def test_where_token_ids_come_from(
     assert row == [7, 8, 50, 51, 7][: end + 1] + [padding] * (4 - end)
 
 
-def test_no_new_tokens_gives_the_prompts_back() -> None:
+def test_no_new_tokens_returns_the_prompts() -> None:
     model = Scripted([[1], [1]])
     assert generate(model, PROMPT, max_new_tokens=0).tolist() == PROMPT.tolist()
     assert model.calls == 0
 
 
 @pytest.mark.parametrize("rows", [None, LEFT])
-def test_memory_grows_with_the_tokens_that_are_made(rows: list[str] | None, device: str) -> None:
-    """And not with those that might have been, of which there may be any number."""
+def test_memory_grows_with_the_generated_tokens(rows: list[str] | None, device: str) -> None:
+    """It does not grow with max_new_tokens."""
     model, ids = tiny_llama(device), prompts(device, 3, 17)
     mask = None if rows is None else mask_of(rows, device)
     free = model.generate(ids, mask, max_new_tokens=60)
@@ -418,30 +422,30 @@ def test_memory_grows_with_the_tokens_that_are_made(rows: list[str] | None, devi
     cut = model.generate(ids, mask, max_new_tokens=60, eos_token_id=end, pad_token_id=0)
     sizes: list[int] = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class SizeRecorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
             return out
 
     for most in (10**9, 10**30):
-        with Watch():
+        with SizeRecorder():
             got = model.generate(ids, mask, max_new_tokens=most, eos_token_id=end, pad_token_id=0)
         assert torch.equal(got, cut)
     assert max(sizes) < 3 * 128 * 80
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_token_ids_come_back_as_int64(dtype: torch.dtype) -> None:
+def test_token_ids_are_returned_as_int64(dtype: torch.dtype) -> None:
     out = generate(Scripted([[7, 8], [9, 6]]), PROMPT.to(dtype), max_new_tokens=2)
     assert (out.dtype, out.tolist()) == (torch.int64, [[1, 2, 7, 8], [3, 4, 9, 6]])
 
 
-# Logits that no token can be chosen from
+# NaN and infinite logits
 
 
 class Broken(Scripted):
-    """Some logits of the last row are others at one step."""
+    """A scripted model that replaces some logits of the last row at one step."""
 
     def __init__(self, step: int, values: list[float]) -> None:
         super().__init__([[7] * 9, [8] * 9])
@@ -458,26 +462,25 @@ class Broken(Scripted):
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True}, {"do_sample": True, "top_k": 3, "top_p": 0.5, "min_p": 0.1}]
 )
-@pytest.mark.parametrize("ends, looked_at", [({}, 6), ({"eos_token_id": 50}, 3)])
-def test_logits_that_are_no_numbers(
-    values: list[float], options: dict[str, Any], ends: dict[str, Any], looked_at: int
+@pytest.mark.parametrize("ends, checked_at", [({}, 6), ({"eos_token_id": 50}, 3)])
+def test_nan_and_infinite_logits_are_refused(
+    values: list[float], options: dict[str, Any], ends: dict[str, Any], checked_at: int
 ) -> None:
-    """At the step itself where the host looks at each for the end, or else at the last."""
+    """At that step if the host checks each step for the end, else at the last step."""
     model = Broken(3, values)
-    message = f"logits: no token can be chosen; got NaN, inf or nothing but -inf within {looked_at} new tokens"
+    message = f"logits: no token can be chosen; got NaN, inf or only -inf within {checked_at} new tokens"
     with pytest.raises(LigerzooError, match=message):
         generate(model, PROMPT, max_new_tokens=6, **options, **ends)
-    assert model.calls == looked_at
+    assert model.calls == checked_at
 
 
-def test_tokens_that_are_ruled_out() -> None:
-    """Have a logit of -inf, and others can be chosen all the same."""
+def test_single_logits_of_minus_infinity_are_allowed() -> None:
     for options in ({}, {"do_sample": True}):
         out = generate(Broken(1, [-math.inf] * (VOCAB - 1)), PROMPT, max_new_tokens=1, **options)
         assert out[1, 2] == VOCAB - 1
 
 
-def test_a_streamer_gets_no_token_of_broken_logits() -> None:
+def test_a_streamer_receives_no_token_of_broken_logits() -> None:
     got: list[Any] = []
     streamer: Any = SimpleNamespace(put=lambda ids: got.append(ids.tolist()))
     with pytest.raises(LigerzooError, match="no token can be chosen"):
@@ -485,15 +488,15 @@ def test_a_streamer_gets_no_token_of_broken_logits() -> None:
     assert got == [PROMPT.tolist(), [7, 8], [7, 8]]
 
 
-def test_weights_that_are_nan(device: str) -> None:
+def test_nan_weights_are_named_as_a_cause(device: str) -> None:
     model = tiny_llama(device)
     model.model.norm.weight.data[3] = math.nan
     with pytest.raises(LigerzooError, match="Check the weights for NaN"):
         model.generate(prompts(device, 2, 5), max_new_tokens=3)
 
 
-def test_stop_strings_end_a_row_within_and_across_tokens() -> None:
-    # The texts are "abaSTOPcccccc..." and "xSTOb\nSTaOPxSTOP!..."; that the prompt's own text goes on does not count.
+def test_stop_strings_finish_a_row_within_and_across_tokens() -> None:
+    # The texts are "abaSTOPcccccc..." and "xSTOb\nSTaOPxSTOP!...". The text of the prompt does not count.
     model = Scripted([[3, 0, 4, 5, *[2] * 10], [6, 1, 8, 4, 0, 5, 0, 0, 0, 0, 0, 0, 6, 7]])
     prompt = torch.tensor([[4, 5], [5, 4]])
     options: dict[str, Any] = {"tokenizer": Letters(), "max_new_tokens": 14, "pad_token_id": 9}
@@ -517,7 +520,7 @@ SENTENCEPIECE = tokenizers.decoders.Sequence(
 
 
 class SentencePieces:
-    """Bytes 0 to 255 as byte tokens and some pieces after them, decoded as Llama 2's tokens are."""
+    """Byte tokens 0 to 255 and four pieces, decoded like Llama 2's tokens."""
 
     PIECES = (*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁to", "to", "p")
 
@@ -526,7 +529,7 @@ class SentencePieces:
 
 
 class Utf8:
-    """Bytes as tokens, with what is no character replaced, as byte-level tokenizers do."""
+    """Bytes as tokens, decoded like byte-level tokens: invalid UTF-8 is replaced."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
         return bytes(ids).decode(errors="replace")
@@ -539,7 +542,7 @@ CHARACTERS = [list(character.encode()) for character in "\nto é你😀"]
     "tokenizer, pieces", [(Utf8(), CHARACTERS), (SentencePieces(), [*CHARACTERS, [256], [257], [258], [259]])]
 )
 @pytest.mark.parametrize("strings", [["\n"], [" to"], ["é\n"], ["你"], ["oé "], ["t t", "😀😀"], ["\n\n "]])
-def test_the_last_tokens_are_enough_to_find_stop_strings(
+def test_the_last_tokens_suffice_to_find_stop_strings(
     strings: list[str], tokenizer: Any, pieces: list[list[int]]
 ) -> None:
     stops, chance = StopStrings(strings, tokenizer), random.Random(0)
@@ -548,14 +551,14 @@ def test_the_last_tokens_are_enough_to_find_stop_strings(
         ids = list(chain(*chance.choices(pieces, k=chance.randrange(1, 8)), stop, *chance.choices(pieces, k=2)))
         texts = [tokenizer.decode(ids[: end + 1], skip_special_tokens=False) for end in range(len(ids))]
         first = next(end for end, text in enumerate(texts) if any(string in text for string in strings))
-        found = [stops.found_in(ids[: end + 1][-stops.reach :]) for end in range(first + 1)]
+        found = [stops.found_in(ids[: end + 1][-stops.window :]) for end in range(first + 1)]
         assert found == [False] * first + [True]
 
 
 # Streamers
 
 
-def test_a_streamer_gets_everything() -> None:
+def test_a_streamer_receives_the_prompts_and_each_step() -> None:
     class Collector:
         def __init__(self) -> None:
             self.got: list[Any] = []
@@ -573,7 +576,7 @@ def test_a_streamer_gets_everything() -> None:
 
 
 class LetterStream:
-    """Holds one piece back."""
+    """Holds back one piece."""
 
     def __init__(self, hides: bool) -> None:
         self.hides, self.held = hides, ""
@@ -600,7 +603,7 @@ class StreamingLetters:
         ({"skip_special_tokens": False}, "STOPc<end>\n"),
     ],
 )
-def test_text_is_printed_as_it_comes(options: dict[str, Any], printed: str) -> None:
+def test_a_text_streamer_prints_the_continuation(options: dict[str, Any], printed: str) -> None:
     file = io.StringIO()
     streamer = TextStreamer(StreamingLetters(), file=file, **options)
     prompt = torch.tensor([[3, 0]])
@@ -609,31 +612,31 @@ def test_text_is_printed_as_it_comes(options: dict[str, Any], printed: str) -> N
         assert file.getvalue() == printed * repeat
 
 
-def test_text_is_seen_before_it_is_complete() -> None:
+def test_a_text_streamer_flushes_each_piece() -> None:
     class Terminal(io.StringIO):
         def flush(self) -> None:
-            self.seen = self.getvalue()
+            self.flushed = self.getvalue()
 
     terminal = Terminal()
     streamer = TextStreamer(StreamingLetters(), file=terminal)
     streamer.put(torch.tensor([4]))
     streamer.put(torch.tensor([5]))
-    assert terminal.seen == "ST"
+    assert terminal.flushed == "ST"
 
 
-def test_text_is_printed_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_streamer_prints_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     streamer = TextStreamer(StreamingLetters())
     streamer.put(torch.tensor([4]))
     streamer.end()
     assert capsys.readouterr().out == "ST\n"
 
 
-def test_a_text_streamer_is_for_one_prompt() -> None:
+def test_a_text_streamer_accepts_one_prompt_only() -> None:
     with pytest.raises(LigerzooError, match=r"TextStreamer: .*got 2 prompts"):
         generate(Scripted([[1], [1]]), PROMPT, max_new_tokens=1, streamer=TextStreamer(StreamingLetters()))
 
 
-# What is refused
+# Invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -642,7 +645,7 @@ def test_a_text_streamer_is_for_one_prompt() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens: .*got -1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens: .*got 2.5"),
         ({"max_new_tokens": True}, "max_new_tokens: .*got True"),
-        ({"max_new_tokens": None}, "max_new_tokens: .*expected a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens: .*expected an integer"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: .*got 0.0"),
         ({"repetition_penalty": math.nan}, "repetition_penalty: .*got nan"),
         ({"do_sample": True, "temperature": 0.0}, "temperature: .*got 0.0; expected a positive number"),
@@ -662,7 +665,7 @@ def test_a_text_streamer_is_for_one_prompt() -> None:
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask: .*got \(2, 3\); expected \(2, 2\)"),
     ],
 )
-def test_impossible_values_are_refused_before_anything_is_computed(options: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused_before_the_model_runs(options: dict[str, Any], message: str) -> None:
     model = Scripted([[1], [1]])
     prompt = PROMPT.to("meta") if "generator" in options else PROMPT
     with pytest.raises(LigerzooError, match=message):
@@ -673,7 +676,7 @@ def test_impossible_values_are_refused_before_anything_is_computed(options: dict
 @pytest.mark.parametrize(
     "ids, mask, message",
     [
-        (torch.zeros(1, 0, dtype=torch.long), None, r"input_ids: .*got \(1, 0\); .*a token to begin with"),
+        (torch.zeros(1, 0, dtype=torch.long), None, r"input_ids: .*got \(1, 0\); .*at least one token in each row"),
         (torch.tensor([1, 2]), None, r"input_ids: .*got \(2,\); expected \(B, T\)"),
         (PROMPT, torch.tensor([[1, 1], [0, 0]]), "attention_mask: .*got a row of padding only"),
     ],
@@ -689,11 +692,11 @@ def test_empty_prompts_are_refused(ids: Tensor, mask: Tensor | None, message: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [None, LEFT])
 @pytest.mark.parametrize("eos, waits", [(NO_END, 0), ([VOCAB - 1, VOCAB + 1], 1)])
-def test_the_host_waits_once_a_token_at_most(rows: list[str] | None, eos: list[int], waits: int) -> None:
+def test_at_most_one_host_sync_per_token(rows: list[str] | None, eos: list[int], waits: int) -> None:
     model, ids = tiny_llama("cuda"), prompts("cuda", 3, 17)
     mask = None if rows is None else mask_of(rows, "cuda")
     counts = []
-    for new in (8, 8, 24):  # the first time kernels are compiled
+    for new in (8, 8, 24):  # the first run compiles kernels
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")

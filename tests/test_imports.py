@@ -23,7 +23,7 @@ FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.g
 ARROWS = {
     "errors": ("", ""),
     "files": ("errors", ""),
-    "text": ("errors files vision", "hub"),
+    "text": ("errors files", "hub"),
     "vision": ("errors files text", "hub"),
     "kernels": ("", ""),
     "layers": ("errors kernels", ""),

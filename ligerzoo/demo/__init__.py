@@ -1,1 +1,1 @@
-"""The two demos, with the small models and the drawings they use."""
+"""The two demos, with their small models and the drawings for the vision model."""

@@ -1,7 +1,7 @@
-"""Drawings of coloured shapes and digits, and what they show in words: what the demo's vision model has learnt to see.
+"""Drawings of coloured shapes and digits with descriptions, for the demo's vision model.
 
-Training and the demo draw with the same code and never from the same seeds: a seed is a text, and training's begin with
-a word of their own.
+Training and the demo use the same code with different seeds: seeds are strings, and those of training begin with
+another word than those of the demo.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ COLORS = {
     "purple": (150, 60, 190),
 }
 SHAPES = {"circle": [1.0] * 60, "square": [1.0] * 4, "triangle": [1.0] * 3, "star": [1.0, 0.45] * 5}
-"""For each the distances from the centre of its corners, all around."""
+"""For each shape, the distances of its corners from the centre, in order around it."""
 
 DIGITS = "0123456789"
 
-_SIDES = (120, 240)  # of a picture, in pixels; the longer one may be a third longer
-_SIZES = (0.32, 0.5)  # of what is drawn, in shorter sides of the picture
-_STENCIL = 128  # the side in pixels of the stencils, which are scaled down
+_SIDES = (120, 240)  # range of the short side of a picture in pixels; the long side is up to a third longer
+_SIZES = (0.32, 0.5)  # range of the size of a figure, as a fraction of the short side
+_STENCIL = 128  # side of the stencils in pixels, before they are scaled
 
 
 @dataclass(frozen=True)
-class Thing:
+class Figure:
     """One coloured shape or digit.
 
     Attributes:
-        color: a name in COLORS.
-        form: one in SHAPES, or a digit.
-        x, y: its centre, in pixels of the picture.
-        size: the diameter of the circle around it, in pixels.
+        color: a key of `COLORS`.
+        form: a key of `SHAPES`, or a digit.
+        x, y: centre in pixels.
+        size: diameter of the circumscribed circle in pixels.
     """
 
     color: str
@@ -57,11 +57,11 @@ class Thing:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture, and what it shows.
+    """A picture and its description.
 
     Attributes:
-        picture: in red, green and blue.
-        text: such as "a red circle", or "a red circle left of a blue 7"; the one to the left, or above, goes first.
+        picture: an RGB image.
+        text: such as "a red circle" or "a red circle left of a blue 7". The left or upper figure comes first.
     """
 
     picture: Image
@@ -69,11 +69,11 @@ class Drawing:
 
 
 def draw(seed: str, size: tuple[int, int] | None = None) -> Drawing:
-    """One thing or two on a background; everything about them is up to the seed.
+    """Draws one or two figures on a background. The seed determines everything.
 
     Args:
-        seed: any text.
-        size: the width and the height of the picture in pixels, from 120 to 320; up to the seed when None.
+        seed: any string.
+        size: width and height of the picture in pixels, 120 to 320 each. None derives them from the seed.
 
     Raises:
         ImageError: Pillow is not installed.
@@ -81,35 +81,35 @@ def draw(seed: str, size: tuple[int, int] | None = None) -> Drawing:
     random = Random(seed)
     width, height = size or random_size(random)
     if random.random() < 0.3:
-        things, text = [thing := _random_thing(width, height, random)], str(thing)
+        figures, text = [figure := _random_figure(width, height, random)], str(figure)
     else:
-        things, text = _random_pair(width, height, random)
+        figures, text = _random_pair(width, height, random)
     picture = _background(width, height, random)
-    for thing in things:
-        _put(thing, picture, random)
+    for figure in figures:
+        _paste(figure, picture, random)
     return Drawing(picture, text)
 
 
 def random_size(random: Random) -> tuple[int, int]:
-    """The width and the height of a picture, in pixels."""
+    """Returns the width and height of a picture in pixels."""
     short = random.randint(*_SIDES)
     long = round(short * random.uniform(1, 4 / 3))
     return random.choice([(short, long), (long, short)])
 
 
-def _random_thing(width: int, height: int, random: Random) -> Thing:
+def _random_figure(width: int, height: int, random: Random) -> Figure:
     size = random.uniform(*_SIZES) * min(width, height)
     x, y = random.uniform(size / 2, width - size / 2), random.uniform(size / 2, height - size / 2)
     form = random.choice([random.choice(list(SHAPES)), random.choice(DIGITS)])
-    return Thing(random.choice(list(COLORS)), form, x, y, size)
+    return Figure(random.choice(list(COLORS)), form, x, y, size)
 
 
-def _random_pair(width: int, height: int, random: Random) -> tuple[list[Thing], str]:
-    """Two things that don't touch, of which one is clearly left of the other or above it, and the text."""
+def _random_pair(width: int, height: int, random: Random) -> tuple[list[Figure], str]:
+    """Returns two figures that don't touch, one clearly left of or above the other, and their description."""
     while True:
-        things = [_random_thing(width, height, random) for _ in range(2)]
+        figures = [_random_figure(width, height, random) for _ in range(2)]
         axis, words = random.choice([("x", "left of"), ("y", "above")])
-        first, second = sorted(things, key=lambda thing: float(getattr(thing, axis)))
+        first, second = sorted(figures, key=lambda figure: float(getattr(figure, axis)))
         across, down = second.x - first.x, second.y - first.y
         along, aside = (across, abs(down)) if axis == "x" else (down, abs(across))
         if along > 2 * aside and math.hypot(along, aside) > 0.55 * (first.size + second.size):
@@ -117,7 +117,7 @@ def _random_pair(width: int, height: int, random: Random) -> tuple[list[Thing], 
 
 
 def _background(width: int, height: int, random: Random) -> Image:
-    """A gradient between four pale shades, or four dark ones, with some grain."""
+    """Returns a gradient between four light or four dark colours, with some noise."""
     images = pillow()
     shades = random.choice([range(60), range(195, 256)])
     corners = images.frombytes("RGB", (2, 2), bytes(random.choices(shades, k=12)))
@@ -127,20 +127,20 @@ def _background(width: int, height: int, random: Random) -> Image:
     return blended
 
 
-def _put(thing: Thing, picture: Image, random: Random) -> None:
-    """Draws a thing: a shape turned at will, a digit tilted a little, in one of many shades of its colour."""
-    turn = random.uniform(-12, 12) if thing.form in DIGITS else random.uniform(0, 360)
+def _paste(figure: Figure, picture: Image, random: Random) -> None:
+    """Draws a figure with a random shade of its colour. Shapes are rotated by any angle, digits by a small one."""
+    angle = random.uniform(-12, 12) if figure.form in DIGITS else random.uniform(0, 360)
     images = pillow()
-    size = round(thing.size)
-    stencil = _stencil(thing.form).rotate(turn, resample=images.Resampling.BILINEAR)
+    size = round(figure.size)
+    stencil = _stencil(figure.form).rotate(angle, resample=images.Resampling.BILINEAR)
     stencil = stencil.resize((size, size), resample=images.Resampling.BICUBIC)
-    shade = tuple(min(255, max(0, value + random.randint(-25, 25))) for value in COLORS[thing.color])
-    picture.paste(shade, (round(thing.x - size / 2), round(thing.y - size / 2)), stencil)
+    shade = tuple(min(255, max(0, value + random.randint(-25, 25))) for value in COLORS[figure.color])
+    picture.paste(shade, (round(figure.x - size / 2), round(figure.y - size / 2)), stencil)
 
 
 @cache
 def _stencil(form: str) -> Image:
-    """White on black, within a circle as wide as the image."""
+    """Returns the form in white on black, inside the largest circle of the image."""
     images = pillow()
     from PIL import ImageDraw, ImageFont
 

@@ -1,6 +1,6 @@
-"""`ligerzoo demo`: the library in five steps, on a model that comes along. It needs no network and no GPU.
+"""`ligerzoo demo`: five steps with a small Llama that is part of the package. Needs no network and no GPU.
 
-A step is a function as a user would write it. The demo shows its source, runs it, and checks what it claims.
+Each step is a function as a user would write it. The demo prints its source, runs it and checks the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHECKPOINT = Path(__file__).parent / "assets" / "tiny-python-llama"
 """A Llama trained on the source of Python's standard library by tools/train_embedded_model.py."""
 
 HELD_OUT = ("configparser.py", "difflib.py", "fractions.py", "ipaddress.py", "statistics.py")
-"""The modules of the standard library that it was not trained on."""
+"""Modules of the standard library that were excluded from its training data."""
 
 PROMPT = "def remove_duplicates(items):\n    seen = set()\n    for"
 PROMPT_AFTER_TRAINING = "def is_valid(address):\n    if"
@@ -48,14 +48,14 @@ print(Decoder(nn.Embedding(100, 64), [block], RMSNorm(64)))
 
 
 def load(directory: Path) -> tuple[Llama, Tokenizer]:
-    """A directory in Hugging Face format; an id on the hub, such as "org/name", loads in the same way."""
+    """Loads a directory in Hugging Face format. A hub id such as "org/name" works too."""
     model = Llama.from_pretrained(directory, dtype="float32")
     tokenizer = Tokenizer.from_pretrained(directory)
     return model, tokenizer
 
 
 def complete(model: Llama, tokenizer: Tokenizer, prompt: str) -> str:
-    """The prompt and the likeliest continuation, printed as it comes."""
+    """Prints the prompt and its greedy continuation during generation."""
     ids = torch.tensor([tokenizer.encode(prompt)])
     streamer = TextStreamer(tokenizer, skip_prompt=False)
     ids = model.generate(ids, max_new_tokens=60, repetition_penalty=1.2, streamer=streamer)
@@ -63,12 +63,12 @@ def complete(model: Llama, tokenizer: Tokenizer, prompt: str) -> str:
 
 
 def fine_tune(model: Llama, windows: Tensor, steps: int = STEPS, batch: int = BATCH) -> None:
-    """Training is a PyTorch loop; given labels, the model returns the fused loss."""
+    """Trains in a plain PyTorch loop. With labels, the model returns the fused loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(0)
     for _ in (progress := tqdm(range(steps), unit="step")):
-        chosen = windows[torch.randint(len(windows), (batch,), generator=generator)]
-        loss = model(chosen, labels=chosen).loss
+        rows = windows[torch.randint(len(windows), (batch,), generator=generator)]
+        loss = model(rows, labels=rows).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,13 +76,13 @@ def fine_tune(model: Llama, windows: Tensor, steps: int = STEPS, batch: int = BA
 
 
 def save_and_reload(model: Llama, directory: Path) -> Llama:
-    """What is written can be read by transformers and vLLM too; it appears at once, when it is complete."""
+    """Saves atomically, in files that transformers and vLLM read too."""
     model.save_pretrained(directory, max_shard_size="5MB")
     return Llama.from_pretrained(directory)
 
 
 def generate_twice(model: Llama, tokenizer: Tokenizer, prompt: str) -> tuple[Tensor, Tensor]:
-    """With the cache of keys and values, and computing all of them anew for every token."""
+    """Generates with the KV cache, and without it."""
     ids = torch.tensor([tokenizer.encode(prompt)])
     streamer = TextStreamer(tokenizer, skip_prompt=False)
     cached = model.generate(ids, max_new_tokens=60, repetition_penalty=1.2, streamer=streamer)
@@ -94,80 +94,86 @@ def run(text_file: Path | None = None) -> int:
     """Runs the demo.
 
     Args:
-        text_file: UTF-8 text to fine-tune on, in place of a module of the standard library.
+        text_file: UTF-8 text to fine-tune on. None uses a module of the standard library.
 
     Returns:
-        The exit code: 0, or 1 when a check failed.
+        The exit code: 0, or 1 if a check failed.
 
     Raises:
-        LigerzooError: the text is too short, or is not UTF-8.
-        OSError: the text cannot be read.
+        LigerzooError: the text is too short or not valid UTF-8.
+        OSError: the file cannot be read.
     """
-    torch.set_num_threads(1)  # more hardly help so small a model, and cost much where others use the cores too
+    torch.set_num_threads(1)  # a small model gains little from more threads
     text_file = text_file or Path(sysconfig.get_path("stdlib")) / "ipaddress.py"
     try:
         text = text_file.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise LigerzooError("is not UTF-8 text", where=text_file, got=error) from error
+        raise LigerzooError("not valid UTF-8", where=text_file, got=error, remedy="Pass a text file.") from error
     checks = Checks()
 
-    heading("1. Load a checkpoint", load)
+    print_step("1. Load a checkpoint", load)
     model, tokenizer = load(CHECKPOINT)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    checks.tell(f"{parameters:,} parameters: every tensor is the one in the files", equals_files(model, CHECKPOINT))
+    checks.add(f"{parameters:,} parameters, each tensor equal to the files", equals_files(model, CHECKPOINT))
 
-    heading("2. Complete a Python function", complete)
+    print_step("2. Complete a Python function", complete)
     completed = complete(model, tokenizer, PROMPT)
     lines = count_python_lines(completed)
-    checks.tell(f"its first {lines} lines are valid Python", lines > PROMPT.count("\n") + 1)
+    checks.add(f"the first {lines} lines are valid Python", lines > PROMPT.count("\n") + 1)
 
-    heading(f"3. Fine-tune on {text_file.name}, which it has not seen", fine_tune)
-    training, kept_aside = split(text, tokenizer)
-    before = loss_on(model, kept_aside)
+    print_step(f"3. Fine-tune on {text_file.name}, which is not in its training data", fine_tune)
+    training, validation = split(text, tokenizer)
+    before = loss_on(model, validation)
     fine_tune(model, training)
-    after = loss_on(model, kept_aside)
-    checks.tell(f"the loss on passages kept aside fell from {before:.3f} to {after:.3f}", after < before)
+    after = loss_on(model, validation)
+    checks.add(f"the validation loss fell from {before:.3f} to {after:.3f}", after < before)
 
-    heading("4. Save and load again", save_and_reload)
+    print_step("4. Save and reload", save_and_reload)
     with tempfile.TemporaryDirectory() as directory:
         reloaded = save_and_reload(model, Path(directory) / "model")
         files = len(list(Path(directory, "model").glob("*.safetensors")))
-        checks.tell(f"every tensor went through {files} files and kept its bytes", same_bytes(model, reloaded))
+        checks.add(f"every tensor is the same, bit for bit, after {files} files", same_bytes(model, reloaded))
 
-        heading("5. Generate with the model that came back", generate_twice)
+        print_step("5. Generate with the reloaded model", generate_twice)
         cached, uncached = generate_twice(reloaded, tokenizer, PROMPT_AFTER_TRAINING)
-        checks.tell("with and without the cache it writes the same", torch.equal(cached, uncached))
+        checks.add("the outputs with and without the cache are equal", torch.equal(cached, uncached))
 
-    print(f"\n{checks.passed} of {checks.told} checks passed.\n\n{styled('Try next', BOLD)}")
+    print(f"\n{checks.passed} of {checks.total} checks passed.\n\n{styled('Try next', BOLD)}")
     for purpose, command in next_commands():
         print(f"\n{styled('# ' + purpose, DIM)}\n{command}")
-    return 0 if checks.passed == checks.told else 1
+    return 0 if checks.passed == checks.total else 1
 
 
-# What the steps are checked with
+# Checks
 
 
 class Checks:
-    """Tells of each check how it went, and counts."""
+    """Prints and counts the results of checks.
+
+    Attributes:
+        total: number of checks.
+        passed: number of checks that passed.
+    """
 
     def __init__(self) -> None:
-        self.told = self.passed = 0
+        self.total = self.passed = 0
 
-    def tell(self, claim: str, holds: bool) -> None:
-        self.told += 1
-        self.passed += holds
-        print(f"{styled('✓', GREEN)} {claim}" if holds else f"{styled('✗', RED)} NOT TRUE: {claim}", flush=True)
+    def add(self, claim: str, is_true: bool) -> None:
+        """Prints whether a claim is true."""
+        self.total += 1
+        self.passed += is_true
+        print(f"{styled('✓', GREEN)} {claim}" if is_true else f"{styled('✗', RED)} NOT TRUE: {claim}", flush=True)
 
 
 def equals_files(model: Llama, directory: Path) -> bool:
-    """Whether the model's weights have the values in the files, which may be of another dtype."""
+    """Returns whether the model's weights equal the tensors in the files, converted to the model's dtype."""
     weights = model.state_dict()
     with Checkpoint(directory) as files:
         return all(torch.equal(files.read(name).to(weights[name].dtype), weights[name]) for name in files.tensors)
 
 
 def count_python_lines(text: str) -> int:
-    """How many lines from the beginning are complete Python."""
+    """Returns the number of leading lines that are valid Python."""
     lines = text.splitlines()
     for count in range(len(lines), 0, -1):
         try:
@@ -179,23 +185,30 @@ def count_python_lines(text: str) -> int:
 
 
 def split(text: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """The text in windows (windows, WINDOW) that begin with BOS: those to train on, and every fifth, kept aside."""
+    """Splits a text into training and validation windows (number, WINDOW), each with a BOS token first.
+
+    Every fifth window is for validation, at most 32.
+
+    Raises:
+        LigerzooError: the text is too short.
+    """
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.long)
     count = len(ids) // (WINDOW - 1)
     if count < 10:
-        raise LigerzooError("the text is too short to learn from", got=f"{len(ids)} tokens", expected=f"{10 * WINDOW}")
+        raise LigerzooError("the text is too short", got=f"{len(ids)} tokens", expected=f"at least {10 * WINDOW}")
     windows = F.pad(ids[: count * (WINDOW - 1)].view(count, -1), (1, 0), value=tokenizer.bos_token_id)
-    is_aside = torch.arange(count) % 5 == 4
-    return windows[~is_aside], windows[is_aside][:32]
+    is_validation = torch.arange(count) % 5 == 4
+    return windows[~is_validation], windows[is_validation][:32]
 
 
 @torch.no_grad()
 def loss_on(model: Llama, windows: Tensor) -> float:
+    """Returns the mean loss per token."""
     return float(model(windows, labels=windows).loss)
 
 
 def same_bytes(model: Llama, other: Llama) -> bool:
-    """Whether both have the same tensors, bit for bit."""
+    """Returns whether two models have the same tensors, bit for bit."""
     ours, theirs = model.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(
         (a := ours[name]).dtype == (b := theirs[name]).dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -204,35 +217,35 @@ def same_bytes(model: Llama, other: Llama) -> bool:
 
 
 def next_commands() -> list[tuple[str, str]]:
-    """What each is good for, and the command, as it works in this directory."""
-    python = shlex.quote(here(sys.executable))
+    """Returns commands to try next, with their purpose. They work in the current directory."""
+    python = shlex.quote(relative_path(sys.executable))
     generate = f'{python} -m ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "The liger is"'
-    fine_tune = f"{python} -m ligerzoo demo --text {shlex.quote(here(__file__))}"
+    fine_tune = f"{python} -m ligerzoo demo --text {shlex.quote(relative_path(__file__))}"
     compose = f'{python} -c "{COMPOSITION}"'
     return [
-        ("a checkpoint from the hub (270 MB); any other Llama's id will do", generate),
-        ("your own text, for which this demo's own source stands in", fine_tune),
-        ("an architecture of your own, composed from layers", compose),
+        ("a checkpoint from the hub (270 MB); any other Llama works too", generate),
+        ("your own text (here, the source of this demo)", fine_tune),
+        ("your own architecture, composed from layers", compose),
     ]
 
 
-def here(path: str) -> str:
-    """The path as seen from the current directory, where it is inside."""
+def relative_path(path: str) -> str:
+    """Returns a path inside the current directory relative to it, other paths unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
 
-# How it looks
+# Output
 
 BOLD, DIM, RED, GREEN = 1, 2, 31, 32
 
 
 def styled(text: str, code: int) -> str:
-    """The text in a style, on a terminal that did not ask for none (https://no-color.org)."""
+    """Returns the text in a style, on terminals without NO_COLOR (https://no-color.org)."""
     return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
-def heading(title: str, step: Callable[..., object]) -> None:
-    """Announces a step and shows its source."""
+def print_step(title: str, step: Callable[..., object]) -> None:
+    """Prints the title and the source of a step."""
     print(f"\n{styled(title, BOLD)}\n")
     print(styled(textwrap.indent(inspect.getsource(step), "    "), DIM), flush=True)

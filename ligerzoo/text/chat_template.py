@@ -1,22 +1,21 @@
-"""Chat templates: the small jinja programs in a checkpoint that turn a conversation into a prompt.
+"""Chat templates: the jinja programs in a checkpoint that render a conversation as a prompt.
 
-A template comes from the internet, and jinja is a programming language. jinja2's immutable sandbox keeps a template
-from running other code, but it does not bound what one filter, method or operator takes: `'%1000000000d' % 1`,
-`x.replace('', y)`, `10 ** 10 ** 10` or the text of a list that holds another many times over. A list of such operations
-has no end, and a budget that trusts the list proves nothing.
+A template is untrusted code. jinja2's immutable sandbox keeps it from running other code, but does not limit the time
+and memory of a filter, method or operator: `'%1000000000d' % 1`, `x.replace('', y)`, `10 ** 10 ** 10`, the text of a
+deeply nested list. No list of such operations is complete.
 
-So templates are rendered in another process (`ligerzoo.text.template_worker`) and the kernel enforces the limits:
+So another process (`ligerzoo.text.template_worker`) renders templates, and the operating system enforces the limits:
 
-- memory: `RLIMIT_AS`, 192 MiB beyond what the process has after start-up. Every allocation counts, whichever operation
-  makes it. Linux only: elsewhere the kernel has no such limit, and the time bounds how much can be allocated.
-- CPU time for each conversation: a timer raises a Python exception at 1.5 s, and a second one kills the process 0.3 s
-  later, even inside an operation that never returns to Python.
-- what comes back: JSON of at most 2**23 characters of text, read up to a fixed size.
+- Memory: `RLIMIT_AS`, 192 MiB more than the process has after start-up. It covers every allocation, on Linux only. On
+  other systems the time limit bounds the allocations.
+- CPU time for each conversation: a timer raises a Python exception after 1.5 s. A second timer kills the process 0.3 s
+  later, even inside an operation that does not return to Python.
+- Output: JSON with at most 2**23 characters of text, read up to a fixed size.
 
-A crash of the process (a stack overflow in C, for example) is an error like the others. A conversation of a million
-characters takes 0.01 s, or 0.25 s where the template copies all that it has at each message. The process takes some
-60 ms to start and 20 MiB of memory, and 0.05 ms for a short conversation. It starts with the first conversation, serves
-all threads, and ends with the program. After a limit was reached, and in a forked program, a new one starts.
+A crash of the process (for example a stack overflow in C) raises TokenizerError too. A conversation of a million
+characters takes 0.01 s, or 0.25 s if the template copies all text at each message. The process starts in 60 ms, uses
+20 MiB, and takes 0.05 ms for a short conversation. It starts with the first conversation, serves all threads, and ends
+with the program. A new one starts after a limit was exceeded and in a forked program.
 """
 
 import atexit
@@ -34,9 +33,9 @@ from typing import Any
 
 from ligerzoo.errors import TokenizerError
 
-_MAX_SECONDS = 1.5  # of CPU time for one conversation
+_MAX_SECONDS = 1.5  # CPU time for one conversation
 _MAX_MEMORY = 192 * 2**20
-_MAX_REPLY = 2**27  # bytes: the longest text as JSON, where a character takes 12 at most
+_MAX_REPLY = 2**27  # bytes: the longest text as JSON, with at most 12 bytes per character
 _START = (
     "import sys; sys.path[:] = sys.argv[2:]; from ligerzoo.text.template_worker import main; main(int(sys.argv[1]))"
 )
@@ -46,28 +45,28 @@ class ChatTemplate:
     """One chat template.
 
     Args:
-        source: the jinja text.
-        where: the name that errors give it: a file, or a file and the field in it.
+        source: the jinja source.
+        where: the file, or the file and field, of the template, for error messages.
     """
 
     def __init__(self, source: str, where: str) -> None:
         self.source, self.where = source, where
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The prompt.
+        """Renders the template and returns the prompt.
 
         Args:
-            variables: what the template may read, `messages` among it. Mappings, lists, strings, numbers, booleans and
-                None reach it as they are; anything else (an image, a tensor) as its type's name, `<Image>`.
+            variables: the template's variables, including `messages`. Mappings, lists, strings, numbers, booleans and
+                None are passed unchanged; other objects (an image, a tensor) as the name of their type, `<Image>`.
 
         Raises:
-            TokenizerError: the template is malformed, fails, refuses the messages, or takes more time or memory than
-                allowed. The error names the template and, if known, the line.
+            TokenizerError: the template is malformed, fails, refuses the messages, or exceeds the time or memory limit.
+                The error names the template and, if available, the line.
         """
         try:
             request = marshal.dumps((_MAX_SECONDS, self.source, self.where, _plain(variables)))
         except (ValueError, RecursionError) as error:
-            raise TokenizerError("the variables cannot be sent to the template", where=self.where, got=error) from error
+            raise TokenizerError("cannot send the variables to the template", where=self.where, got=error) from error
         reply = _worker.exchange(request)
         if isinstance(text := reply.get("text"), str):
             return text
@@ -78,15 +77,15 @@ class ChatTemplate:
 def _problem(reply: Mapping[str, Any]) -> str:
     match reply:
         case {"limit": "memory"}:
-            return f"takes more than the {_MAX_MEMORY // 2**20} MiB of memory allowed"
+            return f"exceeds the memory limit of {_MAX_MEMORY // 2**20} MiB"
         case {"limit": "time"}:
-            return f"takes more than the {_MAX_SECONDS} s of CPU time allowed"
+            return f"exceeds the limit of {_MAX_SECONDS} s of CPU time"
         case _:
             return str(reply.get("error"))
 
 
 def _plain(value: Any) -> Any:
-    """Rebuild from JSON's types alone: what the methods of other objects do, the sandbox does not know."""
+    """Returns a copy of JSON types only: the sandbox cannot check the methods of other objects."""
     match value:
         case None | bool():
             return value
@@ -105,20 +104,20 @@ def _plain(value: Any) -> Any:
 
 
 class _Worker:
-    """The process that renders, one conversation at a time."""
+    """The rendering process; it renders one conversation at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def exchange(self, request: bytes) -> dict[str, Any]:
-        """The worker's reply, or what ended the worker before it replied.
+        """Returns the worker's reply or, if the worker ended without one, the reason.
 
         Raises:
-            TokenizerError: no process can be started.
+            TokenizerError: the process cannot be started.
         """
         with self._lock:
-            process = self._process = self._process or _started()
+            process = self._process = self._process or _start_process()
             reply: dict[str, Any] | None = None
             try:
                 _send(process, request)
@@ -128,14 +127,14 @@ class _Worker:
                     process.wait(timeout=1)
                 if process.returncode == -signal.SIGPROF:
                     return {"limit": "time"}
-                return {"error": f"ends the process that renders it (exit status {process.returncode})"}
-            finally:  # after a limit, a crash or Ctrl-C, the next conversation starts a new process
+                return {"error": f"crashes the rendering process (exit status {process.returncode})"}
+            finally:  # the next conversation starts a new process
                 if reply is None or "limit" in reply:
                     self._end()
             return reply
 
     def end(self) -> None:
-        """Ends the process."""
+        """Kills the process."""
         with self._lock:
             self._end()
 
@@ -145,20 +144,20 @@ class _Worker:
             process.kill()
             process.communicate()
 
-    def forget(self) -> None:
-        """Leaves the process to the program that this one was forked from."""
+    def detach(self) -> None:
+        """Drops the process in a forked program: it belongs to the parent."""
         if self._process is not None:
-            self._process.returncode = 0  # so that the destructor does not wait for it
+            self._process.returncode = 0  # keeps the destructor from waiting for it
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
                     pipe.close()
         self._process, self._lock = None, threading.Lock()
 
 
-def _started() -> subprocess.Popen[bytes]:
-    remedy = "Render the conversation elsewhere, and encode its text."
+def _start_process() -> subprocess.Popen[bytes]:
+    remedy = "Render the conversation in another program, and pass its text to Tokenizer.encode."
     if not sys.executable or getattr(sys, "frozen", False):
-        what = "a chat template needs a Python interpreter, and this program has none of its own"
+        what = "rendering a chat template needs a Python interpreter, and this program has none"
         raise TokenizerError(what, where="sys.executable", got=repr(sys.executable), remedy=remedy)
     paths = [str(Path(__file__).parent.parent), *filter(None, sys.path)]
     try:
@@ -168,11 +167,11 @@ def _started() -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for this program
+            start_new_session=True,  # Ctrl-C interrupts this program only
         )
     except OSError as error:
         raise TokenizerError(
-            "the process that renders chat templates cannot be started",
+            "cannot start the process that renders chat templates",
             where=sys.executable,
             got=error,
             remedy=remedy,
@@ -206,4 +205,4 @@ def _read(process: subprocess.Popen[bytes], size: int) -> bytes:
 
 _worker = _Worker()
 atexit.register(_worker.end)
-os.register_at_fork(after_in_child=_worker.forget)
+os.register_at_fork(after_in_child=_worker.detach)

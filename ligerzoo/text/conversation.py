@@ -1,65 +1,79 @@
-"""Conversations with a model, in text and, if the model sees them, in images."""
+"""Conversations with a model, in text and, if the model reads images, with images."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ligerzoo.errors import ImageError, TokenizerError
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.vision import read_image
-from ligerzoo.vision.processor import Processor
+
+
+class ImageTextProcessor(Protocol):
+    """The methods of `ligerzoo.Processor` that a conversation uses."""
+
+    def read_image(self, image: str | Path, /) -> Tensor:
+        """Returns the image in a file as uint8 RGB (3, H, W)."""
+
+    def __call__(self, text: list[dict[str, Any]], /, *, add_generation_prompt: bool) -> dict[str, Tensor]:
+        """Returns the model inputs of the messages."""
 
 
 class Conversation:
-    """What was said so far, from which the model's inputs for its next answer follow.
+    """The messages of a conversation so far, and the model inputs for the next answer.
 
     Args:
-        reader: the model's processor, or the tokenizer of one that reads text alone.
-        system: instructions that come first; None for none.
+        tokenizer: the model's tokenizer, with a chat template.
+        processor: the model's processor, or None if the model reads text only.
+        system: the system message, or None.
 
     Attributes:
-        tokenizer: the reader's, to decode answers.
-        messages: what was said, in the form of chat templates.
+        tokenizer: the tokenizer, to decode answers.
+        messages: the messages in the format of chat templates.
 
     Raises:
-        TokenizerError: there is no chat template.
+        TokenizerError: the tokenizer has no chat template.
     """
 
-    def __init__(self, reader: Processor | Tokenizer, system: str | None = None) -> None:
-        self._processor = reader if isinstance(reader, Processor) else None
-        self.tokenizer = reader.tokenizer if isinstance(reader, Processor) else reader
-        if not self.tokenizer.chat_templates:
+    def __init__(
+        self, tokenizer: Tokenizer, processor: ImageTextProcessor | None = None, *, system: str | None = None
+    ) -> None:
+        self.tokenizer, self._processor = tokenizer, processor
+        if not tokenizer.chat_templates:
             raise TokenizerError(
                 "the tokenizer has no chat template, so the model was not trained to chat",
-                remedy="Continue a text with `ligerzoo generate`, or take the model's instruction-tuned variant.",
+                remedy="Use `ligerzoo generate`, or load the model's instruction-tuned variant.",
             )
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        self._shown: list[Tensor] = []
+        self._images: list[Tensor] = []
 
     @property
-    def sees(self) -> bool:
-        """Whether images can be shown."""
+    def reads_images(self) -> bool:
+        """Whether the model reads images."""
         return self._processor is not None
 
-    def show(self, file: str | Path) -> None:
-        """Shows an image with the next question.
+    def add_image(self, file: str | Path) -> None:
+        """Adds an image to the next question.
 
         Raises:
-            ImageError: the file cannot be read as an image, or the model reads text alone.
+            ImageError: the file cannot be read as an image, or the model reads text only.
         """
         if self._processor is None:
-            raise ImageError("the model sees no images, or its processor is missing", where=file)
-        self._shown.append(read_image(file))
+            raise ImageError(
+                "the model reads text only, or the checkpoint has no preprocessor_config.json",
+                where=file,
+                remedy="Load a vision-language model.",
+            )
+        self._images.append(self._processor.read_image(file))
 
     def ask(self, question: str) -> dict[str, Tensor]:
-        """The model's inputs for its answer to a question, which goes after the images that were shown with it."""
+        """Adds a question, after the images that belong to it, and returns the model inputs for its answer."""
         text = {"type": "text", "text": question}
-        images = [{"type": "image", "image": image} for image in self._shown]
+        images = [{"type": "image", "image": image} for image in self._images]
         self.messages.append({"role": "user", "content": [*images, text] if images else question})
-        self._shown = []
+        self._images = []
         if self._processor is not None:
             return self._processor(self.messages, add_generation_prompt=True)
         inputs: dict[str, Tensor] = self.tokenizer.apply_chat_template(
@@ -67,6 +81,6 @@ class Conversation:
         )
         return inputs
 
-    def answer(self, text: str) -> None:
-        """Keeps the model's answer, to which later questions may refer."""
+    def add_answer(self, text: str) -> None:
+        """Adds the model's answer, so that later questions may refer to it."""
         self.messages.append({"role": "assistant", "content": text})

@@ -1,4 +1,13 @@
-"""Decoding as generation goes: text out of token ids that come one at a time."""
+"""Incremental decoding: text from token ids that arrive one at a time.
+
+The pieces of text concatenate to exactly what `decode` returns for all ids. `tokenizers.decoders.DecodeStream` (0.23.3)
+does not guarantee this:
+
+- It has no flush. For the single id of `<0xA3>`, `decode` returns U+FFFD and the stream returns None. An unfinished
+  character at the end of a byte-level text is lost too, and so is a U+FFFD at the end of the original text.
+- It returns byte-fallback tokens too early. For `<0x41> <0xB4>` it returns "A", but `decode` gives two U+FFFD, because
+  the decoder rejects a run of byte tokens as a whole. The next token then raises "Invalid prefix encountered".
+"""
 
 from __future__ import annotations
 
@@ -10,39 +19,44 @@ from typing import SupportsIndex
 from tokenizers.decoders import Decoder
 
 
-class TextStream:
-    """Text out of token ids that come one at a time, as they do in generation.
+class IncrementalDecoder:
+    """Decodes token ids that arrive one at a time, as in generation.
 
-    The texts of all `push` calls and the last `flush` together are exactly what `decode` makes of all the ids. No piece
-    ends inside a character. Held back are the bytes of an unfinished character; a whole run of byte tokens, for
-    tokenizers that fall back to bytes, since what follows decides how the run reads; and everything, for decoders of
-    other kinds than the usual ones, which may look at a text as a whole.
+    The results of all `push` calls and the last `flush` concatenate to what `decode` returns for all ids. No piece ends
+    inside a character. The decoder holds back
+
+    - the bytes of an unfinished character;
+    - runs of byte-fallback tokens, because the tokens after them decide how the run decodes;
+    - everything until `flush`, for unusual decoder types, which may depend on the whole text.
 
     Args:
-        id_to_token: how the vocabulary spells an id; None for an id without a token, which is left out.
-        decoder: makes text of all tokens at once; None joins them by spaces.
-        hidden: ids to leave out.
+        id_to_token: returns the vocabulary's spelling of an id; None for an id without a token, which is skipped.
+        decoder: decodes a list of tokens. None joins them with spaces.
+        skipped_ids: ids to leave out.
     """
 
     def __init__(
-        self, id_to_token: Callable[[SupportsIndex], str | None], decoder: Decoder | None, hidden: Iterable[int] = ()
+        self,
+        id_to_token: Callable[[SupportsIndex], str | None],
+        decoder: Decoder | None,
+        skipped_ids: Iterable[int] = (),
     ) -> None:
         self._id_to_token = id_to_token
-        self._hidden = frozenset(hidden)
-        self._text = _incremental(decoder)
+        self._skipped_ids = frozenset(skipped_ids)
+        self._text = _text_decoder(decoder)
 
     def push(self, token_id: SupportsIndex) -> str:
-        """The text that this id completes, often "" for a part of a character."""
+        """Returns the text that this id completes; "" if it completes none."""
         token = self._id_to_token(token_id)
-        return "" if token is None or token_id.__index__() in self._hidden else self._text.push(token)
+        return "" if token is None or token_id.__index__() in self._skipped_ids else self._text.push(token)
 
     def flush(self) -> str:
-        """What was held back; the text ends here, and the next `push` begins another."""
+        """Ends the text and returns what was held back. The next `push` begins a new text."""
         return self._text.flush()
 
 
 class _ByteLevelText:
-    """Each character of a token stands for a byte; the bytes of all tokens together are UTF-8."""
+    """Decodes byte-level tokens: each character is one byte, and the bytes of all tokens are UTF-8."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -50,7 +64,7 @@ class _ByteLevelText:
     def push(self, token: str) -> str:
         try:
             return self._utf8.decode(bytes(_BYTE_OF_CHARACTER[character] for character in token))
-        except KeyError:  # an added token, spelled as it is
+        except KeyError:  # an added token contains its literal text
             return self._utf8.decode(token.encode())
 
     def flush(self) -> str:
@@ -58,7 +72,7 @@ class _ByteLevelText:
 
 
 class _PiecewiseText:
-    """Each token stands for its own text, but for a beginning that is stripped and runs of byte tokens."""
+    """Decodes tokens independently, except for runs of byte tokens and a leading space that is stripped."""
 
     def __init__(self, join: Callable[[list[str]], str]) -> None:
         self._join = join
@@ -79,14 +93,14 @@ class _PiecewiseText:
     def _take(self) -> str:
         text = self._join(self._earlier + self._pending)[len(self._earlier) :]
         if text:
-            self._earlier = ["x"]  # from now on, one letter stands for all earlier text: what follows is no beginning
+            self._earlier = ["x"]  # one letter replaces all earlier text, so that later spaces are not leading ones
         if self._earlier:
             self._pending = []
         return text
 
 
 class _WholeText:
-    """Nothing is known about the decoder: all is held back until the end."""
+    """Decodes at the end, for decoders of which nothing is known."""
 
     def __init__(self, join: Callable[[list[str]], str]) -> None:
         self._join = join
@@ -110,21 +124,21 @@ _SENTENCEPIECE_STAGES = [
 _STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def _incremental(decoder: Decoder | None) -> _ByteLevelText | _PiecewiseText | _WholeText:
+def _text_decoder(decoder: Decoder | None) -> _ByteLevelText | _PiecewiseText | _WholeText:
     if decoder is None:
         return _WholeText(" ".join)
     stage = json.loads(decoder.__getstate__())
     stages = stage["decoders"] if stage["type"] == "Sequence" else [stage]
-    kinds = [stage["type"] for stage in stages]
-    if kinds == ["ByteLevel"]:
+    types = [stage["type"] for stage in stages]
+    if types == ["ByteLevel"]:
         return _ByteLevelText()
-    if kinds == ["Metaspace"] or stages in (_SENTENCEPIECE_STAGES, [*_SENTENCEPIECE_STAGES, _STRIP_FIRST_SPACE]):
+    if types == ["Metaspace"] or stages in (_SENTENCEPIECE_STAGES, [*_SENTENCEPIECE_STAGES, _STRIP_FIRST_SPACE]):
         return _PiecewiseText(decoder.decode)
     return _WholeText(decoder.decode)
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 characters stand for themselves, U+0100 and on for other bytes."""
+    """Returns the byte-level alphabet: printable Latin-1 characters mean themselves, U+0100 and up the other bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

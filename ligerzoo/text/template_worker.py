@@ -1,10 +1,10 @@
-"""The process that renders chat templates. `ligerzoo.text.chat_template` starts it, and says why it exists.
+"""The process that renders chat templates. `ligerzoo.text.chat_template` starts it and explains why it exists.
 
-Reads requests from standard input and writes replies to standard output. Both have a length first (8 bytes, little
-endian). A request is what `marshal` writes of (seconds, source, name, variables), and comes from the parent process
-alone. A reply is JSON, because what a hostile template has touched must be plain data for the parent.
+It reads requests from standard input and writes replies to standard output. Each begins with its length (8 bytes,
+little endian). A request is (seconds, source, name, variables) in `marshal` format, and only the parent process sends
+any. A reply is JSON: a hostile template may have produced it, and JSON is plain data.
 
-This module imports jinja2 and the standard library only, so that the process starts in 60 ms and stays small.
+This module imports only jinja2 and the standard library, so that the process starts in 60 ms and stays small.
 """
 
 import json
@@ -28,20 +28,20 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE = 2**18  # characters of a template; the longest in use have some 30,000
+MAX_SOURCE = 2**18  # characters of a template; the longest in use have about 30,000
 MAX_TEXT = 2**23  # characters of a prompt: about two million tokens
-KILL_AFTER = 0.3  # seconds of CPU time that a template has left to stop after the Python exception
+KILL_AFTER = 0.3  # seconds of CPU time between the Python exception and the kill
 
 
 class TimeLimitError(BaseException):
-    """The CPU time is used up. Not an `Exception`, so that no handler inside jinja2 catches it."""
+    """The CPU time limit is exceeded. Not an `Exception`, so that no handler inside jinja2 catches it."""
 
 
 def main(memory: int) -> None:
     """Serves requests until standard input is closed.
 
     Args:
-        memory: bytes that rendering may take beyond what this process has after start-up.
+        memory: limit in bytes, in addition to the process's memory after start-up.
     """
     limit_memory(memory)
     signal.signal(signal.SIGVTALRM, _raise_time_limit)
@@ -53,7 +53,7 @@ def main(memory: int) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """Bounds the address space. The kernel enforces it on Linux; other systems report no size and get no bound."""
+    """Limits the address space to the current size plus `memory` bytes. Linux only: other systems report no size."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sizes = Path("/proc/self/statm")
     if sizes.exists():
@@ -65,9 +65,9 @@ def limit_memory(memory: int) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeLimitError after so much CPU time; kills the process if that does not end the block."""
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)  # of user code
-    signal.setitimer(signal.ITIMER_PROF, seconds + KILL_AFTER)  # of user code and the kernel; SIGPROF kills
+    """Raises TimeLimitError in the block after this CPU time; kills the process `KILL_AFTER` seconds later."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)  # counts user time
+    signal.setitimer(signal.ITIMER_PROF, seconds + KILL_AFTER)  # counts user and kernel time; SIGPROF kills
     try:
         yield
     finally:
@@ -80,14 +80,14 @@ def _raise_time_limit(number: int, frame: FrameType | None) -> None:
 
 
 def _answer(requests: BinaryIO, size: int) -> dict[str, Any]:
-    """The reply: a "text"; or an "error" and its "line"; or the "limit" that was reached and the line."""
+    """Returns the reply: a "text", or an "error" with its "line", or the exceeded "limit" with the line."""
     name = None
     try:
         seconds, source, name, variables = marshal.loads(requests.read(size))
         with time_limit(seconds):
             text = _compiled(source, name).render(variables)
             if len(text) > MAX_TEXT:
-                raise TemplateError(f"it writes {len(text)} characters, more than the {MAX_TEXT} allowed")
+                raise TemplateError(f"the output has {len(text)} characters, more than the limit of {MAX_TEXT}")
             return {"text": text}
     except TemplateSyntaxError as error:
         return {"error": f"is malformed: {_quoted(error)}", "line": error.lineno}
@@ -102,29 +102,29 @@ def _answer(requests: BinaryIO, size: int) -> dict[str, Any]:
 @lru_cache(maxsize=4)
 def _compiled(source: str, name: str) -> Template:
     if len(source) > MAX_SOURCE:
-        raise TemplateError(f"it has {len(source)} characters, more than the {MAX_SOURCE} allowed")
+        raise TemplateError(f"the source has {len(source)} characters, more than the limit of {MAX_SOURCE}")
     code = _sandbox().compile(source, filename=name)
     return Template.from_code(_sandbox(), code, _sandbox().make_globals(None))
 
 
 def _line(error: BaseException, name: str | None) -> int | None:
-    """The line of the template that was being rendered. Its compiled code has the template's name as the file's."""
-    found = None
+    """Returns the line of the template that raised. The compiled code uses the template's name as its file name."""
+    template_line = None
     for frame, line in walk_tb(error.__traceback__):
         if frame.f_code.co_filename == name and line is not None:
-            template = frame.f_globals.get("__jinja_template__")  # absent where jinja2 has rewritten the traceback
-            found = line if template is None else template.get_corresponding_lineno(line)
-    return found
+            template = frame.f_globals.get("__jinja_template__")  # absent if jinja2 has rewritten the traceback
+            template_line = line if template is None else template.get_corresponding_lineno(line)
+    return template_line
 
 
 def _quoted(error: Exception) -> str:
-    """An error's message, short and printable: a template may word its own errors."""
+    """Returns an error message, short and printable: a template may choose the text."""
     text = str(error.message) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
     return repr(text[:500])
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox with the helpers that chat templates expect."""
+    """jinja2's immutable sandbox, with the functions that chat templates use."""
 
     def __init__(self) -> None:
         extensions = [_GenerationBlock, "jinja2.ext.loopcontrols"]
@@ -140,7 +140,7 @@ def _sandbox() -> _Sandbox:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant says. It renders as its body."""
+    """Renders `{% generation %}...{% endgeneration %}`, which marks the assistant's text, as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -150,7 +150,7 @@ class _GenerationBlock(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace that refuses names with an underscore first, which have a meaning in Python: `__call__`."""
+    """A namespace that refuses names with a leading underscore, such as `__call__`."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Namespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise SecurityError(f"a namespace may not hold {name!r}: it begins with an underscore")
+            raise SecurityError(f"a namespace may not have the name {name!r}: it begins with an underscore")
         super().__setitem__(name, value)
 
 
@@ -178,5 +178,5 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

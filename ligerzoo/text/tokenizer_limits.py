@@ -1,8 +1,8 @@
-"""What a tokenizer.json may hold. The tokenizers library bounds nothing: where memory runs out it aborts the process.
+"""Limits on tokenizer.json. The tokenizers library has none: it aborts the process when memory runs out.
 
-The rules of a tokenizer.json rewrite a text in stages, and each stage may multiply its length: ten rules that replace a
-letter by a hundred make 100**10 of it. So the product of all factors is bounded before a text is rewritten. Stages
-that only normalize Unicode count as 1: they grow a text by a constant, repeated or not.
+The rules of a tokenizer.json rewrite a text in stages, and each stage may multiply its length. Ten rules that replace a
+letter by a hundred letters produce 100**10 letters. So the product of all growth factors is limited before any text is
+rewritten. Stages that only normalize Unicode count as 1: they grow a text by a constant factor, however often repeated.
 """
 
 import base64
@@ -17,13 +17,13 @@ import tokenizers
 
 from ligerzoo.errors import TokenizerError
 
-MAX_GROWTH = 128  # XLM-RoBERTa's, among the largest, is 72: its table of characters, a rule for spaces, Metaspace
-MAX_CHARACTERS = 2**27  # of one text after all rules
+MAX_GROWTH = 128  # XLM-RoBERTa has 72, one of the largest: character table, a rule for spaces, Metaspace
+MAX_CHARACTERS = 2**27  # of a text after all rules
 MAX_STAGES = 64
-MAX_TOKEN = 2**11  # characters; the longest in use are runs of some hundred spaces
-MAX_ADDED = 2**22  # characters of all added tokens; Gemma 3's 6,400 have 2**16
-MAX_SPECIAL_IDS = 2**10  # that the post-processor adds to a text
-MAX_WORD = 2**10  # characters of a word that WordPiece looks up: the time grows with the square
+MAX_TOKEN = 2**11  # characters of a token; the longest in use are runs of about a hundred spaces
+MAX_ADDED = 2**22  # characters of all added tokens; Gemma 3 has 6,400 tokens with 2**16
+MAX_SPECIAL_IDS = 2**10  # ids that the post-processor adds to a text
+MAX_WORD = 2**10  # characters of a word; WordPiece takes time quadratic in it
 
 _SEQUENCES = {
     "normalizer": "normalizers",
@@ -35,12 +35,12 @@ _SEQUENCES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """How much longer the rules of a tokenizer.json may make a text.
+    """How much the rules of a tokenizer.json may lengthen a text.
 
     Attributes:
-        encoding: the factor from characters to characters, or token ids, of the rewritten text.
-        decoding: the factor from the characters of all tokens to those of the decoded text.
-        where: the file, for errors.
+        encoding: largest ratio of the rewritten text's characters, or token ids, to the text's characters.
+        decoding: largest ratio of the decoded text's characters to the characters of all tokens.
+        where: the file, for error messages.
     """
 
     encoding: float
@@ -49,11 +49,11 @@ class Limits:
 
     @classmethod
     def of(cls, content: Mapping[str, Any], where: str) -> Self:
-        """Checks the content of a tokenizer.json.
+        """Checks the content of a tokenizer.json and returns its limits.
 
         Raises:
             TokenizerError: a limit is exceeded.
-            Exception: of the tokenizers library, if the content is malformed.
+            Exception: the content is malformed; raised by the tokenizers library.
         """
         rules = _rules(content)
         growth: dict[str, float] = {}
@@ -70,16 +70,16 @@ class Limits:
         return limits
 
     def check_added(self, tokens: Iterable[str]) -> None:
-        """Refuses added tokens that are too long together: the library rewrites them as it does texts."""
+        """Raises TokenizerError if the added tokens are too long: the library rewrites them like texts."""
         lengths = [len(token) for token in tokens]
         _check(max(lengths, default=0), MAX_TOKEN, "characters in a token", f"{self.where}: added_tokens")
-        _check(sum(lengths) * self.encoding, MAX_ADDED, "characters in all", f"{self.where}: added_tokens")
+        _check(sum(lengths) * self.encoding, MAX_ADDED, "characters in total", f"{self.where}: added_tokens")
 
     def check_text(self, text: object) -> None:
-        """Refuses a text to encode that could become too long."""
+        """Raises TokenizerError if a text could become too long in encoding."""
         if isinstance(text, str) and len(text) * self.encoding > MAX_CHARACTERS:
             raise TokenizerError(
-                f"the tokenizer's rules may make a text {self.encoding:g} times as long",
+                f"the text is too long; the tokenizer's rules may make it {self.encoding:g} times as long",
                 where=self.where,
                 got=f"{len(text)} characters",
                 expected=f"at most {math.floor(MAX_CHARACTERS / self.encoding)}",
@@ -87,26 +87,27 @@ class Limits:
             )
 
     def check_tokens(self, tokens: Iterable[str | None], number: int) -> None:
-        """Refuses `number` tokens to decode that could become too long."""
+        """Raises TokenizerError if the text of `number` tokens could become too long in decoding."""
         if number * MAX_TOKEN * self.decoding <= MAX_CHARACTERS:
             return
         length = sum(len(token) for token in tokens if token is not None)
         if length * self.decoding > MAX_CHARACTERS:
             raise TokenizerError(
-                f"the tokens have {length} characters",
+                "the tokens are too long to decode",
                 where=self.where,
+                got=f"{length} characters",
                 expected=f"at most {math.floor(MAX_CHARACTERS / self.decoding)} for this decoder",
                 remedy="Decode the ids in parts.",
             )
 
 
 def _rules(content: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The stages of each section, in the one spelling that the library itself has for the several it reads."""
+    """Returns the stages of each section, in the canonical format that the library writes."""
     model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     sections = {name: content.get(name) for name in _SEQUENCES}
     source = json.dumps({"version": content.get("version", "1.0"), "added_tokens": [], "model": model, **sections})
-    spelled = json.loads(tokenizers.Tokenizer.from_str(source).to_str())
-    return {name: list(_stages(spelled[name], key)) for name, key in _SEQUENCES.items()}
+    canonical = json.loads(tokenizers.Tokenizer.from_str(source).to_str())
+    return {name: list(_stages(canonical[name], key)) for name, key in _SEQUENCES.items()}
 
 
 def _stages(stage: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
@@ -120,12 +121,12 @@ def _stages(stage: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _growth(section: str, stage: Mapping[str, Any]) -> float:
-    """How many characters, or ids, a stage makes of one at most."""
+    """Returns the largest number of characters, or ids, that a stage produces from one character."""
     match section, stage:
         case _, {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1, len(new) / len(old))
         case _, {"type": "Replace", "content": str(new)} | {"type": "Prepend", "prepend": str(new)}:
-            return 1 + len(new)  # a regular expression may match the empty text before each character
+            return 1 + len(new)  # a regular expression may match the empty string before each character
         case _, {"type": "Precompiled", "precompiled_charsmap": str(encoded)}:
             return _longest_in_table(encoded)
         case _, {"type": "BertNormalizer"}:
@@ -144,11 +145,11 @@ def _special_ids(stage: Mapping[str, Any]) -> int:
         case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(tokens)}:
             names = [piece["SpecialToken"]["id"] for piece in single if "SpecialToken" in piece]
             return sum(len(tokens[name]["ids"]) for name in names)
-    return 2  # of RobertaProcessing and BertProcessing; others add none
+    return 2  # RobertaProcessing and BertProcessing add two, others none
 
 
 def _longest_in_table(encoded: str) -> int:
-    """The longest text in a table of sentencepiece's: a trie, whose size comes first, and texts that end with a 0."""
+    """Returns the length of the longest text in a sentencepiece table: size of a trie, the trie, 0-terminated texts."""
     try:
         table = base64.b64decode(encoded)
     except binascii.Error:
@@ -159,7 +160,7 @@ def _longest_in_table(encoded: str) -> int:
 
 def _check_model(model: Mapping[str, Any], where: str) -> None:
     vocabulary = model.get("vocab") or []
-    if isinstance(vocabulary, list):  # of Unigram: tokens and their scores
+    if isinstance(vocabulary, list):  # Unigram: pairs of token and score
         vocabulary = [entry[0] for entry in vocabulary]
     _check(max(map(len, vocabulary), default=0), MAX_TOKEN, "characters in a token", f"{where}.vocab")
     for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -168,6 +169,6 @@ def _check_model(model: Mapping[str, Any], where: str) -> None:
     _check(model.get(name) or 0, MAX_WORD, "characters", f"{where}.{name}")
 
 
-def _check(got: float, most: int, unit: str, where: str) -> None:
-    if got > most:
-        raise TokenizerError("asks for too much", where=where, got=f"{got:g} {unit}", expected=f"at most {most}")
+def _check(got: float, limit: int, unit: str, where: str) -> None:
+    if got > limit:
+        raise TokenizerError("exceeds the limit", where=where, got=f"{got:g} {unit}", expected=f"at most {limit}")

@@ -1,7 +1,8 @@
-"""Images and videos as the vision models take them: read, resized, normalized and cut into patches or tiles.
+"""Image and video preprocessing, and the processors of vision-language models. Knows no model.
 
-Reading (`picture`) gives every image as a uint8 tensor of its red, green and blue values. What is done with it then is
-one file per family of models, on top of the steps they share (`steps`). Only reading files and resizing need Pillow.
+`read_image` and `read_video` return uint8 RGB tensors. One file for each model family (`qwen2_vl`, `gemma3`, `mllama`)
+resizes, normalizes and cuts them into patches or tiles, with the shared functions in `transforms`. `processor` combines
+this with a tokenizer. Pillow is needed only to read files and to resize.
 """
 
 from ligerzoo.vision.gemma3 import Gemma3Preprocessor

@@ -1,17 +1,21 @@
-"""Images for Gemma 3: each is resized to one square, whatever its aspect ratio.
+"""Gemma 3: each image is resized to one square, whatever its aspect ratio, and becomes a fixed number of tokens.
 
-With "pan and scan" (off unless the file turns it on) a long image is also cut into a few crops along its long side, and
-each becomes one more square after the whole (Gemma Team, "Gemma 3", 2025, section 2.1).
+With pan and scan (off by default) a long image is also cut into a few crops along its long side. Each crop becomes
+another square after the whole image (Gemma Team, "Gemma 3", 2025, section 2.1).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
+from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.settings import MAX_SIDE, Settings
 from ligerzoo.vision.transforms import BILINEAR, HALF, Normalization, resample_of, resize
 
@@ -21,13 +25,13 @@ class Gemma3Preprocessor:
     """Resizes images to squares.
 
     Attributes:
-        side: of the squares, in pixels.
-        do_pan_and_scan: whether crops are made.
-        min_crop_size: crops with a side of fewer pixels are not made.
-        max_num_crops: the most crops of an image.
-        min_ratio: crops are made where the long side is at least so many times the short one.
-        resample: Pillow's number of the filter to resize with.
-        normalization: what turns bytes into numbers.
+        side: side of the squares in pixels.
+        do_pan_and_scan: whether to add crops of long images.
+        min_crop_size: smallest side of a crop in pixels; an image whose crops would be smaller gets none.
+        max_num_crops: largest number of crops of an image.
+        min_ratio: smallest aspect ratio (long side / short side) of an image that gets crops.
+        resample: Pillow's number of the resampling filter.
+        normalization: maps bytes to fp32.
     """
 
     side: int
@@ -40,10 +44,10 @@ class Gemma3Preprocessor:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Gemma3Preprocessor:
-        """As a preprocessor_config.json has it.
+        """Builds it from the entries of preprocessor_config.json.
 
         Raises:
-            ConfigError: an entry is malformed, or asks for what is not supported.
+            ConfigError: an entry is malformed or not supported.
         """
         return cls(
             side=settings.side(224),
@@ -56,7 +60,13 @@ class Gemma3Preprocessor:
         )
 
     def __call__(self, image: Tensor) -> Tensor:
-        """The image, uint8 (3, H, W), as squares: fp32 (1 + its crops, 3, side, side).
+        """Resizes and normalizes an image and its crops.
+
+        Args:
+            image: uint8 (3, H, W).
+
+        Returns:
+            fp32 (1 + number of crops, 3, side, side).
 
         Raises:
             ImageError: Pillow is not installed.
@@ -66,7 +76,7 @@ class Gemma3Preprocessor:
         return self.normalization(torch.stack(squares))
 
     def crops(self, image: Tensor) -> list[Tensor]:
-        """What pan and scan cuts the image into, along its long side; nothing for an image that needs none."""
+        """Returns the pan-and-scan crops of an image along its long side; an empty list if it gets none."""
         short, long = sorted(image.shape[1:])
         if not self.do_pan_and_scan or long / short < self.min_ratio:
             return []
@@ -77,3 +87,36 @@ class Gemma3Preprocessor:
             return []
         long_axis = 2 if image.shape[2] >= image.shape[1] else 1
         return list(torch.split(image, length, dim=long_axis))
+
+
+class Gemma3ProcessorFamily(ProcessorFamily):
+    """Replaces each image, and each crop, by the same number of soft tokens between a begin and an end token."""
+
+    model_type = "gemma3"
+    hf_class = "Gemma3Processor"
+    image_processor = "Gemma3ImageProcessor"
+
+    def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
+        self.images = Gemma3Preprocessor.from_settings(files.image_settings())
+        named = tokenizer.special_tokens
+        begin, end = named.get("boi_token", "<start_of_image>"), named.get("eoi_token", "<end_of_image>")
+        soft = named.get("image_token", "<image_soft_token>")
+        self.placeholders, self.soft_tokens = {"image": begin}, {"image": soft}
+        self._soft_id = media_token_id(soft, tokenizer)
+        length = files.processor_config.integer("image_seq_length", 256, at_most=2**14)
+        self._square = f"\n\n{begin}{soft * length}{end}\n\n"
+
+    def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
+        squares = [self.images(image) for group in images for image in group]
+        replacements = [self._replacement(len(views) - 1) for views in squares]
+        return PreprocessedMedia({"pixel_values": torch.cat(squares)}, replacements)
+
+    def _replacement(self, crops: int) -> str:
+        if crops == 0:
+            return self._square
+        parts = " ".join([self._square] * crops)
+        return f"Here is the original image {self._square} and here are some crops to help you see better {parts}"
+
+    def derived_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns `token_type_ids`, int64 (B, T): 1 at image tokens, which attend to each other in both directions."""
+        return {"token_type_ids": torch.eq(inputs["input_ids"], self._soft_id).long()}

@@ -1,7 +1,7 @@
-"""Reading images of every kind into one: a uint8 tensor (3, H, W) of red, green and blue.
+"""Reads images and videos as uint8 RGB tensors, (3, H, W) and (T, 3, H, W).
 
-What is transparent shows white, as in transformers 5. Files are opened with suspicion: only plain picture formats, and
-the size that the header tells is checked before anything is decoded.
+Transparent pixels become white, as in transformers 5. Image files are untrusted: only plain image formats are read, and
+the size in the header is checked before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -26,30 +26,36 @@ from ligerzoo.errors import ImageError
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
-Image: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
-Video: TypeAlias = "Sequence[Image] | Tensor | np.ndarray[Any, Any]"
+ImageInput: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
+VideoInput: TypeAlias = "Sequence[ImageInput] | Tensor | np.ndarray[Any, Any]"
 
-MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB, where Pillow begins to warn
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")  # of Pillow
+MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB; Pillow warns above it
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")  # Pillow's pixel modes
 _FILE_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # without those that run another program
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no formats for which Pillow runs another program
 
 
-def read_image(image: Image, where: str = "image") -> Tensor:
-    """The red, green and blue of an image.
+def read_image(image: ImageInput, where: str = "image") -> Tensor:
+    """Reads an image as RGB.
 
     Args:
-        image: the name of a file ("file://" before it does no harm), which is turned as its EXIF data say; an image of
-            Pillow's, taken as it is; a "data:image/png;base64,..." text; or a uint8 tensor or array, (C, H, W),
-            (H, W, C) or (H, W), of C = 1, 3 or 4 channels, the fourth being opacity. Where both ends of the shape could
-            be channels, the first is. Files and Pillow's images have 8 bits a channel, or 16 bits of grey.
-        where: what errors call it.
+        image: one of
+
+            - a file name, with or without "file://"; the image is rotated as its EXIF data say;
+            - a string "data:image/png;base64,...";
+            - a Pillow image; its EXIF data are ignored;
+            - a uint8 tensor or array (C, H, W), (H, W, C) or (H, W) with C = 1, 3 or 4 channels. The fourth channel is
+              opacity. If the first and the last dimension could both be channels, the first is.
+
+            Files and Pillow images have 8 bits for each channel, or one channel of 16 bits (grey).
+        where: the name of the image in error messages.
 
     Returns:
         uint8 (3, H, W), on the CPU.
 
     Raises:
-        ImageError: it is none of these, there is no such file, it cannot be decoded, or has no or too many pixels.
+        ImageError: the argument is none of these; the file does not exist or cannot be decoded; or the image has no
+            pixels or more than `MAX_PIXELS`.
     """
     if isinstance(image, (str, Path)):
         return _from_pillow(_open(image, where), where)
@@ -58,39 +64,40 @@ def read_image(image: Image, where: str = "image") -> Tensor:
     if isinstance(image, pillow().Image):
         return _from_pillow(image, where)
     raise ImageError(
-        "is no image",
+        "not an image",
         where=where,
         got=type(image).__name__,
-        expected="the name of a file, an image of Pillow's, a tensor or an array",
+        expected="a file name, a Pillow image, a tensor or an array",
     )
 
 
-def read_video(video: Video, where: str = "video") -> Tensor:
-    """The red, green and blue of a video's frames.
+def read_video(video: VideoInput, where: str = "video") -> Tensor:
+    """Reads a video as RGB frames.
 
     Args:
-        video: a sequence of T images of one size; or a uint8 tensor or array, (T, C, H, W) or (T, H, W, C).
-        where: what errors call it.
+        video: a sequence of T images of one size, or a uint8 tensor or array (T, C, H, W) or (T, H, W, C).
+        where: the name of the video in error messages.
 
     Returns:
         uint8 (T, 3, H, W), on the CPU.
 
     Raises:
-        ImageError: it is none of these, there is no frame, their sizes differ, or one cannot be read.
+        ImageError: the argument is none of these, the video has no frames, the frames differ in size, or a frame
+            cannot be read.
     """
-    remedy = "A file of a video has to be decoded first."
+    remedy = "Decode a video file first, and pass its frames."
     expected = "a sequence of frames, or a tensor or an array of four dimensions"
     if isinstance(video, (str, Path)) or not isinstance(video, (Sequence, Tensor, np.ndarray)):
-        raise ImageError("is no video", where=where, got=type(video).__name__, expected=expected, remedy=remedy)
+        raise ImageError("not a video", where=where, got=type(video).__name__, expected=expected, remedy=remedy)
     if not isinstance(video, Sequence) and video.ndim != 4:
-        raise ImageError("is no video", where=where, got=f"shape {tuple(video.shape)}", expected=expected)
+        raise ImageError("not a video", where=where, got=f"shape {tuple(video.shape)}", expected=expected)
     frames = [read_image(frame, f"{where}[{i}]") for i, frame in enumerate(video)]
     if not frames:
-        raise ImageError("has no frames", where=where)
+        raise ImageError("the video has no frames", where=where)
     for i, frame in enumerate(frames):
         if frame.shape != frames[0].shape:
             raise ImageError(
-                "has another size than the first frame",
+                "the size differs from the first frame's",
                 where=f"{where}[{i}]",
                 got=f"{frame.shape[2]} x {frame.shape[1]}",
                 expected=f"{frames[0].shape[2]} x {frames[0].shape[1]}",
@@ -99,13 +106,13 @@ def read_video(video: Video, where: str = "video") -> Tensor:
 
 
 def pillow() -> ModuleType:
-    """Pillow's module of images.
+    """Imports and returns the module `PIL.Image`.
 
     Raises:
-        ImageError: it is not installed.
+        ImageError: Pillow is not installed.
     """
     try:
-        from PIL import Image, ImageOps  # noqa: F401  (which makes it Image's neighbour, PIL.ImageOps)
+        from PIL import Image, ImageOps  # noqa: F401  (importing it makes PIL.ImageOps available)
     except ImportError as error:
         raise ImageError(
             "images need Pillow, which is not installed", remedy="Run `pip install ligerzoo[vision]`."
@@ -114,40 +121,40 @@ def pillow() -> ModuleType:
 
 
 def check_size(height: int, width: int, where: str) -> None:
-    """Refuse the images that nobody has the memory for, and those without a pixel."""
+    """Raises ImageError if an image of this size has no pixels or more than `MAX_PIXELS`."""
     if height < 1 or width < 1:
-        raise ImageError("has no pixels", where=where, got=f"{width} x {height}")
+        raise ImageError("the image has no pixels", where=where, got=f"{width} x {height}")
     if height * width > MAX_PIXELS:
         raise ImageError(
-            "has too many pixels",
+            "the image has too many pixels",
             where=where,
             got=f"{width} x {height}",
             expected=f"at most {MAX_PIXELS}",
-            remedy="Scale it down first.",
+            remedy="Scale the image down first.",
         )
 
 
 def _open(name: str | Path, where: str) -> PILImage:
-    """The image in a file or a data: text, upright."""
+    """Opens the image in a file or a "data:" string, and rotates it as its EXIF data say."""
     text = str(name)
     where = f"{where} ({text[:100]})"
     if text.startswith(("http://", "https://")):
-        raise ImageError("is on the network", where=where, remedy="Download it first, and give the name of the file.")
+        raise ImageError("images are not downloaded", where=where, remedy="Download it first, and pass the file name.")
     source: Any = Path(text.removeprefix("file://"))
     if text.startswith("data:"):
         try:
             source = io.BytesIO(base64.b64decode(text.partition(";base64,")[2], validate=True))
         except binascii.Error as error:
-            raise ImageError("is not base64", where=where, got=error) from error
+            raise ImageError("the image data is not valid base64", where=where, got=error) from error
 
     images = pillow()
     from PIL import ImageOps
 
     with _reading(where):
         if isinstance(source, Path) and not stat.S_ISREG(mode := source.stat().st_mode):
-            kind = _FILE_KINDS.get(stat.S_IFMT(mode), "a device")  # opening a pipe or a device may wait for ever
-            raise ImageError("is not a file", where=where, got=kind, expected="a regular file")
-        with warnings.catch_warnings():  # Pillow's own of too many pixels, which does not name the image
+            kind = _FILE_KINDS.get(stat.S_IFMT(mode), "a device")  # opening a pipe or a device may block forever
+            raise ImageError("cannot read this kind of file", where=where, got=kind, expected="a regular file")
+        with warnings.catch_warnings():  # check_size raises instead, and names the image
             warnings.simplefilter("ignore", images.DecompressionBombWarning)
             image = images.open(source, formats=_FORMATS)
         with image:
@@ -159,27 +166,27 @@ def _open(name: str | Path, where: str) -> PILImage:
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Makes an ImageError of every error: Pillow's decoders raise many kinds."""
+    """Converts every exception to ImageError: Pillow's decoders raise many kinds."""
     try:
         yield
     except ImageError:
         raise
     except Exception as error:
-        raise ImageError("cannot be read as an image", where=where, got=f"{type(error).__name__}: {error}") from error
+        raise ImageError("cannot read the image", where=where, got=f"{type(error).__name__}: {error}") from error
 
 
 def _from_pillow(image: PILImage, where: str) -> Tensor:
     check_size(image.height, image.width, where)
-    with _reading(where):  # pixels are decoded here, if the caller has only opened the file
+    with _reading(where):  # decodes the pixels if the caller has only opened the file
         if image.mode.startswith("I;16"):
-            return _from_wide_grey(np.array(image), image.info.get("transparency")).expand(3, -1, -1)
+            return _from_16_bit_grey(np.array(image), image.info.get("transparency")).expand(3, -1, -1)
         if image.mode not in _MODES:
             raise ImageError(
-                "white is not defined for pixels of this kind",
+                "unsupported pixel mode: it does not define which value is white",
                 where=where,
                 got=f"mode {image.mode!r}",
-                expected=f"8 bits a channel ({', '.join(_MODES)}) or 16 bits of grey",
-                remedy="Scale the values to 0..255, and give them as a uint8 array.",
+                expected=f"8 bits per channel ({', '.join(_MODES)}) or 16 bits of grey",
+                remedy="Scale the values to 0..255, and pass them as a uint8 array.",
             )
         if image.mode.upper() in ("LA", "PA", "RGBA") or image.info.get("transparency") is not None:
             background = pillow().new("RGBA", image.size, "white")
@@ -187,9 +194,11 @@ def _from_pillow(image: PILImage, where: str) -> Tensor:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
-def _from_wide_grey(levels: np.ndarray[Any, Any], transparent: int | None) -> Tensor:
-    """uint8 (1, H, W) of 16-bit grey (H, W), where 65535 is white. Pillow's conversion, which transformers uses, makes
-    every level from 255 on white."""
+def _from_16_bit_grey(levels: np.ndarray[Any, Any], transparent: int | None) -> Tensor:
+    """Converts 16-bit grey (H, W), where 65535 is white, to uint8 (1, H, W).
+
+    Pillow's conversion, which transformers uses, maps every level from 255 on to white.
+    """
     grey = (levels.astype(np.int32) + 128) // 257
     if transparent is not None:
         grey[levels == transparent] = 255
@@ -197,17 +206,17 @@ def _from_wide_grey(levels: np.ndarray[Any, Any], transparent: int | None) -> Te
 
 
 def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
-    # The copy turns what torch cannot take around: negative strides, memory that is not to be written.
+    # The copy removes negative strides and read-only memory, which torch.from_numpy does not support.
     image = array.detach().cpu() if isinstance(array, Tensor) else _tensor(np.array(array, order="C"), where)
     if image.dtype != torch.uint8:
-        raise ImageError("is of another type", where=where, got=str(image.dtype), expected="uint8, from 0 to 255")
+        raise ImageError("unsupported dtype", where=where, got=str(image.dtype), expected="uint8, from 0 to 255")
     if image.ndim == 2:
         image = image[None]
     elif image.ndim == 3 and image.shape[0] not in (1, 3, 4):
         image = image.permute(2, 0, 1)
     if image.ndim != 3 or image.shape[0] not in (1, 3, 4):
         raise ImageError(
-            "has not the shape of one image",
+            "unsupported shape for an image",
             where=where,
             got=tuple(array.shape),
             expected="(C, H, W), (H, W, C) or (H, W), with C = 1, 3 or 4",
@@ -222,5 +231,5 @@ def _from_array(array: Tensor | np.ndarray[Any, Any], where: str) -> Tensor:
 def _tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
     try:
         return torch.from_numpy(array)
-    except TypeError as error:  # an array of objects, or of numbers that torch does not have
-        raise ImageError("is of another type", where=where, got=array.dtype, expected="uint8, from 0 to 255") from error
+    except TypeError as error:  # an array of objects, or a dtype that torch does not have
+        raise ImageError("unsupported dtype", where=where, got=array.dtype, expected="uint8, from 0 to 255") from error

@@ -1,4 +1,4 @@
-"""Finding the images and videos of a call, in the many ways to hand them over, and their places in the text."""
+"""Collects the images and videos of a processor call and replaces their placeholders in the text."""
 
 from __future__ import annotations
 
@@ -12,55 +12,68 @@ from torch import Tensor
 
 from ligerzoo.errors import ImageError, TokenizerError
 
-Conversation: TypeAlias = list[dict[str, Any]]
+Messages: TypeAlias = list[dict[str, Any]]
 
-_PAYLOADS = {"image": ("image", "path", "url"), "video": ("video", "path", "url")}
+_MEDIA_KEYS = {"image": ("image", "path", "url"), "video": ("video", "path", "url")}
 
 
-def conversations_in(text: Any) -> list[Conversation] | None:
-    """The conversations, with every image and video under "image" or "video"; None if it is texts that were given."""
+def conversations_in(text: Any) -> list[Messages] | None:
+    """Returns the conversations, with each image and video under the key "image" or "video"; None for plain texts.
+
+    Raises:
+        TokenizerError: the argument is neither texts nor conversations.
+        ImageError: a part of a message has more than one image or video.
+    """
     if isinstance(text, str):
         return None
     if not isinstance(text, Sequence) or not text:
-        raise TokenizerError("is neither text nor messages", where="text", got=repr(text))
+        expected = "a text, a list of messages, or a list of these"
+        raise TokenizerError("neither text nor messages", where="text", got=repr(text), expected=expected)
     if all(isinstance(one, str) for one in text):
         return None
     batch = [text] if isinstance(text[0], Mapping) else text
-    return [[_tidied(message) for message in _messages(conversation)] for conversation in batch]
+    return [[_normalize_message(message) for message in _messages(conversation)] for conversation in batch]
 
 
 def _messages(conversation: Any) -> Sequence[Any]:
     if isinstance(conversation, Sequence) and not isinstance(conversation, str):
         return conversation
-    raise TokenizerError("is not a conversation", where="text", got=repr(conversation), expected="a list of messages")
+    raise TokenizerError("not a conversation", where="text", got=repr(conversation), expected="a list of messages")
 
 
-def _tidied(message: Any) -> dict[str, Any]:
+def _normalize_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise TokenizerError("is not a message", where="messages", got=type(message).__name__, expected="a dictionary")
+        raise TokenizerError("not a message", where="messages", got=type(message).__name__, expected="a dictionary")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        return {**message, "content": [_tidied_part(part) for part in content]}
+        return {**message, "content": [_normalize_part(part) for part in content]}
     return dict(message)
 
 
-def _tidied_part(part: Any) -> Any:
-    """A part in one spelling of the several there are."""
+def _normalize_part(part: Any) -> Any:
+    """Returns the part with its image or video under the key "image" or "video"."""
     match part:
         case {"type": "image_url", "image_url": {"url": url}} | {"type": "image_url", "image_url": url}:
             return {"type": "image", "image": url}
         case {"type": "image" | "video" as kind}:
-            payloads = [part[name] for name in _PAYLOADS[kind] if part.get(name) is not None]
-            if len(payloads) > 1:
-                expected = "one of " + ", ".join(_PAYLOADS[kind])
-                raise ImageError(f"more than one {kind}", where="messages", got=sorted(part), expected=expected)
-            rest = {name: value for name, value in part.items() if name not in _PAYLOADS[kind]}
-            return {**rest, kind: payloads[0]} if payloads else rest
+            media = [part[name] for name in _MEDIA_KEYS[kind] if part.get(name) is not None]
+            if len(media) > 1:
+                expected = "one of " + ", ".join(_MEDIA_KEYS[kind])
+                raise ImageError(
+                    f"more than one {kind} in a part", where="messages", got=sorted(part), expected=expected
+                )
+            rest = {name: value for name, value in part.items() if name not in _MEDIA_KEYS[kind]}
+            return {**rest, kind: media[0]} if media else rest
     return part
 
 
-def in_parts(conversations: Sequence[Conversation], kind: str) -> list[list[Any]]:
-    """The images or videos that stand in the messages of each conversation."""
+def media_in(conversations: Sequence[Messages], kind: str) -> list[list[Any]]:
+    """Returns the images, or videos, in the messages of each conversation.
+
+    Args:
+        conversations: the conversations, as `conversations_in` returns them.
+        kind: "image" or "video".
+    """
     contents = [[message.get("content") for message in conversation] for conversation in conversations]
     parts = [[part for content in group if isinstance(content, list) for part in content] for group in contents]
     return [
@@ -69,33 +82,48 @@ def in_parts(conversations: Sequence[Conversation], kind: str) -> list[list[Any]
     ]
 
 
-def grouped(images: Any, counts: list[int], token: str) -> list[list[Any]]:
-    """The images of each text, which has places for as many as `counts` says."""
+def group_images(images: Any, counts: list[int], token: str) -> list[list[Any]]:
+    """Groups images by text.
+
+    Args:
+        images: an image, a list of images, or a list of lists, one for each text.
+        counts: the number of placeholders in each text.
+        token: the placeholder, for error messages.
+
+    Raises:
+        ImageError: the number of images differs from the number of placeholders.
+    """
     listed = list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
     if listed and all(isinstance(group, (list, tuple)) for group in listed):
         if len(listed) != len(counts):
-            raise ImageError("as many lists as texts are needed", where="images", got=len(listed), expected=len(counts))
+            raise ImageError(
+                "the number of lists differs from the number of texts",
+                where="images",
+                got=len(listed),
+                expected=len(counts),
+            )
         for i, (group, count) in enumerate(zip(listed, counts, strict=True)):
-            check_number(len(group), count, f"images[{i}]", token)
+            check_count(len(group), count, f"images[{i}]", token)
         return [list(group) for group in listed]
-    check_number(len(listed), sum(counts), "images", token)
+    check_count(len(listed), sum(counts), "images", token)
     rest = iter(listed)
     return [[next(rest) for _ in range(count)] for count in counts]
 
 
-def check_number(got: int, expected: int, where: str, token: str) -> None:
+def check_count(got: int, expected: int, where: str, token: str) -> None:
+    """Raises ImageError if the number of images or videos differs from the number of placeholders."""
     if got != expected:
         raise ImageError(
-            "as many are needed as the text has places for",
+            "the number given differs from the number of placeholders in the text",
             where=where,
             got=got,
             expected=expected,
-            remedy=f"The place of each is a {token} in the text, or a part of a message.",
+            remedy=f"Mark each one by a {token} in the text, or by a part of a message.",
         )
 
 
-def listed_videos(videos: Any) -> list[Any]:
-    """One video is an array, or a list of frames; a list of those is several."""
+def list_videos(videos: Any) -> list[Any]:
+    """Returns the videos as a list. One video is a 4-dimensional array or a list of frames."""
     if videos is None:
         return []
     if isinstance(videos, (list, tuple)) and all(
@@ -106,15 +134,21 @@ def listed_videos(videos: Any) -> list[Any]:
     return [videos]
 
 
-def speeds_of(fps: float | Sequence[float], number: int) -> list[float]:
-    speeds = list(fps) if isinstance(fps, Sequence) else [fps] * number
-    if len(speeds) != number or not all(isinstance(speed, (int, float)) and 0 < speed < math.inf for speed in speeds):
-        raise ImageError("bad frames per second", where="fps", got=fps, expected=f"one positive number, or {number}")
-    return speeds
+def list_fps(fps: float | Sequence[float], number: int) -> list[float]:
+    """Returns the frames per second of each of `number` videos.
+
+    Raises:
+        ImageError: a value is not a positive finite number, or there are not `number` of them.
+    """
+    values = list(fps) if isinstance(fps, Sequence) else [fps] * number
+    if len(values) != number or not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
+        expected = f"a positive number, or a list of {number}"
+        raise ImageError("invalid frames per second", where="fps", got=fps, expected=expected)
+    return values
 
 
-def widened(text: str, places: Mapping[str, Iterator[str]]) -> str:
-    """The text with what stands for each image and video in their places."""
-    if not places:
+def replace_placeholders(text: str, replacements: Mapping[str, Iterator[str]]) -> str:
+    """Replaces each placeholder in the text by the next of its replacements."""
+    if not replacements:
         return text
-    return re.sub("|".join(map(re.escape, places)), lambda match: next(places[match[0]]), text)
+    return re.sub("|".join(map(re.escape, replacements)), lambda match: next(replacements[match[0]]), text)

@@ -1,7 +1,7 @@
-"""Conversations with images and videos to a vision-language model's inputs.
+"""Processors: a checkpoint's tokenizer and image preprocessing, which prepare the inputs of a vision-language model.
 
-The checkpoint's tokenizer and its image preprocessing are put together here: every place of an image in the prompt is
-widened to as many tokens as the model makes of that image. How that is done differs by family (`families`).
+A processor replaces each image placeholder in a prompt by as many tokens as the model uses for that image. Each model
+family does this in its own way; see `ligerzoo.vision.family`.
 """
 
 from __future__ import annotations
@@ -14,46 +14,61 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ligerzoo.errors import ImageError, TokenizerError
+from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import reading_directory, replace_files
 from ligerzoo.text import tokenizer as tokenizer_files
 from ligerzoo.text.tokenizer import PaddingSide, Tokenizer
 from ligerzoo.vision import read_image, read_video
-from ligerzoo.vision.families import FILE_NAMES, Family, Files, Seen, id_of
+from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
+from ligerzoo.vision.files import FILE_NAMES, ProcessorFiles
+from ligerzoo.vision.gemma3 import Gemma3ProcessorFamily
+from ligerzoo.vision.io import ImageInput
 from ligerzoo.vision.messages import (
-    check_number,
+    check_count,
     conversations_in,
-    grouped,
-    in_parts,
-    listed_videos,
-    speeds_of,
-    widened,
-)  # fmt: skip
+    group_images,
+    list_fps,
+    list_videos,
+    media_in,
+    replace_placeholders,
+)
+from ligerzoo.vision.mllama import MllamaProcessorFamily
+from ligerzoo.vision.qwen2_vl import Qwen2_5VLProcessorFamily, Qwen2VLProcessorFamily
 
 FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
-"""The files that a processor is read from, as glob patterns inside a checkpoint's directory."""
+"""The files that a processor reads, as glob patterns inside a checkpoint directory."""
 
-DEFAULT_FPS = 24.0  # of a video that nobody knows the speed of, as in transformers 5
+FAMILIES: tuple[type[ProcessorFamily], ...] = (
+    Qwen2VLProcessorFamily,
+    Qwen2_5VLProcessorFamily,
+    Gemma3ProcessorFamily,
+    MllamaProcessorFamily,
+)
+
+DEFAULT_FPS = 24.0  # as in transformers 5
 
 
 class Processor:
     """A checkpoint's tokenizer and its preprocessing of images and videos.
 
     Args:
-        tokenizer: whose chat templates are those of the processor.
-        family: what is done with images.
-        files: contents by name of the files that say so, as `save_pretrained` is to write them.
+        tokenizer: the tokenizer, with the processor's chat templates.
+        family: the preprocessing of images and videos.
+        files: the contents of the processor's JSON files by name; `save_pretrained` writes them.
 
     Attributes:
-        tokenizer: for text alone, and to decode what the model answers.
-        family: with the settings of the preprocessing.
+        tokenizer: the tokenizer, for text without images and to decode the model's output.
+        family: the preprocessing, with its settings.
+
+    Raises:
+        TokenizerError: the vocabulary has no image or video token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, family: Family, files: Mapping[str, bytes]) -> None:
+    def __init__(self, tokenizer: Tokenizer, family: ProcessorFamily, files: Mapping[str, bytes]) -> None:
         self.tokenizer, self.family, self._files = tokenizer, family, files
         for token in family.placeholders.values():
-            id_of(token, tokenizer)  # which is checked now, and not when the first image comes
-        self._soft_ids = {kind: id_of(token, tokenizer) for kind, token in family.soft_tokens.items()}
+            media_token_id(token, tokenizer)  # a missing token is an error now, not at the first image
+        self._soft_ids = {kind: media_token_id(token, tokenizer) for kind, token in family.soft_tokens.items()}
 
     @classmethod
     def from_pretrained(
@@ -65,19 +80,19 @@ class Processor:
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> Self:
-        """Read a checkpoint's processor from a directory, or download the few files it needs from the hub.
+        """Loads a checkpoint's processor from a directory or from the hub.
 
         Args:
             name_or_path: a directory, or a hub id such as "org/name".
-            revision: the branch, tag or commit on the hub.
-            token: the access token for the hub; None takes the one of the login.
-            cache_dir: where downloads are kept; None is the hub library's own place.
-            local_files_only: never ask the hub, use what was downloaded before.
+            revision: branch, tag or commit on the hub.
+            token: access token for the hub. None uses the token of the login.
+            cache_dir: directory for downloads. None uses the hub library's default.
+            local_files_only: never contact the hub; use earlier downloads only.
 
         Raises:
-            ConfigError: the model is none that sees images, or its preprocessing is not supported.
-            CheckpointError: a file is malformed, or the directory was replaced while it was read.
-            TokenizerError: there is no tokenizer.json, it is malformed, or it has no token for images.
+            ConfigError: the model reads no images, or its preprocessing is not supported.
+            CheckpointError: a file is malformed, or the directory was replaced during the read.
+            TokenizerError: tokenizer.json is missing or malformed, or has no image token.
         """
         from ligerzoo.hub import locate_files
 
@@ -90,21 +105,25 @@ class Processor:
             local_files_only=local_files_only,
         )
         with reading_directory(directory):
-            files = Files(directory)
-            family = files.family()
+            files = ProcessorFiles(directory)
+            family = family_of(files)
             tokenizer = Tokenizer.from_pretrained(directory)
             if (template := files.chat_template()) is not None:
                 tokenizer.chat_templates["default"] = template
             return cls(tokenizer, family(files, tokenizer), files.contents)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the files this processor was read from, byte for byte, those of its tokenizer among them.
+        """Writes the processor's and the tokenizer's files, byte for byte as they were loaded.
 
-        Each file is replaced in one step. Files of another processor that was saved there before are removed.
-        config.json, which names the family too, is the model's to save.
+        Replaces each file atomically and removes the files of a processor that was saved there before. Does not write
+        config.json, which names the family too: the model saves it.
         """
         self.tokenizer.save_pretrained(directory)
         replace_files(Path(directory), self._files, FILE_NAMES)
+
+    def read_image(self, image: ImageInput) -> Tensor:
+        """Returns an image as uint8 RGB (3, H, W); see `ligerzoo.vision.read_image`."""
+        return read_image(image)
 
     def __call__(
         self,
@@ -118,118 +137,169 @@ class Processor:
         add_generation_prompt: bool = False,
         return_tensors: Literal["pt"] = "pt",
     ) -> dict[str, Tensor]:
-        """A model's inputs for one text or conversation, or for several that are padded to the longest.
+        """Prepares the model inputs of one prompt, or of several prompts padded to the longest.
 
-        A conversation is a list of messages whose `content` is a text or a list of parts: `{"type": "text", "text":
-        ...}`; `{"type": "image", "image": ...}`, where the image is anything that `ligerzoo.vision.read_image` takes
-        and may also be called "path" or "url"; `{"type": "video", "video": ...}` in the same way, as `read_video` takes
-        it; or `{"type": "image_url", "image_url": {"url": ...}}`. Nothing is downloaded.
+        A conversation is a list of messages. The `content` of a message is a text or a list of parts:
+
+        - `{"type": "text", "text": ...}`
+        - `{"type": "image", "image": ...}`: anything that `ligerzoo.vision.read_image` accepts. The key may also be
+          "path" or "url".
+        - `{"type": "video", "video": ...}`: likewise, for `read_video`.
+        - `{"type": "image_url", "image_url": {"url": ...}}`
+
+        Nothing is downloaded.
 
         Args:
-            text: a text with the placeholders of its images, or a conversation; or a list of B of them.
-            images: the images in the order of their places: one, a list, or a list of lists, one for each text. Parts
-                of a conversation that are only `{"type": "image"}` take theirs from here.
-            videos: likewise one video or a list of videos; a list of images is one video.
-            fps: frames per second of all videos, or of each. Only Qwen2.5-VL takes notice.
+            text: a text with image placeholders, a conversation, or a list of B texts or conversations.
+            images: images in the order of their placeholders: one image, a list, or one list for each text. Parts
+                `{"type": "image"}` without an image take theirs from here.
+            videos: one video or a list of videos, in the same way. A list of images is one video.
+            fps: frames per second of all videos, or of each. Only Qwen2.5-VL uses it.
             padding_side: "left" (for generation) or "right".
-            add_special_tokens: whether a text gets what tokenizer.json puts around every text. What a chat template
-                writes gets it unless it begins with a BOS token already.
-            add_generation_prompt: whether a conversation ends with the beginning of the model's answer.
-            return_tensors: "pt", the only kind there is.
+            add_special_tokens: whether to add the special tokens that tokenizer.json puts around a text. The output of
+                a chat template gets them only if it does not begin with a BOS token.
+            add_generation_prompt: whether to end a conversation with the beginning of the model's answer.
+            return_tensors: "pt" is the only supported value.
 
         Returns:
-            `input_ids` and `attention_mask`, int64 (B, T), and what the family adds under the names it has in
-            transformers: `pixel_values` and `image_grid_thw`, `pixel_values_videos` and `video_grid_thw`, and so on.
+            `input_ids` and `attention_mask`, int64 (B, T), and the family's inputs under their names in transformers:
+            `pixel_values` and `image_grid_thw`, `pixel_values_videos` and `video_grid_thw`, and so on.
 
         Raises:
-            ImageError: an image or a video cannot be read, or is too large or too thin; or there are more or fewer than
-                places for them.
+            ImageError: an image or video cannot be read, is too large or too thin; or the number of images or videos
+                differs from the number of placeholders.
             TokenizerError: the chat template refuses the messages, or a text cannot be encoded.
         """
         if return_tensors != "pt":
-            raise TokenizerError("unknown kind", where="return_tensors", got=return_tensors, expected='"pt"')
-        videos = listed_videos(videos)
+            raise TokenizerError("unsupported value", where="return_tensors", got=repr(return_tensors), expected='"pt"')
+        videos = list_videos(videos)
         conversations = conversations_in(text)
         if conversations is None:
             texts: list[Any] = [text] if isinstance(text, str) else list(text)
         else:
-            if any(groups := in_parts(conversations, "image")):
-                _refuse_twice(images is not None, "images")
+            if any(groups := media_in(conversations, "image")):
+                _refuse_duplicates(images is not None, "images")
                 images = groups
-            if any(groups := in_parts(conversations, "video")):
-                _refuse_twice(bool(videos), "videos")
+            if any(groups := media_in(conversations, "video")):
+                _refuse_duplicates(bool(videos), "videos")
                 videos = [video for group in groups for video in group]
             texts = self.tokenizer.apply_chat_template(
                 conversations, add_generation_prompt=add_generation_prompt, tokenize=False
             )
             bos = self.tokenizer.bos_token
             add_special_tokens = bos is None or not texts[0].startswith(bos)
-        texts = [self.family.prompt(one) for one in texts]
+        texts = [self.family.prepare_prompt(one) for one in texts]
 
-        seen = self._see_images(texts, images) | self._see_videos(texts, videos, fps)
-        places = {self.family.placeholders[kind]: iter(found.places) for kind, found in seen.items()}
+        media = self._preprocess_images(texts, images) | self._preprocess_videos(texts, videos, fps)
+        replacements = {self.family.placeholders[kind]: iter(one.replacements) for kind, one in media.items()}
         inputs = self.tokenizer(
-            [widened(one, places) for one in texts],
+            [replace_placeholders(one, replacements) for one in texts],
             padding_side=padding_side,
             return_tensors="pt",
             add_special_tokens=add_special_tokens,
         )
-        self._check_tokens(inputs["input_ids"], seen)
-        for found in seen.values():
-            inputs |= found.inputs
-        return {**inputs, **self.family.more_inputs(inputs)}
+        self._check_soft_tokens(inputs["input_ids"], media)
+        for one in media.values():
+            inputs |= one.inputs
+        return {**inputs, **self.family.derived_inputs(inputs)}
 
-    def _see_images(self, texts: list[str], images: Any) -> dict[str, Seen]:
-        """What the family makes of the images; nothing where there are none."""
+    def _preprocess_images(self, texts: list[str], images: Any) -> dict[str, PreprocessedMedia]:
+        """Returns the preprocessed images under "image"; an empty dictionary if there are no images."""
         token = self.family.placeholders["image"]
-        groups = grouped(images, [one.count(token) for one in texts], token)
+        groups = group_images(images, [one.count(token) for one in texts], token)
         if not any(groups):
             return {}
         number = count()
-        read = [[read_image(image, f"images[{next(number)}]") for image in group] for group in groups]
-        return {"image": self.family.see_images(read)}
+        tensors = [[read_image(image, f"images[{next(number)}]") for image in group] for group in groups]
+        return {"image": self.family.preprocess_images(tensors)}
 
-    def _see_videos(self, texts: list[str], videos: list[Any], fps: float | Sequence[float]) -> dict[str, Seen]:
+    def _preprocess_videos(
+        self, texts: list[str], videos: list[Any], fps: float | Sequence[float]
+    ) -> dict[str, PreprocessedMedia]:
+        """Returns the preprocessed videos under "video"; an empty dictionary if there are no videos."""
         if "video" in self.family.placeholders:
             token = self.family.placeholders["video"]
-            check_number(len(videos), sum(one.count(token) for one in texts), "videos", token)
+            check_count(len(videos), sum(one.count(token) for one in texts), "videos", token)
         if not videos:
             return {}
-        read = [read_video(video, f"videos[{i}]") for i, video in enumerate(videos)]
-        return {"video": self.family.see_videos(read, speeds_of(fps, len(videos)))}
+        tensors = [read_video(video, f"videos[{i}]") for i, video in enumerate(videos)]
+        return {"video": self.family.preprocess_videos(tensors, list_fps(fps, len(videos)))}
 
-    def _check_tokens(self, input_ids: Tensor, seen: Mapping[str, Seen]) -> None:
-        """Refuse texts that spell the tokens out which stand for what was seen."""
+    def _check_soft_tokens(self, input_ids: Tensor, media: Mapping[str, PreprocessedMedia]) -> None:
+        """Refuses prompts whose own text contains soft tokens: the model would replace their embeddings too."""
         for kind, token in self.family.soft_tokens.items():
-            expected = sum(place.count(token) for place in seen[kind].places) if kind in seen else 0
+            expected = sum(one.count(token) for one in media[kind].replacements) if kind in media else 0
             got = int(torch.eq(input_ids, self._soft_ids[kind]).sum())
             if got != expected:
                 raise ImageError(
-                    f"the prompt has another number of {token!r} than its {kind}s need",
+                    f"the number of {token!r} tokens in the prompt does not match its {kind}s",
                     where="text",
                     got=got,
                     expected=expected,
+                    remedy=f"Remove {token!r} from the text.",
                 )
 
 
-def load(name_or_path: str | Path, *, revision: str | None = None) -> Processor | Tokenizer:
-    """What makes a model's inputs: the checkpoint's processor, or its tokenizer where there are no images to prepare.
+def load_processor_or_tokenizer(name_or_path: str | Path, *, revision: str | None = None) -> Processor | Tokenizer:
+    """Loads a checkpoint's processor, or its tokenizer if the checkpoint has no image preprocessing.
 
     Args:
         name_or_path: a directory, or a hub id such as "org/name".
-        revision: the branch, tag or commit on the hub.
+        revision: branch, tag or commit on the hub.
 
     Raises:
-        LigerzooError: as the `from_pretrained` of either does.
+        LigerzooError: see `Processor.from_pretrained` and `Tokenizer.from_pretrained`.
     """
     from ligerzoo.hub import locate_files
 
     directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
     with reading_directory(directory):
-        has_processor = Files(directory).tell_of_images()
-        return Processor.from_pretrained(directory) if has_processor else Tokenizer.from_pretrained(directory)
+        if has_image_preprocessing(ProcessorFiles(directory)):
+            return Processor.from_pretrained(directory)
+        return Tokenizer.from_pretrained(directory)
 
 
-def _refuse_twice(twice: bool, where: str) -> None:
-    if twice:
-        raise ImageError("given in the messages and beside them too", where=where)
+def family_of(files: ProcessorFiles) -> type[ProcessorFamily]:
+    """Returns the family that config.json's `model_type` names or, without config.json, that `processor_class` names.
+
+    Raises:
+        ConfigError: no family has this name, or the image processor is another family's.
+    """
+    where: object
+    if (config := files.read("config.json")) is not None:
+        where, name = f"{config.where}: model_type", config.string("model_type")
+        family = next((family for family in FAMILIES if family.model_type == name), None)
+    else:
+        where = f"{files.directory}: processor_class"
+        name = files.processor_config.string("processor_class") or files.image_settings().string("processor_class")
+        family = next((family for family in FAMILIES if family.hf_class == name), None)
+    if family is None:
+        raise ConfigError(
+            "not a supported vision-language model",
+            where=where,
+            got=repr(name),
+            expected=f"one of {', '.join(family.model_type for family in FAMILIES)}",
+            remedy="Load a model that reads text only with ligerzoo.Tokenizer.",
+        )
+    settings = files.image_settings()
+    image_processor = settings.string("image_processor_type")
+    if image_processor not in (None, *(family.image_processor + suffix for suffix in ("", "Fast", "Pil"))):
+        raise ConfigError(
+            f"not the image processor of {family.model_type}",
+            where=f"{settings.where}: image_processor_type",
+            got=repr(image_processor),
+            expected=family.image_processor,
+        )
+    return family
+
+
+def has_image_preprocessing(files: ProcessorFiles) -> bool:
+    """Returns whether the model reads images and its files say how to preprocess them."""
+    config = files.read("config.json")
+    reads_images = config is None or config.string("model_type") in [family.model_type for family in FAMILIES]
+    return reads_images and not files.contents.keys().isdisjoint(["preprocessor_config.json", "processor_config.json"])
+
+
+def _refuse_duplicates(is_duplicate: bool, where: str) -> None:
+    if is_duplicate:
+        raise ImageError("given both in the messages and as an argument", where=where, remedy="Give them once.")

@@ -1,9 +1,9 @@
-"""Images and videos for Qwen2-VL and Qwen2.5-VL, which see every image in its own resolution.
+"""Qwen2-VL and Qwen2.5-VL: images and videos keep their resolution and become a varying number of tokens.
 
-Both sides are rounded to a multiple of patch * merge, keeping the aspect ratio and the number of pixels within limits
-(Wang et al., "Qwen2-VL", 2024, section 2.1; the rounding is that of transformers' `smart_resize`). The image is then
-cut into patches of `temporal_patch_size` frames: an image is a video of one frame, and the last frame of a video is
-repeated until they come out even.
+Both sides are rounded to a multiple of patch_size * merge_size, with the aspect ratio kept and the number of pixels
+within limits (Wang et al., "Qwen2-VL", 2024, section 2.1; rounded as transformers' `smart_resize` does). The result is
+cut into patches of `temporal_patch_size` frames. An image is a video of one frame. The last frame is repeated until the
+number of frames is a multiple of `temporal_patch_size`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import ImageError
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily
+from ligerzoo.vision.files import ProcessorFiles
 from ligerzoo.vision.io import MAX_PIXELS
 from ligerzoo.vision.settings import Settings
 from ligerzoo.vision.transforms import BICUBIC, CLIP_MEAN, CLIP_STD, Normalization, resample_of, resize
@@ -24,15 +27,15 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLPreprocessor:
-    """Cuts images, or videos, into patches.
+    """Cuts images or videos into patches.
 
     Attributes:
-        min_pixels, max_pixels: how many pixels a frame has after resizing, as nearly as its aspect ratio allows.
-        patch_size: the side of a patch in pixels.
-        merge_size: the side in patches of the squares that the model merges into one token.
-        temporal_patch_size: how many frames a patch covers.
-        resample: Pillow's number of the filter to resize with.
-        normalization: what turns bytes into numbers.
+        min_pixels, max_pixels: range of the number of pixels of a resized frame.
+        patch_size: side of a patch in pixels.
+        merge_size: side, in patches, of the squares that the model merges into one token.
+        temporal_patch_size: number of frames that a patch covers.
+        resample: Pillow's number of the resampling filter.
+        normalization: maps bytes to fp32.
     """
 
     min_pixels: int
@@ -45,21 +48,23 @@ class Qwen2VLPreprocessor:
 
     @classmethod
     def for_images(cls, settings: Settings) -> Qwen2VLPreprocessor:
-        """As a preprocessor_config.json has it. The limits stand there as `min_pixels` and `max_pixels`, or else as
-        `shortest_edge` and `longest_edge` of `size`.
+        """Builds it from the entries of preprocessor_config.json.
+
+        The entries `min_pixels` and `max_pixels` take precedence over `size.shortest_edge` and `size.longest_edge`.
 
         Raises:
-            ConfigError: an entry is malformed, or asks for what is not supported.
+            ConfigError: an entry is malformed or not supported.
         """
         return cls._from_settings(settings, min_pixels=4 * 28**2, max_pixels=1280 * 28**2)
 
     @classmethod
     def for_videos(cls, settings: Settings) -> Qwen2VLPreprocessor:
-        """As a video_preprocessor_config.json has it, or else the preprocessor_config.json. All the frames that are
-        given are taken: none are sampled.
+        """Builds it from the entries of video_preprocessor_config.json or, without one, preprocessor_config.json.
+
+        It uses all frames of a video. Settings that ask for sampling are refused.
 
         Raises:
-            ConfigError: an entry is malformed, or asks for what is not supported.
+            ConfigError: an entry is malformed or not supported.
         """
         settings.require("do_sample_frames", False)
         settings.require("cap_pixels_per_frame", False)
@@ -81,28 +86,28 @@ class Qwen2VLPreprocessor:
         )
 
     def __call__(self, frames: Tensor, where: str = "image") -> tuple[Tensor, tuple[int, int, int]]:
-        """The patches of an image or a video, as the model sees them.
+        """Cuts an image or a video into normalized patches.
 
         Args:
             frames: uint8 (T, 3, H, W); an image has T = 1.
-            where: what errors call it.
+            where: the name of the image or video in error messages.
 
         Returns:
             The patches, fp32 (t * h * w, 3 * temporal_patch_size * patch_size**2), and their grid (t, h, w); see `cut`.
 
         Raises:
-            ImageError: one side is more than 200 times as long as the other; or Pillow is not installed.
+            ImageError: the aspect ratio is above `MAX_ASPECT_RATIO`, or Pillow is not installed.
         """
         patches, grid = self.cut(frames, where)
         return self.normalization(patches).flatten(1), grid
 
     def cut(self, frames: Tensor, where: str = "image") -> tuple[Tensor, tuple[int, int, int]]:
-        """Resized and cut into patches that still are bytes.
+        """Resizes an image or a video and cuts it into patches without normalizing them.
 
         Returns:
             The patches, uint8 (t * h * w, 3, temporal_patch_size * patch_size**2), and their grid (t, h, w). The rows
-            go through time, then through the squares that are merged, then through the patches of a square; the
-            features of a row through channels, frames, rows and columns of pixels.
+            are ordered by time, merged square, and patch within the square. The features of a row are ordered by
+            channel, frame, pixel row and pixel column.
         """
         height, width = self.resized(frames.shape[2], frames.shape[3], where)
         frames = torch.stack([resize(frame, height, width, self.resample, where) for frame in frames])
@@ -115,18 +120,18 @@ class Qwen2VLPreprocessor:
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3, -1), (t, h, w)
 
     def resized(self, height: int, width: int, where: str = "image") -> tuple[int, int]:
-        """The height and width in pixels that an image of this size is resized to.
+        """Returns the height and width in pixels to which an image of this size is resized.
 
         Raises:
-            ImageError: one side is more than 200 times as long as the other.
+            ImageError: the aspect ratio is above `MAX_ASPECT_RATIO`.
         """
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise ImageError(
-                "is too long and thin",
+                "the image is too long and thin",
                 where=where,
                 got=f"{width} x {height} pixels",
-                expected=f"sides whose ratio is at most {MAX_ASPECT_RATIO}",
-                remedy="Crop it.",
+                expected=f"an aspect ratio of at most {MAX_ASPECT_RATIO}",
+                remedy="Crop the image.",
             )
         unit = self.patch_size * self.merge_size
         tall, wide = round(height / unit) * unit, round(width / unit) * unit
@@ -139,6 +144,53 @@ class Qwen2VLPreprocessor:
             tall, wide = math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
         return tall, wide
 
-    def tokens(self, grid: tuple[int, int, int]) -> int:
-        """How many tokens of the prompt the patches of this grid become."""
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Returns the number of prompt tokens for a grid (t, h, w) of patches."""
         return math.prod(grid) // self.merge_size**2
+
+
+class Qwen2VLProcessorFamily(ProcessorFamily):
+    """Replaces each image or video by one token for each merge_size x merge_size patches."""
+
+    model_type = "qwen2_vl"
+    hf_class = "Qwen2VLProcessor"
+    image_processor = "Qwen2VLImageProcessor"
+
+    def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
+        self.images = Qwen2VLPreprocessor.for_images(files.image_settings())
+        self.videos = Qwen2VLPreprocessor.for_videos(files.video_settings())
+        named = tokenizer.special_tokens
+        self.placeholders = {
+            "image": named.get("image_token", "<|image_pad|>"),
+            "video": named.get("video_token", "<|video_pad|>"),
+        }
+        self.soft_tokens = self.placeholders
+
+    def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
+        clips = [image[None] for group in images for image in group]
+        patches, grids, replacements = self._preprocess(self.images, clips, "image")
+        return PreprocessedMedia({"pixel_values": patches, "image_grid_thw": grids}, replacements)
+
+    def preprocess_videos(self, videos: list[Tensor], fps: list[float]) -> PreprocessedMedia:
+        patches, grids, replacements = self._preprocess(self.videos, videos, "video")
+        return PreprocessedMedia({"pixel_values_videos": patches, "video_grid_thw": grids}, replacements)
+
+    def _preprocess(
+        self, preprocessor: Qwen2VLPreprocessor, clips: list[Tensor], kind: str
+    ) -> tuple[Tensor, Tensor, list[str]]:
+        outputs = [preprocessor(clip, f"{kind}s[{i}]") for i, clip in enumerate(clips)]
+        grids = [grid for _, grid in outputs]
+        replacements = [self.soft_tokens[kind] * preprocessor.num_tokens(grid) for grid in grids]
+        return torch.cat([patches for patches, _ in outputs]), torch.tensor(grids), replacements
+
+
+class Qwen2_5VLProcessorFamily(Qwen2VLProcessorFamily):
+    """Qwen2-VL's preprocessing, plus the seconds that a patch of a video covers."""
+
+    model_type = "qwen2_5_vl"
+    hf_class = "Qwen2_5_VLProcessor"
+
+    def preprocess_videos(self, videos: list[Tensor], fps: list[float]) -> PreprocessedMedia:
+        inputs, replacements = super().preprocess_videos(videos, fps)
+        seconds = [self.videos.temporal_patch_size / frames for frames in fps]
+        return PreprocessedMedia({**inputs, "second_per_grid_ts": torch.tensor(seconds)}, replacements)

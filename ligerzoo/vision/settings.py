@@ -1,4 +1,4 @@
-"""The entries of a checkpoint's preprocessor_config.json, read with suspicion: each has a type and a range."""
+"""Settings of a checkpoint's preprocessor_config.json, checked for type and range when they are read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any
 
 from ligerzoo.errors import ConfigError
 
-MAX_SIDE = 2**13  # of a tile, in pixels
+MAX_SIDE = 2**13  # pixels of a tile
 
 
 class Settings:
-    """One object of settings. A null counts as absent.
+    """A JSON object of settings. Entries that are null count as absent.
+
+    The methods return an entry, or `default` if it is absent, and raise ConfigError if it is malformed.
 
     Args:
-        entries: the object, as JSON has it.
-        where: the file it is from, for errors.
+        entries: the parsed JSON object.
+        where: the file, for error messages.
     """
 
     def __init__(self, entries: Mapping[str, Any], where: object) -> None:
@@ -26,56 +28,59 @@ class Settings:
         return name in self._entries
 
     def integer(self, name: str, default: int, *, at_most: int, at_least: int = 1) -> int:
+        """Returns an integer between `at_least` and `at_most`."""
         value = self._entries.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not at_least <= value <= at_most:
-            raise self._misfit(name, f"an integer between {at_least} and {at_most}")
+            raise self._error(name, f"an integer between {at_least} and {at_most}")
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A positive number."""
+        """Returns a positive number."""
         value = self._entries.get(name, default)
         if not _is_number(value) or not 0 < value < 2**31:
-            raise self._misfit(name, "a positive number")
+            raise self._error(name, "a positive number")
         return float(value)
 
     def channels(
         self, name: str, default: tuple[float, float, float], *, positive: bool = False
     ) -> tuple[float, float, float]:
-        """A number each for red, green and blue, which may be given as one for all."""
+        """Returns one number each for red, green and blue. The file may give a single number for all three."""
         value = self._entries.get(name, default)
         numbers = [value] * 3 if _is_number(value) else value
         if not isinstance(numbers, (list, tuple)) or len(numbers) != 3 or not all(map(_is_number, numbers)):
-            raise self._misfit(name, "three numbers")
+            raise self._error(name, "three numbers")
         if positive and min(numbers) <= 0:
-            raise self._misfit(name, "three positive numbers")
+            raise self._error(name, "three positive numbers")
         return float(numbers[0]), float(numbers[1]), float(numbers[2])
 
     def boolean(self, name: str, default: bool) -> bool:
+        """Returns true or false."""
         value = self._entries.get(name, default)
         if not isinstance(value, bool):
-            raise self._misfit(name, "true or false")
+            raise self._error(name, "true or false")
         return value
 
     def string(self, name: str) -> str | None:
+        """Returns a string, or None if the entry is absent."""
         value = self._entries.get(name)
         if value is not None and not isinstance(value, str):
-            raise self._misfit(name, "a text")
+            raise self._error(name, "a string")
         return value
 
     def section(self, name: str) -> Settings:
-        """An entry that is an object itself; an empty one where there is none."""
+        """Returns a nested object; an empty one if the entry is absent."""
         value = self._entries.get(name, {})
         if not isinstance(value, Mapping):
-            raise self._misfit(name, "an object")
+            raise self._error(name, "an object")
         return Settings(value, f"{self.where}: {name}")
 
     def require(self, name: str, value: object) -> None:
-        """Refuse whatever asks for something else than `value`, which is what is done when the entry is absent."""
+        """Raises ConfigError if the entry has another value than `value`, the only one that is supported."""
         if self._entries.get(name, value) != value:
-            raise self._misfit(name, f"{value!r} or no entry: nothing else is supported")
+            raise self._error(name, f"{value!r} or no entry; other values are not supported")
 
     def side(self, default: int) -> int:
-        """The side in pixels of the squares that `size` asks for."""
+        """Returns the side in pixels of the square that the entry `size` defines."""
         size = self.section("size")
         height = size.integer("height", default, at_most=MAX_SIDE)
         size.require("width", height)
@@ -83,9 +88,9 @@ class Settings:
             size.require(name, None)
         return height
 
-    def _misfit(self, name: str, expected: str) -> ConfigError:
+    def _error(self, name: str, expected: str) -> ConfigError:
         return ConfigError(
-            "is not what it should be", where=f"{self.where}: {name}", got=repr(self._entries[name]), expected=expected
+            "unsupported value", where=f"{self.where}: {name}", got=repr(self._entries[name]), expected=expected
         )
 
 

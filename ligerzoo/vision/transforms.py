@@ -1,4 +1,4 @@
-"""The steps that every family shares: resize an image, and turn its bytes into the numbers that a model sees."""
+"""Image transforms that all families share: resizing and normalization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ligerzoo.vision.io import check_size, pillow
 from ligerzoo.vision.settings import Settings
 
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its filters, which the files use
+BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of its resampling filters; preprocessor_config.json uses them
 
 RGB = tuple[float, float, float]
 CLIP_MEAN: RGB = (0.48145466, 0.4578275, 0.40821073)
@@ -20,19 +20,19 @@ HALF: RGB = (0.5, 0.5, 0.5)
 
 
 def resize(image: Tensor, height: int, width: int, resample: int, where: str = "image") -> Tensor:
-    """An image in another size, through Pillow's filters, whose rounding models were trained on.
+    """Resizes an image with Pillow, because the models were trained with Pillow's rounding.
 
     Args:
         image: uint8 (3, H, W).
-        height, width: those of the result.
-        resample: Pillow's number of the filter.
-        where: what errors call the image.
+        height, width: size of the result in pixels.
+        resample: Pillow's number of the resampling filter.
+        where: the name of the image in error messages.
 
     Returns:
         uint8 (3, height, width).
 
     Raises:
-        ImageError: there would be too many pixels, or Pillow is not installed.
+        ImageError: the result would have more than `MAX_PIXELS` pixels, or Pillow is not installed.
     """
     check_size(height, width, where)
     rows = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
@@ -42,7 +42,7 @@ def resize(image: Tensor, height: int, width: int, resample: int, where: str = "
 
 @dataclass(frozen=True, kw_only=True)
 class Normalization:
-    """(byte * rescale_factor - mean) / std, with the mean and std of each channel."""
+    """Computes (byte * rescale_factor - mean) / std, with one mean and std for each channel."""
 
     mean: RGB
     std: RGB
@@ -50,10 +50,14 @@ class Normalization:
 
     @classmethod
     def from_settings(cls, settings: Settings, *, mean: RGB, std: RGB) -> Normalization:
-        """As a preprocessor_config.json has it; `mean` and `std` are those of the family where it has none.
+        """Builds it from the entries of preprocessor_config.json.
+
+        Args:
+            settings: the entries.
+            mean, std: the family's defaults.
 
         Raises:
-            ConfigError: an entry is malformed, or asks for an image that is not normalized.
+            ConfigError: an entry is malformed, or disables normalization.
         """
         for step in ("do_convert_rgb", "do_rescale", "do_normalize"):
             settings.require(step, True)
@@ -64,10 +68,10 @@ class Normalization:
         )
 
     def __call__(self, values: Tensor) -> Tensor:
-        """fp32 (N, 3, ...) of uint8 (N, 3, ...), on any device.
+        """Normalizes uint8 (N, 3, ...) to fp32 (N, 3, ...), on any device.
 
-        A byte has 256 values, so each is computed once, with the product in fp64 and the rest in fp32 as transformers
-        does.
+        Computes the result of each of the 256 byte values once and looks it up. As in transformers, the product is in
+        fp64 and the rest in fp32.
         """
         levels = (torch.arange(256, dtype=torch.float64, device=values.device) * self.rescale_factor).float()
         result = torch.empty(values.shape, dtype=torch.float32, device=values.device)
@@ -77,6 +81,6 @@ class Normalization:
 
 
 def resample_of(settings: Settings, default: int) -> int:
-    """The filter to resize with, as Pillow's number."""
+    """Returns Pillow's number of the resampling filter."""
     settings.require("do_resize", True)
     return settings.integer("resample", default, at_least=0, at_most=5)

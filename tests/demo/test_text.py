@@ -1,4 +1,4 @@
-"""The demo tells the truth, and the model that comes along is what it says."""
+"""The text demo passes its checks, the checks detect errors, and its model is as documented."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _threads() -> Any:
-    """The demo keeps to one thread, and other tests need not."""
+    """Restores the number of threads, which the demo sets to 1."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -33,23 +33,23 @@ def _threads() -> Any:
 # The demo
 
 
-def test_the_demo_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_passes_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo"]) == 0
-    told, progress = capsys.readouterr()
-    ticks = [line for line in told.splitlines() if line.startswith("✓ ")]
+    output, progress = capsys.readouterr()
+    ticks = [line for line in output.splitlines() if line.startswith("✓ ")]
     assert len(ticks) == 5
-    assert "5 of 5 checks passed." in told
-    assert "\033" not in told  # no colours: this is no terminal
+    assert "5 of 5 checks passed." in output
+    assert "\033" not in output  # no colours outside a terminal
     before, after = (float(word) for word in ticks[2].split()[-3::2])
     assert after < 0.9 * before
     assert f"{demo.STEPS}/{demo.STEPS}" in progress
     assert "loss=" in progress
     for step in (demo.load, demo.complete, demo.fine_tune, demo.save_and_reload, demo.generate_twice):
-        assert f"    def {step.__name__}(" in told
-    assert all(command in told for _, command in demo.next_commands())
+        assert f"    def {step.__name__}(" in output
+    assert all(command in output for _, command in demo.next_commands())
 
 
-def test_the_demo_learns_from_a_text_of_your_own(
+def test_the_demo_trains_on_a_text_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "fine_tune", few_steps)
@@ -66,17 +66,17 @@ def few_steps(model: Llama, windows: Tensor) -> None:
     fine_tune(model, windows, steps=3)
 
 
-def learn_nothing(model: Llama, windows: Tensor) -> None:
+def train_nothing(model: Llama, windows: Tensor) -> None:
     pass
 
 
-def load_another(directory: Path) -> tuple[Llama, Tokenizer]:
+def load_modified(directory: Path) -> tuple[Llama, Tokenizer]:
     model, tokenizer = load(directory)
     model.model.norm.weight.data[7] += 1e-3
     return model, tokenizer
 
 
-def say_nothing(model: Llama, tokenizer: Tokenizer, prompt: str) -> str:
+def complete_nothing(model: Llama, tokenizer: Tokenizer, prompt: str) -> str:
     return prompt + " key in items:\n        )("
 
 
@@ -90,7 +90,7 @@ def change_dtype(model: Llama, directory: Path) -> Llama:
     return save_and_reload(model, directory).to(torch.float64)
 
 
-def generate_otherwise(model: Llama, tokenizer: Tokenizer, prompt: str) -> tuple[Tensor, Tensor]:
+def generate_other_tokens(model: Llama, tokenizer: Tokenizer, prompt: str) -> tuple[Tensor, Tensor]:
     cached, uncached = generate_twice(model, tokenizer, prompt)
     return cached, uncached.index_fill(1, torch.tensor([20]), 0)
 
@@ -104,18 +104,18 @@ load, fine_tune, save_and_reload, generate_twice = (
 
 
 BROKEN: list[tuple[str, Callable[..., Any], str]] = [
-    ("load", load_another, "every tensor is the one in the files"),
-    ("complete", say_nothing, "valid Python"),
-    ("fine_tune", learn_nothing, "the loss on passages kept aside fell"),
-    ("save_and_reload", flip_a_bit, "kept its bytes"),
-    ("generate_twice", generate_otherwise, "with and without the cache"),
+    ("load", load_modified, "each tensor equal to the files"),
+    ("complete", complete_nothing, "valid Python"),
+    ("fine_tune", train_nothing, "the validation loss fell"),
+    ("save_and_reload", flip_a_bit, "the same, bit for bit"),
+    ("generate_twice", generate_other_tokens, "with and without the cache are equal"),
 ]
 
 
 @pytest.mark.parametrize(
-    "broken", [BROKEN, [("save_and_reload", change_dtype, "kept its bytes")]], ids=["every step", "one step"]
+    "broken", [BROKEN, [("save_and_reload", change_dtype, "the same, bit for bit")]], ids=["every step", "one step"]
 )
-def test_the_demo_says_what_is_broken(
+def test_the_demo_reports_failed_checks(
     broken: list[tuple[str, Callable[..., Any], str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -124,14 +124,14 @@ def test_the_demo_says_what_is_broken(
     for step, function, _ in broken:
         monkeypatch.setattr(demo, step, function)
     assert cli.main(["demo"]) == 1
-    told = capsys.readouterr().out
-    complaints = [line for line in told.splitlines() if line.startswith("✗ NOT TRUE: ")]
+    output = capsys.readouterr().out
+    complaints = [line for line in output.splitlines() if line.startswith("✗ NOT TRUE: ")]
     for complaint, (_, _, claim) in zip(complaints, broken, strict=True):
         assert claim in complaint
-    assert f"{5 - len(broken)} of 5 checks passed." in told
+    assert f"{5 - len(broken)} of 5 checks passed." in output
 
 
-def test_the_cache_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_is_compared_with_and_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     generate = Llama.generate
 
@@ -165,18 +165,18 @@ def test_lines_of_python_are_counted(text: str, lines: int) -> None:
     assert demo.count_python_lines(text) == lines
 
 
-def test_what_is_kept_aside_is_not_trained_on() -> None:
+def test_training_and_validation_windows_are_disjoint() -> None:
     tokenizer = Tokenizer.from_pretrained(demo.CHECKPOINT)
     text = "".join(f"line {number}\n" for number in range(1000))
-    training, kept_aside = demo.split(text, tokenizer)
-    assert training.shape[1] == kept_aside.shape[1] == demo.WINDOW
+    training, validation = demo.split(text, tokenizer)
+    assert training.shape[1] == validation.shape[1] == demo.WINDOW
     assert (training[:, 0] == tokenizer.bos_token_id).all()
     rows = {tuple(row) for row in training.tolist()}
-    assert len(rows) == len(training) >= 4 * len(kept_aside)
-    assert not rows & {tuple(row) for row in kept_aside.tolist()}
+    assert len(rows) == len(training) >= 4 * len(validation)
+    assert not rows & {tuple(row) for row in validation.tolist()}
 
 
-# The model that comes along
+# The model in the package
 
 
 def test_the_model_is_small_and_in_hugging_face_format() -> None:
@@ -193,7 +193,7 @@ def test_the_model_is_small_and_in_hugging_face_format() -> None:
     }
 
 
-def test_the_model_s_training_is_on_record() -> None:
+def test_the_training_is_recorded() -> None:
     record = json.loads((demo.CHECKPOINT / "training.json").read_text())
     assert tuple(record["held_out"]) == demo.HELD_OUT
     assert isinstance(record["seed"], int)
@@ -205,13 +205,13 @@ def test_the_model_s_training_is_on_record() -> None:
 
 
 def test_the_model_knows_python() -> None:
-    """On a module that it was not trained on, as the record says: some other words may have got in since."""
+    """The loss on a held-out module is near the recorded one; newer Pythons have changed the module."""
     record = json.loads((demo.CHECKPOINT / "training.json").read_text())
     model, tokenizer = demo.load(demo.CHECKPOINT)
     import statistics
 
-    training, kept_aside = demo.split(Path(statistics.__file__).read_text(), tokenizer)
-    assert demo.loss_on(model, torch.cat([training[:16], kept_aside[:8]])) < record["held_out_loss"] + 1
+    training, validation = demo.split(Path(statistics.__file__).read_text(), tokenizer)
+    assert demo.loss_on(model, torch.cat([training[:16], validation[:8]])) < record["held_out_loss"] + 1
 
 
 # The script that trains it
@@ -228,7 +228,7 @@ def script() -> types.ModuleType:
     return module
 
 
-def test_it_trains_on_sources_and_not_on_what_is_held_out(script: types.ModuleType, tmp_path: Path) -> None:
+def test_held_out_modules_are_not_trained_on(script: types.ModuleType, tmp_path: Path) -> None:
     for name in ("b.py", "a/c.py", "a/test/d.py", "html/entities.py", "html/parser.py", "site-packages/e.py", "f.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
@@ -236,7 +236,7 @@ def test_it_trains_on_sources_and_not_on_what_is_held_out(script: types.ModuleTy
     assert found == ["a/c.py", "b.py", "html/parser.py"]
 
 
-def test_a_window_begins_with_a_line(script: types.ModuleType) -> None:
+def test_a_window_begins_at_a_line(script: types.ModuleType) -> None:
     text = "import x\n\n\ndef f(a):\n    if a:\n        return  a + 10\n\n\nclass É:\n" * 200
     tokenizer = script.train_tokenizer([text])
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
@@ -244,16 +244,16 @@ def test_a_window_begins_with_a_line(script: types.ModuleType) -> None:
     tokens = windows.random(64, torch.Generator().manual_seed(0))
     assert tokens.shape == (64, script.CONTEXT)
     assert (tokens[:, 0] == tokenizer.token_to_id(script.BOS)).all()
-    begun = {tokenizer.decode(row[1:6]).strip("\n").split("\n")[0] for row in tokens.tolist()}
-    assert begun == {"import x", "def f(a):", "    if a:", "        return  a +", "class É:"}
+    first_lines = {tokenizer.decode(row[1:6]).strip("\n").split("\n")[0] for row in tokens.tolist()}
+    assert first_lines == {"import x", "def f(a):", "    if a:", "        return  a +", "class É:"}
 
 
-def test_it_trains_a_model_that_loads(
+def test_the_trained_model_loads(
     script: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["bisect.py", "heapq.py", "textwrap.py"]
+    modules = ["bisect.py", "heapq.py", "textwrap.py"]
     monkeypatch.setattr(script, "HELD_OUT", ("bisect.py",))
-    monkeypatch.setattr(script, "source_files", lambda root: [root / name for name in few])
+    monkeypatch.setattr(script, "source_files", lambda root: [root / name for name in modules])
     monkeypatch.setattr(script, "VOCABULARY", 300)
     monkeypatch.setattr(script, "PROMPTS", ("def f(",))
     out = tmp_path / "model"

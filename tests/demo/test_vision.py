@@ -1,4 +1,4 @@
-"""The demo that sees tells the truth, and so does its model, which is what it says."""
+"""The vision demo passes its checks, the checks detect errors, and its model is as documented."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from tools import train_vision_model as script
 
 @pytest.fixture(autouse=True)
 def _threads() -> Any:
-    """The demo keeps to one thread, and other tests need not."""
+    """Restores the number of threads, which the demo sets to 1."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -33,23 +33,23 @@ def _threads() -> Any:
 # The demo
 
 
-def test_the_demo_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_passes_its_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--vision", "--seed", "7"]) == 0
-    told = capsys.readouterr().out
-    assert len([line for line in told.splitlines() if line.startswith("✓ ")]) == 4
-    assert "4 of 4 checks passed." in told
-    assert "with the seed 7" in told
+    output = capsys.readouterr().out
+    assert len([line for line in output.splitlines() if line.startswith("✓ ")]) == 4
+    assert "4 of 4 checks passed." in output
+    assert "with seed 7" in output
     steps = (demo_vision.load, demo_vision.draw_to, demo_vision.describe, demo_vision.describe_all, demo_vision.copy)
-    assert all(f"    def {step.__name__}(" in told for step in steps)
-    answers = dict(line.split("  ", 1) for line in told.splitlines() if line.startswith("/") and "  " in line)
+    assert all(f"    def {step.__name__}(" in output for step in steps)
+    answers = dict(line.split("  ", 1) for line in output.splitlines() if line.startswith("/") and "  " in line)
     assert len(answers) == demo_vision.DRAWINGS
     for number, picture in enumerate(answers, 1):
         drawing = draw(f"demo 7 {number}")
         assert Image.open(picture).tobytes() == drawing.picture.tobytes()
-    assert all(command in told for _, command in demo_vision.next_commands(Path(next(iter(answers)))))
+    assert all(command in output for _, command in demo_vision.next_commands(Path(next(iter(answers)))))
 
 
-def load_less(directory: Path) -> tuple[Qwen2VL, Processor]:
+def load_incomplete(directory: Path) -> tuple[Qwen2VL, Processor]:
     model, processor = load(directory)
     del model.visual.blocks[3].mlp.fc1.bias
     model.visual.blocks[3].mlp.fc1.bias = None
@@ -62,8 +62,8 @@ def describe_another(model: Qwen2VL, processor: Processor, picture: Path) -> str
 
 def describe_badly(wrong: int) -> Callable[..., list[str]]:
     def step(model: Qwen2VL, processor: Processor, pictures: list[Path]) -> list[str]:
-        true = [draw(f"demo 7 {picture.stem}").text for picture in pictures]
-        return true[:-wrong] + ["a black hole"] * wrong
+        correct = [draw(f"demo 7 {picture.stem}").text for picture in pictures]
+        return correct[:-wrong] + ["a black hole"] * wrong
 
     return step
 
@@ -80,13 +80,13 @@ load, describe, copy = demo_vision.load, demo_vision.describe, demo_vision.copy
 @pytest.mark.parametrize(
     "step, broken, claim",
     [
-        ("load", load_less, "as many as the files hold"),
-        ("describe", describe_another, "the same alone and among others"),
-        ("describe_all", describe_badly(2), "8 of 10 answers are right"),
-        ("copy", copy_inexactly, "files are the same"),
+        ("load", load_incomplete, "as many as in the files"),
+        ("describe", describe_another, "the same alone and in the batch"),
+        ("describe_all", describe_badly(2), "8 of 10 answers are correct"),
+        ("copy", copy_inexactly, "saved files equal the original ones"),
     ],
 )
-def test_the_demo_says_what_is_broken(
+def test_the_demo_reports_failed_checks(
     step: str,
     broken: Callable[..., Any],
     claim: str,
@@ -100,16 +100,16 @@ def test_the_demo_says_what_is_broken(
     assert claim in complaints[0]
 
 
-def test_one_mistake_is_forgiven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_wrong_answer_is_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo_vision, "describe_all", describe_badly(1))
     assert cli.main(["demo", "--vision", "--seed", "7"]) == 0
     assert "(drawn: " in capsys.readouterr().out
 
 
-def test_a_seed_is_drawn_unless_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_seed_is_random(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo_vision, "randrange", lambda _: 1234)
     cli.main(["demo", "--vision"])
-    assert "with the seed 1234" in capsys.readouterr().out
+    assert "with seed 1234" in capsys.readouterr().out
 
 
 def test_the_commands_to_try_next_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,19 +125,19 @@ def test_the_commands_to_try_next_work(tmp_path: Path, capsys: pytest.CaptureFix
             assert capsys.readouterr().out == f"{text}\n"
 
 
-# The model that comes along
+# The model in the package
 
 
-def test_the_model_sees(tmp_path: Path) -> None:
-    """Drawings that neither training nor what it was chosen by had."""
+def test_the_model_describes_new_drawings(tmp_path: Path) -> None:
+    """These seeds were used neither in training nor in validation."""
     pictures = [tmp_path / f"{number}.png" for number in range(60)]
-    shown = [demo_vision.draw_to(picture, f"unseen {picture.stem}") for picture in pictures]
+    descriptions = [demo_vision.draw_to(picture, f"unseen {picture.stem}") for picture in pictures]
     answers = demo_vision.describe_all(*demo_vision.load(CHECKPOINT), pictures)
-    right = [told == true for told, true in zip(answers, shown, strict=True)]
-    assert sum(right) >= 0.9 * len(right)
+    correct = [given == expected for given, expected in zip(answers, descriptions, strict=True)]
+    assert sum(correct) >= 0.9 * len(correct)
 
 
-def test_transformers_sees_the_same(tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     demo_vision.draw_to(picture, "test 1")
     model, processor = demo_vision.load(CHECKPOINT)
@@ -177,7 +177,7 @@ def test_the_model_is_small_and_in_hugging_face_format() -> None:
     }
 
 
-def test_the_model_s_training_is_on_record() -> None:
+def test_the_training_is_recorded() -> None:
     record = json.loads((CHECKPOINT / "training.json").read_text())
     assert isinstance(record["seed"], int)
     assert record["versions"].keys() >= {"ligerzoo", "python", "torch", "triton", "pillow"}
@@ -207,7 +207,7 @@ def test_every_word_of_an_answer_is_a_token(processor: Processor) -> None:
     assert tokenizer.decode(tokenizer.encode(anything)) == anything
 
 
-def test_a_batch_holds_what_the_model_reads_otherwise(processor: Processor, device: str) -> None:
+def test_training_batches_equal_the_processor_s_inputs(processor: Processor, device: str) -> None:
     batch = script.Drawings(processor, "test", 2, 3)[1]
     inputs = {name: tensor.cpu() for name, tensor in script.inputs_of(batch, processor, device).items()}
     size = script.random_size(script.Random("test 1"))
@@ -217,7 +217,7 @@ def test_a_batch_holds_what_the_model_reads_otherwise(processor: Processor, devi
         question = [{"type": "image", "image": drawing.picture}, {"type": "text", "text": QUESTION}]
         answer = {"role": "assistant", "content": drawing.text}
         expected = processor([{"role": "user", "content": question}, answer])
-        ids = expected["input_ids"][0, :-1]  # the template breaks the line behind the answer
+        ids = expected["input_ids"][0, :-1]  # the template adds a newline after the answer
         assert torch.equal(inputs["input_ids"][row, : len(ids)], ids)
         labels = batch.labels[row].tolist()
         answered = [label for label in labels if label != script.IGNORED]
@@ -230,7 +230,7 @@ def test_a_batch_holds_what_the_model_reads_otherwise(processor: Processor, devi
     assert patches == len(inputs["pixel_values"])
 
 
-def test_an_answer_is_right_that_greedy_generation_gives() -> None:
+def test_evaluation_equals_greedy_generation() -> None:
     model, processor = demo_vision.load(CHECKPOINT)
     batches = list(script.Drawings(processor, "test", 2, 8))
     right = []
@@ -245,7 +245,7 @@ def test_an_answer_is_right_that_greedy_generation_gives() -> None:
     assert script.evaluate(model, batches, processor, "cpu")[1] == pytest.approx(sum(right) / len(right))
 
 
-def test_it_trains_a_model_that_loads(
+def test_the_trained_model_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(script, "HELD_OUT", (2, 4))

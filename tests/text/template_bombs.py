@@ -1,4 +1,4 @@
-"""Chat templates that ask for much time or memory, by name. Run as a program, this renders them and reports the cost.
+"""Chat templates that use much time or memory, by name. As a program, this renders them and reports the cost.
 
 Usage: template_bombs.py SECONDS STEP renders every STEP-th of them, with a limit of SECONDS of CPU time for each.
 """
@@ -19,7 +19,7 @@ NESTED = "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [
 TEXT = "{% set ns = namespace(s='abcd') %}{% for i in range(20) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 
 BOMBS = {
-    # sizes that one operation makes of a number
+    # sizes that one operation computes from a number
     "repetition": "{{ 'a' * 10 ** 10 }}",
     "repetition from the left": "{{ 10 ** 10 * 'a' }}",
     "repeated list": "{{ [0] * 10 ** 10 }}",

@@ -1,4 +1,4 @@
-"""Chat templates against transformers, and against templates that mean harm."""
+"""Chat templates render as in transformers, and hostile templates are stopped."""
 
 import enum
 import json
@@ -189,7 +189,7 @@ CONFIG = {
 
 
 def write(directory: Path, files: dict[str, str], **config: Any) -> Path:
-    """A tokenizer of single bytes that puts <s> before every text, with these template files and config entries."""
+    """Writes a tokenizer of single bytes that adds <s> before a text, with these template files and config entries."""
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -227,7 +227,7 @@ def render(source: str, **variables: Any) -> str:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_prompts_are_those_of_transformers(ours: Tokenizer, theirs: Any, case: int) -> None:
+def test_prompts_equal_transformers(ours: Tokenizer, theirs: Any, case: int) -> None:
     template, messages, options = CASES[case]
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
     assert ours.apply_chat_template(messages, chat_template=template, tokenize=False, **options) == expected
@@ -236,13 +236,13 @@ def test_prompts_are_those_of_transformers(ours: Tokenizer, theirs: Any, case: i
     assert ids == theirs.apply_chat_template(messages, chat_template=template, return_dict=False, **options)
 
 
-def test_no_second_bos(ours: Tokenizer) -> None:
+def test_bos_is_not_added_twice(ours: Tokenizer) -> None:
     bos = ours.bos_token_id
     assert ours.apply_chat_template([USER], chat_template="{{ bos_token }}x").count(bos) == 1
     assert ours.apply_chat_template([USER], chat_template="{{ 1 }}").count(bos) == 0
 
 
-def test_a_failing_template_fails_in_both(ours: Tokenizer, theirs: Any) -> None:
+def test_a_template_that_fails_in_transformers_fails_here(ours: Tokenizer, theirs: Any) -> None:
     for template, messages in [(PARTS, [ANSWER]), (TOOLS, [USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2}])]:
         with pytest.raises(Exception, match=r"alternate|one call"):
             theirs.apply_chat_template(messages, chat_template=template)
@@ -250,7 +250,7 @@ def test_a_failing_template_fails_in_both(ours: Tokenizer, theirs: Any) -> None:
             ours.apply_chat_template(messages, chat_template=template)
 
 
-def test_conversations_in_a_batch(ours: Tokenizer, theirs: Any) -> None:
+def test_a_batch_of_conversations(ours: Tokenizer, theirs: Any) -> None:
     batch = [[USER], [SYSTEM, USER, ANSWER, USER]]
     texts = [ours.apply_chat_template(conversation, tokenize=False) for conversation in batch]
     assert ours.apply_chat_template(batch, tokenize=False) == texts
@@ -265,7 +265,7 @@ def test_conversations_in_a_batch(ours: Tokenizer, theirs: Any) -> None:
     assert single["input_ids"].tolist() == [ours.apply_chat_template(batch[0])]
 
 
-# Which template
+# Choice of the template
 
 FILE, TEXT = "{{ 'file' }}", "{{ 'text' }}"
 NAMED = [{"name": "default", "template": "{{ 'first' }}"}, {"name": "tool_use", "template": "{{ 'tools' }}"}]
@@ -292,7 +292,7 @@ TOOL_USE = "additional_chat_templates/tool_use.jinja"
         ({}, {"chat_template": TEXT}, {"chat_template": "{{ 'given' }}"}, "given"),
     ],
 )
-def test_the_choice_is_that_of_transformers(
+def test_the_choice_equals_transformers(
     tmp_path: Path, files: dict[str, str], config: dict[str, Any], options: dict[str, Any], expected: str
 ) -> None:
     path = write(tmp_path / "model", files, **config)
@@ -300,7 +300,7 @@ def test_the_choice_is_that_of_transformers(
         assert tokenizer.apply_chat_template([USER], tokenize=False, **options) == expected
 
 
-def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_template_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "model", {RAG: "rag"}, chat_template=TEXT)
     tokenizer = Tokenizer.from_pretrained(path)
     assert list(tokenizer.chat_templates) == ["rag"]
@@ -313,23 +313,23 @@ def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
         Tokenizer.from_pretrained(path).apply_chat_template([USER])
 
 
-# What goes in
+# Variables
 
 
 @pytest.mark.parametrize("messages", ["hello", USER, [USER, "hello"], [[USER], USER], [[USER], "hello"], 3])
-def test_what_is_no_conversation_is_refused(ours: Tokenizer, messages: Any) -> None:
-    with pytest.raises(TokenizerError, match="messages: is not a list of objects"):
+def test_invalid_conversations_are_refused(ours: Tokenizer, messages: Any) -> None:
+    with pytest.raises(TokenizerError, match="messages: not a list of dictionaries"):
         ours.apply_chat_template(messages)
 
 
-def test_functions_are_no_schemas(ours: Tokenizer) -> None:
-    with pytest.raises(TokenizerError, match="tools: is not a list of objects"):
+def test_tools_and_documents_must_be_dictionaries(ours: Tokenizer) -> None:
+    with pytest.raises(TokenizerError, match="tools: not a list of dictionaries"):
         ours.apply_chat_template([USER], tools=[print])  # type: ignore[list-item]
-    with pytest.raises(TokenizerError, match="documents: is not a list of objects"):
+    with pytest.raises(TokenizerError, match="documents: not a list of dictionaries"):
         ours.apply_chat_template([USER], documents=["text"])  # type: ignore[list-item]
 
 
-def test_templates_see_plain_data_only() -> None:
+def test_templates_get_plain_data_only() -> None:
     class Role(enum.StrEnum):
         USER = "user"
 
@@ -345,7 +345,7 @@ def test_templates_see_plain_data_only() -> None:
         render("{{ values[1].leak() }}", values=values)
 
 
-def test_entries_that_are_none_are_left_out(ours: Tokenizer) -> None:
+def test_entries_that_are_none_are_dropped(ours: Tokenizer) -> None:
     template = "{% for m in messages %}{{ m.content is defined }}{{ m.parts }};{% endfor %}"
     messages = [{"content": None, "parts": [None]}, {"content": ""}]
     assert ours.apply_chat_template(messages, chat_template=template, tokenize=False) == "False[None];True;"
@@ -359,7 +359,7 @@ def test_messages_are_not_changed(ours: Tokenizer) -> None:
     assert messages == [{"role": "user", "content": None, "parts": [1]}]
 
 
-def test_special_tokens_cannot_pose_as_messages(tmp_path: Path) -> None:
+def test_special_tokens_cannot_replace_messages(tmp_path: Path) -> None:
     names = {"messages": "</s>", "tools": "</s>", "add_generation_prompt": "</s>", "eos_token": "<s>"}
     path = write(
         tmp_path / "model", {"chat_template.jinja": "{{ tools }}{{ messages[0].role }}"}, extra_special_tokens=names
@@ -367,7 +367,7 @@ def test_special_tokens_cannot_pose_as_messages(tmp_path: Path) -> None:
     assert Tokenizer.from_pretrained(path).apply_chat_template([USER], tokenize=False) == "Noneuser"
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def test_an_error_names_the_field(tmp_path: Path) -> None:
         "{% set messages.x = 1 %}",
     ],
 )
-def test_the_sandbox_holds(source: str) -> None:
+def test_the_sandbox_blocks_escapes(source: str) -> None:
     try:
         text = render(source, messages=[])
     except TokenizerError:
@@ -443,7 +443,7 @@ def test_the_sandbox_holds(source: str) -> None:
         "{{ namespace({'__class__': 1}) }}",
     ],
 )
-def test_a_namespace_holds_no_underscored_names(source: str) -> None:
+def test_a_namespace_refuses_underscored_names(source: str) -> None:
     with pytest.raises(TokenizerError, match="it begins with an underscore"):
         render(source)
 
@@ -451,12 +451,12 @@ def test_a_namespace_holds_no_underscored_names(source: str) -> None:
 @pytest.mark.parametrize(
     "seconds, step", [(0.1, 3), pytest.param(ligerzoo.text.chat_template._MAX_SECONDS, 1, marks=pytest.mark.slow)]
 )
-def test_bombs_fizzle(seconds: float, step: int) -> None:
-    """Each ends with an error that names it, within 0.5 s of CPU time over the limit and 256 MiB."""
+def test_bombs_are_stopped(seconds: float, step: int) -> None:
+    """Each raises an error that names it, within 256 MiB and at most 0.5 s of CPU time above the limit."""
     command = [sys.executable, str(BOMBS), str(seconds), str(step)]
     results = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert len(results) * step >= 60
-    base = 24 * 2**20  # of a Python process that renders nothing
+    base = 24 * 2**20  # memory of an idle Python process
     for name, cost in results.items():
         assert cost["problem"].startswith(name), name
         assert "the template " in cost["problem"], name
@@ -465,30 +465,30 @@ def test_bombs_fizzle(seconds: float, step: int) -> None:
 
 
 def test_a_long_text_is_refused() -> None:
-    with pytest.raises(TokenizerError, match=r"fails: 'it writes 9000000 characters, more than the 8388608 allowed"):
+    with pytest.raises(TokenizerError, match=r"fails: 'the output has 9000000 characters, more than the limit"):
         render("{{ text }}", text="x" * 9 * 10**6)
 
 
-def test_the_limits_are_for_one_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_apply_to_each_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ligerzoo.text.chat_template, "_MAX_SECONDS", 0.2)
     template = ChatTemplate("{% for i in range(n) %}{% for j in range(1000) %}{% endfor %}{% endfor %}", "test.jinja")
     assert [template.render({"n": 2000}) for _ in range(8)] == [""] * 8  # 0.04 s each
-    with pytest.raises(TokenizerError, match=r"test\.jinja, line 1: the template takes more than the 0\.2 s"):
+    with pytest.raises(TokenizerError, match=r"test\.jinja, line 1: the template exceeds the limit of 0\.2 s"):
         template.render({"n": 99999})
     assert template.render({"n": 1}) == ""
 
 
-def test_a_crash_of_the_worker_is_an_error_like_others() -> None:
+def test_a_crash_of_the_worker_raises_tokenizer_error() -> None:
     assert render("{{ 1 }}") == "1"
     process = ligerzoo.text.chat_template._worker._process
     assert process is not None
     process.kill()
-    with pytest.raises(TokenizerError, match=r"ends the process that renders it \(exit status -9\)"):
+    with pytest.raises(TokenizerError, match=r"crashes the rendering process \(exit status -9\)"):
         render("{{ 1 }}")
     assert render("{{ 1 }}") == "1"
 
 
-def test_an_interrupted_conversation_leaves_no_reply_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversation_leaves_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(process: object) -> bytes:
         raise KeyboardInterrupt
 
@@ -512,20 +512,20 @@ def test_threads_and_forked_programs_get_their_own_replies() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
 
 
-def test_without_a_python_to_start_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_python_interpreter_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ligerzoo.text.chat_template._worker.end()
-    for executable, message in [("", "needs a Python interpreter"), ("/no/such/python", "cannot be started")]:
+    for executable, message in [("", "needs a Python interpreter"), ("/no/such/python", "cannot start the process")]:
         monkeypatch.setattr(sys, "executable", executable)
         with pytest.raises(TokenizerError, match=message):
             render("{{ 1 }}")
 
 
-def test_slices_read_as_in_python() -> None:
+def test_slices_work_as_in_python() -> None:
     source = "{{ x[1:] }} {{ x[:-1] }} {{ x[::2] }} {{ x[::-1] }} {{ x[1:3] }} {{ (x | list)[-2:] }}"
     assert ChatTemplate(source, "here").render({"x": "abcd"}) == "bcd abc ac dcba bc ['c', 'd']"
 
 
-def test_a_long_conversation_is_within_the_budget() -> None:
+def test_a_long_conversation_is_within_the_limits() -> None:
     messages = [{**USER, "content": "word " * 200}, ANSWER] * 1000
     expected = "".join(f"[USER]{m['content']}\n" if m["role"] == "user" else m["content"] for m in messages)
     template = "{% for m in messages %}{{ '[USER]' ~ m.content ~ '\n' if m.role == 'user' else m.content }}{% endfor %}"
@@ -543,7 +543,7 @@ MANY_TOOLS = [
 
 
 @pytest.mark.parametrize("template", [CHATML, TOOLS, REASONING, PARTS])
-def test_a_megabyte_of_text_and_many_tools_read_as_in_transformers(ours: Tokenizer, theirs: Any, template: str) -> None:
+def test_a_megabyte_of_text_and_many_tools_equal_transformers(ours: Tokenizer, theirs: Any, template: str) -> None:
     options: dict[str, Any] = {"chat_template": template, "tokenize": False, "tools": MANY_TOOLS}
     expected = theirs.apply_chat_template(LENGTHS, **options)
     assert len(expected) > 10**6

@@ -1,4 +1,4 @@
-"""Preprocessing of images and videos against transformers' image processors that use Pillow: equal to the last bit."""
+"""Image and video preprocessing equals transformers' Pillow image processors bit for bit."""
 
 import base64
 import builtins
@@ -34,7 +34,8 @@ from ligerzoo.vision import (
 )
 
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="other sizes, and no white behind what is transparent"
+    Version(transformers.__version__) < Version("5.23"),
+    reason="other sizes; no white background",
 )
 
 MODES = ["RGB", "L", "RGBA", "LA", "P", "1", "CMYK"]
@@ -48,7 +49,7 @@ PAN_AND_SCAN = {
 
 
 def picture(height: int, width: int, mode: str = "RGB") -> Image.Image:
-    """Noise with some structure, so that resizing has something to smooth."""
+    """Returns an image of noise and a gradient, so that resizing smooths something."""
     noise = np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 4), dtype=np.uint8)
     noise[..., 0] = np.arange(width) * 255 // width
     image = Image.fromarray(noise, "RGBA")
@@ -103,7 +104,7 @@ def test_every_kind_of_image(size: tuple[int, int], mode: str) -> None:
 @example(1, 1)
 @example(1, 200)
 @example(200, 1)
-@example(70, 42)  # two and a half and one and a half units, which round to even
+@example(70, 42)  # 2.5 and 1.5 units, which round to even
 @example(14, 14)
 @example(1000, 3000)
 def test_qwen_sizes(height: int, width: int) -> None:
@@ -146,7 +147,7 @@ def test_gemma_sizes(height: int, width: int) -> None:
     assert_gemma_agrees(picture(height, width), size={"height": 56, "width": 56}, **PAN_AND_SCAN)
 
 
-def test_gemma_pans_only_when_told() -> None:
+def test_gemma_pan_and_scan_is_off_by_default() -> None:
     long = read_image(picture(100, 1000))
     assert len(gemma()(long)) == 1
     assert len(gemma(**PAN_AND_SCAN)(long)) == 5
@@ -178,32 +179,32 @@ ARRAYS: list[Callable[[], Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", ARRAYS)
-def test_arrays(make: Callable[[], Any]) -> None:
-    if make is ARRAYS[-1]:
-        image = read_image(make()[:, :3])
-        assert torch.equal(image, torch.from_numpy(make()[:, :3].copy()))
+@pytest.mark.parametrize("array", ARRAYS)
+def test_arrays(array: Callable[[], Any]) -> None:
+    if array is ARRAYS[-1]:
+        image = read_image(array()[:, :3])
+        assert torch.equal(image, torch.from_numpy(array()[:, :3].copy()))
     else:
-        assert_qwen_agrees(make())
+        assert_qwen_agrees(array())
 
 
-def test_arrays_that_torch_does_not_take() -> None:
+def test_read_only_and_flipped_arrays() -> None:
     array = np.array(picture(40, 50))
     array.flags.writeable = False
     assert torch.equal(read_image(array[:, ::-1]), read_image(picture(40, 50)).flip(2))
     assert read_image(array[..., 0]).shape == (3, 40, 50)
 
 
-def test_files_are_turned_upright(tmp_path: Path) -> None:
+def test_files_are_rotated_by_their_exif_data(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees
-    picture(40, 70).save(tmp_path / "turned.png", exif=exif)
-    assert_qwen_agrees(str(tmp_path / "turned.png"))
-    assert read_image(tmp_path / "turned.png").shape == (3, 70, 40)
-    assert read_image(Image.open(tmp_path / "turned.png")).shape == (3, 40, 70)
+    exif[0x0112] = 6  # rotate by 90 degrees
+    picture(40, 70).save(tmp_path / "rotated.png", exif=exif)
+    assert_qwen_agrees(str(tmp_path / "rotated.png"))
+    assert read_image(tmp_path / "rotated.png").shape == (3, 70, 40)
+    assert read_image(Image.open(tmp_path / "rotated.png")).shape == (3, 40, 70)
 
 
-def test_files_and_texts(tmp_path: Path) -> None:
+def test_file_names_and_data_strings(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     picture(40, 70).save(path)
     data = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
@@ -211,7 +212,7 @@ def test_files_and_texts(tmp_path: Path) -> None:
         assert torch.equal(read_image(source), read_image(picture(40, 70)))
 
 
-def test_what_is_transparent_is_white(tmp_path: Path) -> None:
+def test_transparent_pixels_become_white(tmp_path: Path) -> None:
     palette = Image.new("P", (5, 4), 1)
     palette.putpalette([9, 9, 9, 50, 60, 70])
     palette.save(tmp_path / "palette.png", transparency=1)
@@ -220,43 +221,43 @@ def test_what_is_transparent_is_white(tmp_path: Path) -> None:
         assert read_image(tmp_path / name).unique().tolist() == [255]
 
 
-def wide_grey() -> np.ndarray[Any, Any]:
+def grey_16_bit() -> np.ndarray[Any, Any]:
     return (np.arange(40 * 50, dtype=np.uint32) * 32).clip(max=65535).astype(np.uint16).reshape(40, 50)
 
 
 @pytest.mark.parametrize("name, order", [("grey.png", "<"), ("grey.tiff", "<"), ("grey.tiff", ">")])
-def test_16_bits_of_grey_become_8(tmp_path: Path, name: str, order: str) -> None:
-    levels = wide_grey()
+def test_16_bit_grey_becomes_8_bit(tmp_path: Path, name: str, order: str) -> None:
+    levels = grey_16_bit()
     Image.fromarray(levels.astype(f"{order}u2")).save(tmp_path / name)
     expected = torch.from_numpy(np.round(levels / 257)).expand(3, -1, -1)  # 65535 is white
     assert len(expected.unique()) > 200
     with Image.open(tmp_path / name) as opened:
         for image in (tmp_path / name, opened, Image.fromarray(levels)):
             assert torch.equal(read_image(image), expected.byte())
-    deep = picture(40, 50, "L")
-    Image.fromarray(np.array(deep).astype(np.uint16) * 257).save(tmp_path / name)
-    assert torch.equal(read_image(tmp_path / name), read_image(deep))
+    grey = picture(40, 50, "L")
+    Image.fromarray(np.array(grey).astype(np.uint16) * 257).save(tmp_path / name)
+    assert torch.equal(read_image(tmp_path / name), read_image(grey))
 
 
-def test_16_bits_of_grey_may_have_a_transparent_level(tmp_path: Path) -> None:
+def test_16_bit_grey_may_have_a_transparent_level(tmp_path: Path) -> None:
     Image.fromarray(np.array([[1000, 1001]], dtype=np.uint16)).save(tmp_path / "grey.png", transparency=1000)
     assert read_image(tmp_path / "grey.png")[0].tolist() == [[255, 4]]
 
 
 @pytest.mark.parametrize("mode", ["I", "F", "LAB", "La"])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_pixels_without_a_defined_white_are_refused(tmp_path: Path, mode: str, on_disk: bool) -> None:
-    """Pillow would clip them to white or black, as transformers does, or fail."""
+def test_pixel_modes_without_a_defined_white_are_refused(tmp_path: Path, mode: str, on_disk: bool) -> None:
+    """Pillow, and transformers, clip them to white or black or fail."""
     image: Any = Image.new(mode, (5, 4))
     if on_disk and mode != "La":
         image.save(tmp_path / "image.tiff")
         image = tmp_path / "image.tiff"
-    with pytest.raises(ImageError, match=rf"^a.*got mode '{mode}'; expected 8 bits a channel .* or 16 bits of grey"):
+    with pytest.raises(ImageError, match=rf"^a.*got mode '{mode}'; expected 8 bits per channel .* or 16 bits of grey"):
         read_image(image, "a")
 
 
 @pytest.mark.parametrize("modes", [["RGBA"], ["RGBA", "RGBa"], ["LA"]])
-def test_modes_with_opacity_show_white(modes: list[str]) -> None:
+def test_transparent_modes_become_white(modes: list[str]) -> None:
     image = Image.new("RGBA", (5, 4), (9, 9, 9, 0))
     for mode in modes:
         image = image.convert(mode)
@@ -264,8 +265,10 @@ def test_modes_with_opacity_show_white(modes: list[str]) -> None:
 
 
 def halves_of_frames(frames: Tensor, entries: dict[str, Any]) -> Tensor:
-    """The patches of a video as transformers' image processor makes them of its frames: of each pair of frames, a patch
-    has the first half of the one's and the second half of the other's."""
+    """Returns the patches of a video from transformers' image processor, which duplicates each frame.
+
+    A patch of a pair of frames is the first half of one frame's patch and the second half of the other's.
+    """
     process = Qwen2VLImageProcessorPil(**entries)
     images = [process(frame, return_tensors="pt")["pixel_values"].unflatten(1, (3, 2, -1)) for frame in frames]
     images += images[-1:] * (len(images) % 2)
@@ -283,7 +286,7 @@ def test_videos(number: int) -> None:
     assert torch.equal(patches, halves_of_frames(frames, entries))
 
 
-def test_videos_have_limits_of_their_own() -> None:
+def test_videos_have_their_own_default_limits() -> None:
     preprocess = Qwen2VLPreprocessor.for_videos(Settings({}, ""))
     assert (preprocess.min_pixels, preprocess.max_pixels) == (128 * 28 * 28, 768 * 28 * 28)
 
@@ -295,31 +298,31 @@ def test_kinds_of_videos() -> None:
         assert torch.equal(read_video(same), video)
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
     "image, message",
     [
-        (3, "is no image; got int"),
-        (b"\x89PNG", "is no image; got bytes; expected the name of a file"),
-        (None, "is no image; got NoneType"),
+        (3, "not an image; got int"),
+        (b"\x89PNG", "not an image; got bytes; expected a file name"),
+        (None, "not an image; got NoneType"),
         (np.zeros((3, 4, 4), dtype=np.uint16), "got torch.uint16; expected uint8"),
         (np.zeros((3, 4, 4), dtype=np.float32), "got torch.float32; expected uint8"),
         (torch.zeros(3, 4, 4), "got torch.float32; expected uint8"),
         (np.zeros((3, 4, 4), dtype=np.uint32).astype(object), "expected uint8"),
         (torch.zeros(2, 4, 5, dtype=torch.uint8), r"got \(2, 4, 5\); expected \(C, H, W\)"),
-        (torch.zeros(1, 3, 4, 5, dtype=torch.uint8), "has not the shape of one image"),
-        (torch.zeros(3, 0, 5, dtype=torch.uint8), "has no pixels; got 5 x 0"),
+        (torch.zeros(1, 3, 4, 5, dtype=torch.uint8), "unsupported shape for an image"),
+        (torch.zeros(3, 0, 5, dtype=torch.uint8), "the image has no pixels; got 5 x 0"),
         ("https://example.org/a.png", "Download it first"),
-        ("data:image/png;base64,???", "is not base64"),
-        ("data:image/png;base64,AAAA", "cannot be read as an image"),
+        ("data:image/png;base64,???", "the image data is not valid base64"),
+        ("data:image/png;base64,AAAA", "cannot read the image"),
         ("nowhere.png", "FileNotFoundError"),
-        ("nul\0.png", "cannot be read as an image"),
-        ("x" * 5000, "cannot be read as an image"),
+        ("nul\0.png", "cannot read the image"),
+        ("x" * 5000, "cannot read the image"),
     ],
 )
-def test_what_is_no_image(image: Any, message: str) -> None:
+def test_invalid_images_are_refused(image: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message) as caught:
         read_image(image, "images[2]")
     assert str(caught.value).startswith("images[2]")
@@ -329,22 +332,22 @@ def test_what_is_no_image(image: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "video, message",
     [
-        ("film.mp4", "has to be decoded first"),
+        ("film.mp4", "Decode a video file first"),
         (torch.zeros(3, 4, 5, dtype=torch.uint8), r"got shape \(3, 4, 5\)"),
-        ([], "has no frames"),
+        ([], "the video has no frames"),
         (
             [picture(4, 5), picture(5, 4)],
-            r"video\[1\]: has another size than the first frame; got 4 x 5; expected 5 x 4",
+            r"video\[1\]: the size differs from the first frame's; got 4 x 5; expected 5 x 4",
         ),
     ],
 )
-def test_what_is_no_video(video: Any, message: str) -> None:
+def test_invalid_videos_are_refused(video: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         read_video(video)
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A PNG whose header tells this size, and which has no pixels at all."""
+    """Returns a PNG whose header has this size, without any pixels."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -354,66 +357,66 @@ def png_of(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [(10_000, 10_000), (60_000, 60_000)])
-def test_decompression_bombs(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_decompression_bombs_are_refused(tmp_path: Path, size: tuple[int, int]) -> None:
     path = tmp_path / "bomb.png"
     path.write_bytes(png_of(*size))
     with pytest.raises(ImageError, match=r"too many pixels|decompression bomb"):
         read_image(path)
 
 
-def test_a_file_cut_off(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     picture(50, 50).save(buffer, "PNG")
     (tmp_path / "half.png").write_bytes(buffer.getvalue()[:500])
-    with pytest.raises(ImageError, match="cannot be read as an image"):
+    with pytest.raises(ImageError, match="cannot read the image"):
         read_image(tmp_path / "half.png")
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "ppm"])
-def test_an_opened_file_that_is_cut_off(tmp_path: Path, suffix: str) -> None:
-    """Pillow reads the pixels later than the header, so an opened image may still fail."""
+def test_an_opened_truncated_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    """Pillow decodes the pixels after it opens the file, so an opened image may still fail."""
     buffer = io.BytesIO()
     picture(90, 90).save(buffer, suffix)
     (tmp_path / "half").write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
-    message = r"^images\[1\].*: cannot be read as an image; got \w+: "
+    message = r"^images\[1\].*: cannot read the image; got \w+: "
     with Image.open(tmp_path / "half") as opened, pytest.raises(ImageError, match=message):
         read_image(opened, "images[1]")
     with pytest.raises(ImageError, match=message):
         read_image(tmp_path / "half", "images[1]")
 
 
-def test_what_is_not_a_regular_file_is_not_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "pipe.png")
     cases = {tmp_path / "pipe.png": "a named pipe", tmp_path / "link.png": "a named pipe", tmp_path: "a directory",
              Path("/dev/zero"): "a device"}  # fmt: skip
     for path, kind in cases.items():
         for name in (path, str(path), f"file://{path}"):
-            with pytest.raises(ImageError, match=f"is not a file; got {kind}; expected a regular file"):
+            with pytest.raises(ImageError, match=f"cannot read this kind of file; got {kind}; expected a regular file"):
                 read_image(name)
 
 
-def test_formats_that_run_programs_are_not_opened(tmp_path: Path) -> None:
+def test_formats_that_run_other_programs_are_refused(tmp_path: Path) -> None:
     picture(9, 9).save(tmp_path / "page.eps")
     with pytest.raises(ImageError, match="cannot identify image file"):
         read_image(tmp_path / "page.eps")
 
 
-def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
+def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
 
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+    def import_without_pillow(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.partition(".")[0] == "PIL":
             raise ImportError(name)
-        return real(name, *args, **kwargs)
+        return original(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(builtins, "__import__", import_without_pillow)
     with pytest.raises(ImageError, match=r"pip install ligerzoo\[vision\]"):
         read_image("image.png")
 
 
 @pytest.mark.parametrize(
-    "make, entries, message",
+    "build, entries, message",
     [
         (qwen, {"patch_size": 0}, "patch_size: .* got 0; expected an integer between 1 and 256"),
         (qwen, {"patch_size": True}, "patch_size"),
@@ -436,12 +439,12 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         (mllama, {"do_pad": False}, "do_pad"),
     ],
 )
-def test_bad_settings(make: Callable[..., Any], entries: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(build: Callable[..., Any], entries: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"preprocessor_config.json: {message}"):
-        make(**entries)
+        build(**entries)
 
 
-def test_settings_of_an_impossible_image() -> None:
+def test_settings_for_too_many_pixels_are_refused() -> None:
     image = read_image(picture(1, 200))
     with pytest.raises(ImageError, match="too many pixels"):
         qwen(min_pixels=89_000_000, max_pixels=89_000_000, patch_size=256, merge_size=16)(image[None])

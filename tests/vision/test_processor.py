@@ -1,4 +1,4 @@
-"""The processor against transformers' processors, built from the same toy tokenizer and settings."""
+"""Processors agree with transformers' processors, built from the same toy tokenizer and settings."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 import ligerzoo
 from ligerzoo.errors import CheckpointError, ConfigError, ImageError, LigerzooError, TokenizerError
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.vision.processor import Processor, load
+from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
 from tests.models.comparing import assert_close
 from tests.models.tiny import Tiny
@@ -51,7 +51,7 @@ SETTINGS["mllama"] = {
 }
 SETTINGS["qwen2_5_vl"] = {**SETTINGS["qwen2_vl"], "processor_class": "Qwen2_5_VLProcessor"}
 
-# In the manner of the ones on the hub.
+# Similar to the templates on the hub.
 QWEN_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
@@ -101,7 +101,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def checkpoint(directory: Path, kind: str) -> Path:
-    """The files of a processor of this kind, as the hub has them."""
+    """Writes the files of a processor of this kind, as on the hub."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -124,7 +124,7 @@ def qwen(tmp_path: Path) -> Path:
 
 
 class VideosWithoutTorchvision:
-    """What transformers' video processor gives, by way of its image processor: that one needs torchvision."""
+    """transformers' video processor, computed by its image processor because the original needs torchvision."""
 
     merge_size = temporal_patch_size = 2
 
@@ -152,9 +152,9 @@ def their_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 def their_qwen(directory: Path, kind: str) -> Any:
     base = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}[kind]
-    checked = {"check_argument_for_proper_class": lambda *_: None}  # which would want the video processor
+    unchecked = {"check_argument_for_proper_class": lambda *_: None}  # the check requires the video processor
     images = Qwen2VLImageProcessorPil(**SETTINGS[kind])
-    return type(base.__name__, (base,), checked)(
+    return type(base.__name__, (base,), unchecked)(
         images, their_tokenizer(directory), VideosWithoutTorchvision(images), chat_template=TEMPLATES[kind]
     )
 
@@ -223,8 +223,8 @@ def test_qwen_conversations(tmp_path: Path, kind: str, add_generation_prompt: bo
 
 @pytest.mark.parametrize("kind", QWENS)
 @torch.no_grad()
-def test_qwen_models_read_it(tmp_path: Path, kind: str, device: str) -> None:
-    """All that the processor makes of conversations, as transformers' models do."""
+def test_qwen_models_read_the_inputs(tmp_path: Path, kind: str, device: str) -> None:
+    """The model gives transformers' logits for the processor's inputs of conversations."""
     process = Processor.from_pretrained(checkpoint(tmp_path, kind))
     row: Tiny = {"qwen2_vl": tiny_qwen2_vl, "qwen2_5_vl": tiny_qwen2_5_vl}[kind].CHECKPOINTS[0]
     ids = {f"{name}_token_id": process.tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
@@ -241,15 +241,15 @@ def test_qwen_models_read_it(tmp_path: Path, kind: str, device: str) -> None:
         user(text("What?"), {"type": "image", "image": picture(30, 50)}),
     ]
     inputs = {name: value.to(device) for name, value in process(conversations, fps=1).items()}
-    seen = [inputs["input_ids"] == ids[f"{name}_token_id"] for name in ("image", "video")]
-    expected = theirs(**inputs, mm_token_type_ids=seen[0] + 2 * seen[1].int()).logits
-    real = inputs["attention_mask"] == 1
-    assert_close(ours(**inputs).logits[real], expected[real], "logits")
+    is_media = [inputs["input_ids"] == ids[f"{name}_token_id"] for name in ("image", "video")]
+    expected = theirs(**inputs, mm_token_type_ids=is_media[0] + 2 * is_media[1].int()).logits
+    is_token = inputs["attention_mask"] == 1
+    assert_close(ours(**inputs).logits[is_token], expected[is_token], "logits")
     prompt = inputs.pop("input_ids")
     assert ours.generate(prompt, **inputs, max_new_tokens=3, eos_token_id=[]).shape == (2, prompt.shape[1] + 3)
 
 
-def test_ways_to_hand_images_over(qwen: Path, tmp_path: Path) -> None:
+def test_ways_to_pass_images_and_videos(qwen: Path, tmp_path: Path) -> None:
     process = Processor.from_pretrained(qwen)
     image, path = picture(40, 90), tmp_path / "image.png"
     image.save(path)
@@ -270,10 +270,10 @@ def test_ways_to_hand_images_over(qwen: Path, tmp_path: Path) -> None:
             assert ours.keys() == expected.keys()
             assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
-    beside = user({"type": "image"}, text("a"), {"type": "video"})
+    placeholders = user({"type": "image"}, text("a"), {"type": "video"})
     for images in (image, [image], [[image]], str(path)):
         for videos in (frames, [frames], video, [video]):
-            ours = process(beside, images=images, videos=videos, add_generation_prompt=True)
+            ours = process(placeholders, images=images, videos=videos, add_generation_prompt=True)
             assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
@@ -291,7 +291,7 @@ def test_several_conversations(qwen: Path) -> None:
     assert_same(ours, theirs, "pixel_values", "image_grid_thw")
 
 
-def test_text_alone(qwen: Path) -> None:
+def test_text_only(qwen: Path) -> None:
     process = Processor.from_pretrained(qwen)
     assert process("Hello").keys() == {"input_ids", "attention_mask"}
     assert process.tokenizer.decode(process("Hello")["input_ids"][0]) == "Hello"
@@ -322,7 +322,7 @@ def test_gemma3_conversations(gemma3: Path) -> None:
 
 
 def test_gemma3_pan_and_scan(gemma3: Path) -> None:
-    """The file turns it on, which transformers' processor leaves to the call."""
+    """The file enables pan and scan; transformers' processor needs an argument."""
     write_json(gemma3 / "preprocessor_config.json", {**SETTINGS["gemma3"], "do_pan_and_scan": True})
     texts, images = ["<start_of_image>!", "<start_of_image>"], [[picture(300, 1000)], [picture(600, 300)]]
     ours = Processor.from_pretrained(gemma3)(texts, images=images)
@@ -360,15 +360,15 @@ def test_mllama_conversations(tmp_path: Path) -> None:
     assert Processor.from_pretrained(directory)("Hello").keys() == {"input_ids", "attention_mask"}
 
 
-def test_videos_for_a_family_without(gemma3: Path) -> None:
-    with pytest.raises(ImageError, match="gemma3 sees images only"):
+def test_a_family_without_videos_refuses_them(gemma3: Path) -> None:
+    with pytest.raises(ImageError, match="gemma3 models read images only"):
         Processor.from_pretrained(gemma3)("x", videos=[picture(30, 30)])
 
 
 # The files
 
 
-def test_transformers_5_nests_the_settings(qwen: Path) -> None:
+def test_nested_settings_of_transformers_5(qwen: Path) -> None:
     nested = {"image_processor": {**SETTINGS["qwen2_vl"], "min_pixels": 5000}, "video_processor": {"max_pixels": 4000}}
     write_json(qwen / "processor_config.json", {"processor_class": "Qwen2_5_VLProcessor", **nested})
     family: Any = Processor.from_pretrained(qwen).family
@@ -377,7 +377,7 @@ def test_transformers_5_nests_the_settings(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mllama"])
-def test_what_transformers_5_saves(tmp_path: Path, kind: str) -> None:
+def test_files_saved_by_transformers_5(tmp_path: Path, kind: str) -> None:
     theirs = {"gemma3": their_gemma3, "mllama": their_mllama}[kind](checkpoint(tmp_path / "before", kind))
     theirs.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved/preprocessor_config.json").exists()
@@ -404,7 +404,7 @@ def test_without_a_config_json(tmp_path: Path, kind: str) -> None:
 
 
 def test_priority_of_chat_templates(qwen: Path) -> None:
-    """The same as transformers'."""
+    """The priority is transformers'."""
 
     def chosen() -> str:
         process = Processor.from_pretrained(qwen)
@@ -429,12 +429,12 @@ def test_priority_of_chat_templates(qwen: Path) -> None:
             "config.json",
             {"model_type": "llama"},
             ConfigError,
-            r"got 'llama'; expected one of qwen2_vl.*text alone, through ligerzoo.Tokenizer",
+            r"got 'llama'; expected one of qwen2_vl.*text only with ligerzoo.Tokenizer",
         ),
         ("config.json", {}, ConfigError, "got None"),
         ("config.json", {"model_type": ["qwen2_vl"]}, ConfigError, "model_type"),
         ("preprocessor_config.json", None, ConfigError, "there is no preprocessor_config.json"),
-        ("preprocessor_config.json", [], CheckpointError, "is not a JSON object"),
+        ("preprocessor_config.json", [], CheckpointError, "not a JSON object"),
         (
             "preprocessor_config.json",
             {"image_processor_type": "CLIPImageProcessor"},
@@ -448,7 +448,9 @@ def test_priority_of_chat_templates(qwen: Path) -> None:
         ("tokenizer.json", None, TokenizerError, "there is no tokenizer.json"),
     ],
 )
-def test_bad_files(qwen: Path, file: str, content: Any, error: type[LigerzooError], message: str) -> None:
+def test_invalid_files_are_refused(
+    qwen: Path, file: str, content: Any, error: type[LigerzooError], message: str
+) -> None:
     (qwen / file).unlink(missing_ok=True)
     if content is not None:
         write_json(qwen / file, content)
@@ -456,10 +458,10 @@ def test_bad_files(qwen: Path, file: str, content: Any, error: type[LigerzooErro
         Processor.from_pretrained(qwen)
 
 
-def test_a_tokenizer_without_the_tokens(qwen: Path) -> None:
+def test_a_tokenizer_without_image_tokens_is_refused(qwen: Path) -> None:
     content = (qwen / "tokenizer.json").read_text()
     (qwen / "tokenizer.json").write_text(content.replace("image_pad", "else"))
-    with pytest.raises(TokenizerError, match=r"lacks a token that marks images.* expected '<\|image_pad\|>'"):
+    with pytest.raises(TokenizerError, match=r"has no token that marks images.* expected '<\|image_pad\|>'"):
         Processor.from_pretrained(qwen)
 
 
@@ -471,7 +473,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_saving_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
+def test_saving_keeps_every_byte(tmp_path: Path, kind: str) -> None:
     before = checkpoint(tmp_path / "before", kind)
     write_json(before / "video_preprocessor_config.json", {"max_pixels": 5000})
     (before / "chat_template.jinja").write_text("another")
@@ -480,7 +482,7 @@ def test_saving_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
     assert not (tmp_path / "new" / "saved" / "config.json").exists()
 
 
-def test_what_is_saved_does_the_same(qwen: Path, tmp_path: Path) -> None:
+def test_a_saved_processor_prepares_the_same_inputs(qwen: Path, tmp_path: Path) -> None:
     messages = user({"type": "image", "image": picture(40, 90)}, text("What is it?"))
     Processor.from_pretrained(qwen).save_pretrained(tmp_path / "saved")
     ours, theirs = Processor.from_pretrained(qwen), Processor.from_pretrained(tmp_path / "saved")
@@ -490,7 +492,7 @@ def test_what_is_saved_does_the_same(qwen: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mllama"])
-def test_transformers_reads_what_is_saved(tmp_path: Path, kind: str) -> None:
+def test_transformers_reads_saved_files(tmp_path: Path, kind: str) -> None:
     their_class, their_images = {
         "gemma3": (Gemma3Processor, Gemma3ImageProcessorPil),
         "mllama": (MllamaProcessor, MllamaImageProcessorPil),
@@ -505,16 +507,16 @@ def test_transformers_reads_what_is_saved(tmp_path: Path, kind: str) -> None:
     assert_same(ours, expected, *(MLLAMA if kind == "mllama" else ["pixel_values", "token_type_ids"]))
 
 
-def test_what_another_processor_left_there_goes(qwen: Path, tmp_path: Path) -> None:
+def test_saving_removes_the_files_of_another_processor(qwen: Path, tmp_path: Path) -> None:
     saved = checkpoint(tmp_path / "saved", "gemma3")
     write_json(saved / "processor_config.json", {"image_seq_length": 9})
     (qwen / "chat_template.json").unlink()
     Processor.from_pretrained(qwen).save_pretrained(saved)
     assert files_in(saved) == files_in(qwen)
-    assert json.loads((saved / "config.json").read_text()) == {"model_type": "gemma3"}  # is the model's
+    assert json.loads((saved / "config.json").read_text()) == {"model_type": "gemma3"}  # belongs to the model
 
 
-# Processors, and tokenizers where there are none
+# Processor or tokenizer
 
 
 @pytest.mark.parametrize(
@@ -522,11 +524,11 @@ def test_what_another_processor_left_there_goes(qwen: Path, tmp_path: Path) -> N
     [
         ("qwen2_vl", "preprocessor_config.json", Processor),
         ("qwen2_vl", "processor_config.json", Processor),
-        ("qwen2_vl", None, Tokenizer),  # a model that was tuned, and saved, for text alone
+        ("qwen2_vl", None, Tokenizer),  # a model fine-tuned and saved for text only
         ("qwen2", "preprocessor_config.json", Tokenizer),
     ],
 )
-def test_what_makes_a_model_s_inputs(
+def test_load_processor_or_tokenizer(
     qwen: Path, model_type: str, preprocessing: str | None, expected: type[Any]
 ) -> None:
     write_json(qwen / "config.json", {"model_type": model_type})
@@ -535,10 +537,10 @@ def test_what_makes_a_model_s_inputs(
         settings = SETTINGS["qwen2_vl"]
         nested = {"image_processor": settings, "video_processor": {}}
         write_json(qwen / preprocessing, settings if preprocessing == "preprocessor_config.json" else nested)
-    assert type(load(qwen)) is expected
+    assert type(load_processor_or_tokenizer(qwen)) is expected
 
 
-# Refusals of a call
+# Errors of a call
 
 P = picture(30, 30)
 
@@ -546,29 +548,33 @@ P = picture(30, 30)
 @pytest.mark.parametrize(
     "args, kwargs, message",
     [
-        ([IMAGE], {}, r"images: as many are needed as the text has places for; got 0; expected 1"),
+        (
+            [IMAGE],
+            {},
+            r"images: the number given differs from the number of placeholders .* got 0; expected 1",
+        ),
         (["none"], {"images": P}, "got 1; expected 0"),
         ([[IMAGE + IMAGE, "none"]], {"images": [[P], [P]]}, r"images\[0\]: .* got 1; expected 2"),
-        ([[IMAGE, IMAGE]], {"images": [[P, P]]}, "as many lists as texts"),
-        ([VIDEO], {}, "videos: as many are needed"),
-        ([VIDEO], {"videos": "film.mp4"}, "has to be decoded first"),
-        ([user({"type": "video", "path": "film.mp4"})], {}, "has to be decoded first"),
-        ([VIDEO], {"videos": [P], "fps": 0}, "fps: bad frames per second"),
-        ([VIDEO], {"videos": [P], "fps": float("inf")}, "fps: bad frames per second"),
-        ([VIDEO], {"videos": [P], "fps": [1.0, 2.0]}, "fps: bad frames per second"),
-        ([IMAGE], {"images": picture(1, 201)}, r"images\[0\]: is too long and thin; got 201 x 1 pixels"),
+        ([[IMAGE, IMAGE]], {"images": [[P, P]]}, "the number of lists differs from the number of texts"),
+        ([VIDEO], {}, "videos: the number given differs"),
+        ([VIDEO], {"videos": "film.mp4"}, "Decode a video file first"),
+        ([user({"type": "video", "path": "film.mp4"})], {}, "Decode a video file first"),
+        ([VIDEO], {"videos": [P], "fps": 0}, "fps: invalid frames per second"),
+        ([VIDEO], {"videos": [P], "fps": float("inf")}, "fps: invalid frames per second"),
+        ([VIDEO], {"videos": [P], "fps": [1.0, 2.0]}, "fps: invalid frames per second"),
+        ([IMAGE], {"images": picture(1, 201)}, r"images\[0\]: the image is too long and thin; got 201 x 1 pixels"),
         ([user({"type": "image", "url": "https://example.org/a.png"})], {}, "Download it first"),
         ([user({"type": "image", "image": P, "path": "a.png"})], {}, "more than one image"),
-        ([user({"type": "image", "image": P})], {"images": P}, "in the messages and beside them too"),
+        ([user({"type": "image", "image": P})], {"images": P}, "given both in the messages and as an argument"),
         ([user({"type": "image", "image": P}, text("<|image_pad|>"))], {}, "got 1; expected 2"),
-        ([[]], {}, "is neither text nor messages"),
-        ([[["x"]]], {}, "is not a message"),
-        ([[3]], {}, "is not a conversation"),
-        ([["x", user(text("x"))]], {}, "is not a conversation"),
+        ([[]], {}, "neither text nor messages"),
+        ([[["x"]]], {}, "not a message"),
+        ([[3]], {}, "not a conversation"),
+        ([["x", user(text("x"))]], {}, "not a conversation"),
         (["x"], {"return_tensors": "np"}, "return_tensors"),
         (["x"], {"padding_side": "up"}, "padding_side"),
     ],
 )
-def test_refusals(qwen: Path, args: list[Any], kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_calls_are_refused(qwen: Path, args: list[Any], kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(LigerzooError, match=message):
         Processor.from_pretrained(qwen)(*args, **kwargs)
