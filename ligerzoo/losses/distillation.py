@@ -54,7 +54,7 @@ def distillation_loss(
     """Computes a student's divergence from a teacher, and optionally its cross entropy with labels.
 
     The formulas are in the docstring of `ligerzoo.losses.distillation`. The loss is not multiplied by the square of the
-    temperature. All logits never exist at once if the student's hidden states are given.
+    temperature. Given the student's hidden states, the logits of all tokens never exist at once.
 
     Args:
         hidden: (..., H) hidden states of the student, or its logits (..., V).

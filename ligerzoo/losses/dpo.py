@@ -146,7 +146,7 @@ def dpo_loss(
 ) -> LossOutput:
     """Computes the loss of direct preference optimization (Rafailov et al. 2023) or one of its variants.
 
-    The formulas are in the docstring of `ligerzoo.losses.dpo`. All logits never exist at once.
+    The formulas are in the docstring of `ligerzoo.losses.dpo`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits. The first B/2 sequences are the chosen completions;

@@ -298,8 +298,9 @@ def grpo_loss(
 ) -> LossOutput:
     """Computes the loss of group relative policy optimization (Shao et al. 2024) or one of its variants.
 
-    The formulas are in the docstring of `ligerzoo.losses.grpo`. All logits never exist at once. Arguments of shape
-    (B, T) are aligned with `target`: index t holds the values of the token `target[:, t]`.
+    The formulas are in the docstring of `ligerzoo.losses.grpo`. The logits of all tokens never exist at once.
+
+    Arguments of shape (B, T) are aligned with `target`: index t holds the values of the token `target[:, t]`.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits.
@@ -360,7 +361,7 @@ def ppo_clip_loss(
 ) -> LossOutput:
     """Computes the policy loss of proximal policy optimization (Schulman et al. 2017, eq. 7), a mean over tokens.
 
-    Equals `grpo_loss(variant="bnpo")`. All logits never exist at once.
+    Equals `grpo_loss(variant="bnpo")`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits.

@@ -85,7 +85,7 @@ def kto_loss(
 ) -> LossOutput:
     """Computes the loss of Kahneman-Tversky optimization (Ethayarajh et al. 2024).
 
-    The formulas are in the docstring of `ligerzoo.losses.kto`. All logits never exist at once.
+    The formulas are in the docstring of `ligerzoo.losses.kto`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits.

@@ -112,12 +112,14 @@ def divisor(num_items: int | Tensor | None, default: int | Tensor, hidden: Tenso
 
 
 def check_shapes(name: str, hidden: Tensor, target: Tensor, **inputs: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """Raises ValueError unless `hidden` is (B, T, ...), `target` is (B, T), and each input has its expected shape."""
+    """Raises unless `hidden` is (B, T, ...), `target` is (B, T), and each input is None or has its expected shape."""
     if hidden.dim() != 3 or hidden.shape[:2] != target.shape:
         raise ValueError(
             f"{name}: got hidden {tuple(hidden.shape)} and target {tuple(target.shape)}; expected (B, T, H) and (B, T)"
         )
     for argument, (tensor, shape) in inputs.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument}={tensor!r}; expected a tensor of shape {shape}")
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name}: {argument} has shape {tuple(tensor.shape)}; expected {shape}")
 

@@ -137,8 +137,7 @@ def pair_loss(
 def pair_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:
     """Averages (B,) rewards and log-probabilities over the pairs; 0 for an empty batch."""
     n_pairs = max(1, rewards.shape[0] // 2)
-    chosen, rejected = rewards.chunk(2) if rewards.shape[0] else (rewards, rewards)
-    chosen_logps, rejected_logps = logps.chunk(2) if logps.shape[0] else (logps, logps)
+    (chosen, rejected), (chosen_logps, rejected_logps) = rewards.chunk(2), logps.chunk(2)
     return {
         "rewards/chosen": chosen.sum() / n_pairs,
         "rewards/rejected": rejected.sum() / n_pairs,

@@ -48,7 +48,7 @@ def cpo_loss(
 ) -> LossOutput:
     """Computes the loss of contrastive preference optimization (Xu et al. 2024): DPO with a uniform reference, and NLL.
 
-    The formulas are in the docstring of `ligerzoo.losses.reference_free`. All logits never exist at once.
+    The formulas are in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
@@ -100,7 +100,7 @@ def simpo_loss(
 ) -> LossOutput:
     """Computes the loss of simple preference optimization (Meng et al. 2024): average log-probabilities, and a margin.
 
-    The formula is in the docstring of `ligerzoo.losses.reference_free`. All logits never exist at once.
+    The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
@@ -149,7 +149,7 @@ def orpo_loss(
 ) -> LossOutput:
     """Computes the loss of odds ratio preference optimization (Hong et al. 2024): NLL, and the odds ratio of a pair.
 
-    The formula is in the docstring of `ligerzoo.losses.reference_free`. All logits never exist at once.
+    The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.

@@ -987,6 +987,12 @@ def test_suggested_names_exist() -> None:
     assert not variants & {*names.CHOICES, *names.UNSUPPORTED_CHOICES}
 
 
+def test_number_for_tensor_raises() -> None:
+    hidden, weight, _, target = random_inputs()
+    with pytest.raises(TypeError, match=r"kto_loss: kl=0.5; expected a tensor of shape \(\)"):
+        losses.kto_loss(hidden, weight, target, target[:, 0] > 0, kl=0.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_unknown_arguments_raise(grad: bool) -> None:
     hidden, weight, _, target = random_inputs()
