@@ -1,8 +1,10 @@
-"""Post-training losses on log-probabilities: preferences, policy gradients and distillation, of hidden states and the
-weight of a head, without ever holding all logits.
+"""Post-training losses: preference optimization, policy gradients and distillation.
 
-A file holds a family: its formulas, small functions over a few numbers a token or a row. `objective` is the one sweep
-under those over log-probabilities; `modules` makes losses of whole models out of them all.
+Every loss takes hidden states and the weight of the LM head, and never holds all logits at once. Given logits work too.
+
+Each family of losses has its file, with the formulas and their papers: `dpo`, `reference_free` (CPO, SimPO, ORPO),
+`kto`, `grpo` (with PPO) and `distillation`. `objective` evaluates a loss over log-probabilities chunk by chunk;
+`modules` wraps the functions as modules that take a model.
 """
 
 from ligerzoo.losses.distillation import distillation_loss

@@ -1,13 +1,14 @@
-"""Distillation: a student learns from a teacher's distribution over the vocabulary, and from labels too.
+"""Distillation: a student learns the distribution of a teacher over the vocabulary, and optionally from labels.
 
     loss = s D(teacher, student) + h CE(labels, student)
 
-with D one of `ligerzoo.kernels.divergence`'s (forward and reverse Kullback-Leibler, generalized Jensen-Shannon, total
-variation) of logits divided by the temperature, or the cosine distance of logits; averaged over the tokens that count.
-The cross entropy knows no temperature. (Hinton et al. 2015, section 2, without their factor temperature^2.)
+with s = soft_weight and h = hard_weight. D is a divergence of `ligerzoo.kernels.divergence` (forward or reverse
+Kullback-Leibler, generalized Jensen-Shannon, total variation) of logits divided by the temperature, or the cosine
+distance of logits, averaged over the non-ignored tokens. The cross entropy uses no temperature. (Hinton et al. 2015,
+section 2, without their factor temperature^2.)
 
-The divergence is swept over both heads at once, 8MHV operations; the labels' share, if there is one, costs 6MHV more.
-If the student's logits are given, in place of its hidden states, all of the teacher's are made too.
+Both heads are swept together in chunks: 8MHV operations for the divergence, and 6MHV more for a cross entropy. If the
+student's logits are given, all logits of the teacher are computed at once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ligerzoo.kernels.divergence import check_divergence, jsd_divergence
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.softcap import Transform, transformed
-from ligerzoo.losses.logps import check_choice, check_number, divisor
-from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head, check_logits
+from ligerzoo.losses.logps import check_choice, check_positive, divisor
+from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head_options, check_logits
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 
@@ -51,57 +52,57 @@ def distillation_loss(
     num_items: int | Tensor | None = None,
     **head: Unpack[HeadOptions],
 ) -> LossOutput:
-    """A student's distance from a teacher, over the formulas in `distillation.py`; not multiplied by the temperature's
-    square, as some have it.
+    """Computes a student's divergence from a teacher, and optionally its cross entropy with labels.
+
+    The formulas are in the docstring of `ligerzoo.losses.distillation`. The loss is not multiplied by the square of the
+    temperature. Given the student's hidden states, the logits of all tokens never exist at once.
 
     Args:
-        hidden: (..., H), the student's hidden states, or (..., V), its logits.
-        weight: (V, H), its head; None if `hidden` are logits.
-        target: (...) token ids, or `ignore_index` for a token that does not count.
-        teacher_hidden: (..., G), the teacher's hidden states; a constant, as is all of the teacher.
-        teacher_weight: (V, G), its head.
-        teacher_logits: (..., V), in place of the two.
-        teacher_bias: (V,), added to the teacher's logits; not to those given.
+        hidden: (..., H) hidden states of the student, or its logits (..., V).
+        weight: (V, H) weight of the student's LM head; None if `hidden` holds logits.
+        target: (...) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
+            `ignore_index` marks ignored tokens.
+        teacher_hidden: (..., G) hidden states of the teacher. All tensors of the teacher are constants.
+        teacher_weight: (V, G) weight of the teacher's LM head.
+        teacher_logits: (..., V) logits of the teacher, instead of `teacher_hidden` and `teacher_weight`.
+        teacher_bias: (V,), added to the teacher's logits; unused with `teacher_logits`.
         teacher_softcap: c, for the teacher's logits `c tanh(logits / c)`.
         teacher_logit_scale: multiplies the teacher's logits, before the softcap.
-        divergence: D: "forward_kl" (covers the teacher's modes), "reverse_kl" (seeks them), "jsd", "tvd" or "cosine".
-        beta: of "jsd", the teacher's share of the mixture; see `ligerzoo.kernels.jsd`.
-        temperature: divides both logits in D.
-        soft_weight: s.
-        hard_weight: h.
-        num_items: divides the sums in place of the number of tokens that count: the same number for all micro-batches
-            of a step makes gradient accumulation exact.
-        head: of the student, see `HeadOptions`.
+        divergence: D: "forward_kl" (covers the teacher's modes), "reverse_kl" (seeks modes), "jsd", "tvd" or "cosine".
+        beta: the teacher's share of the mixture in "jsd", see `ligerzoo.kernels.jsd`.
+        temperature: divides the logits of student and teacher in D.
+        soft_weight: s, the weight of the divergence.
+        hard_weight: h, the weight of the cross entropy.
+        num_items: divides the summed losses. Default: the number of non-ignored tokens. For exact gradient
+            accumulation, pass the number in the step to every microbatch.
+        head: options of the student's LM head, see `HeadOptions`.
 
     Returns:
-        The loss, and "soft_loss" and "hard_loss", the means over the tokens of its two parts before they are weighted.
+        `LossOutput`: the loss, and as metrics its two parts before weighting, "soft_loss" and (if `hard_weight` is not
+        0) "hard_loss", means over the tokens.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, an option is out of range, or neither or both of the teacher's hidden
-            states and logits are given.
+        TypeError: an option is unknown.
+        ValueError: shapes or dtypes are invalid, an option is out of range, or not exactly one of the teacher's hidden
+            states and logits is given.
     """
     name = "distillation_loss"
-    check_head(name, head)
+    check_head_options(name, head)
     check_choice(name, DIVERGENCES, divergence=divergence)
-    check_number(name, num_items=num_items)
-    if (teacher_hidden is None) == (teacher_logits is None) or (teacher_hidden is None) != (teacher_weight is None):
-        raise ValueError(f"{name}: give teacher_hidden and teacher_weight, or teacher_logits")
-    given = teacher_logits if teacher_hidden is None else teacher_hidden
-    known, teacher_weight, teacher_bias = (
-        None if t is None else t.detach() for t in (given, teacher_weight, teacher_bias)
-    )
-    assert known is not None
-    teacher = Side(known, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    check_positive(name, num_items=num_items)
     student = Side(hidden, weight, head.get("bias"), head.get("logit_scale", 1.0), head.get("softcap"))
+    teacher = _teacher_side(
+        name, teacher_hidden, teacher_weight, teacher_logits, teacher_bias, teacher_logit_scale, teacher_softcap
+    )
     ignore_index = head.get("ignore_index", -100)
     options = DivergenceOptions(
         jsd_divergence(beta) if divergence == "jsd" else divergence, beta, temperature, ignore_index
     )
     soft_loss = _divergence(name, student, teacher, target, options, num_items, head)
-    share: float | Tensor = 1.0  # of the tokens that the loss is divided by, those that are here
+    to_mean: float | Tensor = 1.0  # makes a loss divided by num_items a mean over the tokens of this call
     if num_items is not None:
-        share = num_items / (target != ignore_index).sum().clamp(min=1).to(soft_loss.dtype)
-    loss, metrics = soft_weight * soft_loss, {"soft_loss": soft_loss.detach() * share}
+        to_mean = num_items / (target != ignore_index).sum().clamp(min=1).to(soft_loss.dtype)
+    loss, metrics = soft_weight * soft_loss, {"soft_loss": soft_loss.detach() * to_mean}
     if hard_weight:
         if weight is None:
             hard_loss = cross_entropy(
@@ -110,15 +111,30 @@ def distillation_loss(
             )  # fmt: skip
         else:
             hard_loss = linear_cross_entropy(hidden, weight, target, num_items=num_items, **head)
-        loss, metrics["hard_loss"] = loss + hard_weight * hard_loss, hard_loss.detach() * share
+        loss, metrics["hard_loss"] = loss + hard_weight * hard_loss, hard_loss.detach() * to_mean
     return LossOutput(loss, metrics)
+
+
+def _teacher_side(
+    name: str, hidden: Tensor | None, weight: Tensor | None, logits: Tensor | None, bias: Tensor | None, scale: float,
+    softcap: float | None,
+) -> Side:  # fmt: skip
+    """Returns the teacher's tensors without gradients; ValueError unless hidden states and weight, or logits, exist."""
+    if (hidden is None) == (logits is None) or (hidden is None) != (weight is None):
+        arguments = {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_logits": logits}
+        given = ", ".join(argument for argument, tensor in arguments.items() if tensor is not None) or "none of them"
+        raise ValueError(f"{name}: pass teacher_hidden and teacher_weight, or teacher_logits; got {given}")
+    features = logits if hidden is None else hidden
+    assert features is not None
+    features, weight, bias = features.detach(), *(None if t is None else t.detach() for t in (weight, bias))
+    return Side(features, weight, bias, scale, softcap)
 
 
 def _divergence(
     name: str, student: Side, teacher: Side, target: Tensor, options: DivergenceOptions, num_items: int | Tensor | None,
     head: HeadOptions,
 ) -> Tensor:  # fmt: skip
-    """The mean divergence of the tokens that count."""
+    """Computes the divergence, averaged over the non-ignored tokens or divided by `num_items`."""
     backend = head.get("backend", "auto")
     if student.weight is not None:
         budget = head.get("logits_budget")
@@ -127,23 +143,25 @@ def _divergence(
     check_divergence(name, options)
     if student.hidden.shape[:-1] != target.shape or teacher.hidden.shape[:-1] != target.shape:
         raise ValueError(
-            f"{name}: student's logits {tuple(student.hidden.shape)}, teacher's {tuple(teacher.hidden.shape)}, target "
+            f"{name}: got student logits {tuple(student.hidden.shape)}, teacher {tuple(teacher.hidden.shape)}, target "
             f"{tuple(target.shape)}; expected (..., V), (..., V) or (..., G), and (...)"
         )
-    counts = target != options.ignore_index
+    mask = target != options.ignore_index
     with torch.no_grad():
-        teacher_logits = _bounded(teacher, counts)
+        teacher_logits = _transformed_logits(teacher, mask)
     if teacher_logits.shape != student.hidden.shape:
         raise ValueError(
-            f"{name}: {student.hidden.shape[-1]} classes of the student, {teacher_logits.shape[-1]} of the teacher; "
-            "expected as many"
+            f"{name}: the student has {student.hidden.shape[-1]} classes, the teacher {teacher_logits.shape[-1]}; "
+            "expected the same vocabulary"
         )
-    return _of_logits(_bounded(student, counts), teacher_logits, target, options, num_items, backend)
+    return _divergence_of_logits(
+        _transformed_logits(student, mask), teacher_logits, target, options, num_items, backend
+    )
 
 
-def _bounded(side: Side, counts: Tensor) -> Tensor:
-    """All logits of one side, scaled and bounded; 0 for tokens that do not count, whatever was given for them."""
-    logits = torch.where(counts[..., None], side.hidden, 0.0)
+def _transformed_logits(side: Side, mask: Tensor) -> Tensor:
+    """Computes all logits of student or teacher, scaled and capped; hidden states of ignored tokens may be NaN."""
+    logits = torch.where(mask[..., None], side.hidden, 0.0)
     if side.weight is not None:
         logits = F.linear(logits, side.weight, side.bias)
     transform = Transform(side.scale, side.softcap)
@@ -152,7 +170,7 @@ def _bounded(side: Side, counts: Tensor) -> Tensor:
     return transformed(logits.to(accumulation_dtype(logits.dtype)), transform)[0]
 
 
-def _of_logits(
+def _divergence_of_logits(
     student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions, num_items: int | Tensor | None,
     backend: Backend,
 ) -> Tensor:  # fmt: skip

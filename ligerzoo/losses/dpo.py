@@ -1,7 +1,7 @@
-"""Direct preference optimization and its variants: pairs of answers, against a reference model.
+"""Direct preference optimization and its variants: pairs of completions, relative to a reference model.
 
-With c and r the log-ratios log p(y | x) - log p_ref(y | x) of the chosen and the rejected answer, D = c - r, b = beta,
-e the label smoothing and S the logistic function, a pair's loss is
+Let c and r be the log-ratios log p(y | x) - log p_ref(y | x) of the chosen and the rejected completion, D = c - r,
+b = beta, e the label smoothing, t = discopop_tau and S the logistic function. The loss of a pair is
 
     sigmoid      -(1 - e) log S(b D) - e log S(-b D)        Rafailov et al. 2023, eq. 7; e: Mitchell 2023
     robust       (-(1 - e) log S(b D) + e log S(-b D)) / (1 - 2 e)                Chowdhury et al. 2024
@@ -15,9 +15,9 @@ e the label smoothing and S the logistic function, a pair's loss is
     apo_down     S(b c) + 1 - S(b D)                                              D'Oosterlinck et al. 2024, eq. 8
     discopop     -log S(b D) (1 - S(b D / t)) + exp(-b D) S(b D / t)              Lu et al. 2024, eq. 5
 
-IPO takes c and r averaged over the tokens of an answer, as its authors do and TRL with them. DiscoPOP falls towards
-smaller margins at D = 0, where training begins: use it on a model that prefers the chosen answers already. All are
-TRL's; but exp(x) is continued by its tangent beyond x = 30, see `logps.bounded_exp`.
+IPO averages c and r over the tokens of a completion, as its authors and TRL do. At D = 0, where training begins,
+DiscoPOP decreases towards smaller margins: use it on a model that already prefers the chosen completions. All variants
+equal TRL's, except that exp(x) continues as its tangent beyond x = 30, see `logps.safe_exp`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.losses.logps import bounded_exp, check_choice
+from ligerzoo.losses.logps import check_choice, safe_exp
 from ligerzoo.losses.objective import LogpOptions, LossOutput
 from ligerzoo.losses.preference import PairOptions, pair_loss
 
@@ -43,86 +43,88 @@ class DPOOptions(NamedTuple):
     discopop_tau: float
 
 
-def sigmoid(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    margin = o.beta * (chosen - rejected)
-    return -(1 - o.label_smoothing) * F.logsigmoid(margin) - o.label_smoothing * F.logsigmoid(-margin)
+def sigmoid(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    margin = options.beta * (chosen - rejected)
+    return -(1 - options.label_smoothing) * F.logsigmoid(margin) - options.label_smoothing * F.logsigmoid(-margin)
 
 
-def robust(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    margin = o.beta * (chosen - rejected)
-    unsmoothed = -(1 - o.label_smoothing) * F.logsigmoid(margin) + o.label_smoothing * F.logsigmoid(-margin)
-    return unsmoothed / (1 - 2 * o.label_smoothing)
+def robust(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    margin, e = options.beta * (chosen - rejected), options.label_smoothing
+    unscaled = -(1 - e) * F.logsigmoid(margin) + e * F.logsigmoid(-margin)
+    return unscaled / (1 - 2 * e)
 
 
-def hinge(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    return torch.relu(1 - o.beta * (chosen - rejected))
+def hinge(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    return torch.relu(1 - options.beta * (chosen - rejected))
 
 
-def ipo(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    return (chosen - rejected - 0.5 / o.beta).square()
+def ipo(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    return (chosen - rejected - 0.5 / options.beta).square()
 
 
-def exo_pair(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    log_chosen, log_rejected = (F.logsigmoid(sign * o.beta * (chosen - rejected)) for sign in (1, -1))
-    e = o.label_smoothing
+def exo_pair(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    log_chosen, log_rejected = (F.logsigmoid(sign * options.beta * (chosen - rejected)) for sign in (1, -1))
+    e = options.label_smoothing
     return log_chosen.exp() * (log_chosen - math.log1p(-e)) + log_rejected.exp() * (log_rejected - math.log(e))
 
 
-def nca_pair(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    chosen, rejected = o.beta * chosen, o.beta * rejected
+def nca_pair(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    chosen, rejected = options.beta * chosen, options.beta * rejected
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def bco_pair(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    return -F.logsigmoid(o.beta * chosen) - F.logsigmoid(-o.beta * rejected)
+def bco_pair(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    return -F.logsigmoid(options.beta * chosen) - F.logsigmoid(-options.beta * rejected)
 
 
-def sppo_hard(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    return (chosen - 0.5 / o.beta).square() + (rejected + 0.5 / o.beta).square()
+def sppo_hard(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    return (chosen - 0.5 / options.beta).square() + (rejected + 0.5 / options.beta).square()
 
 
-def apo_zero(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    return torch.sigmoid(-o.beta * chosen) + torch.sigmoid(o.beta * rejected)
+def apo_zero(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    return torch.sigmoid(-options.beta * chosen) + torch.sigmoid(options.beta * rejected)
 
 
-def apo_down(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    return torch.sigmoid(o.beta * chosen) + torch.sigmoid(-o.beta * (chosen - rejected))
+def apo_down(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    return torch.sigmoid(options.beta * chosen) + torch.sigmoid(-options.beta * (chosen - rejected))
 
 
-def discopop(chosen: Tensor, rejected: Tensor, o: DPOOptions) -> Tensor:
-    margin = o.beta * (chosen - rejected)
-    log_share = F.logsigmoid(margin / o.discopop_tau)
-    # Of the last product exp(-margin) alone would overflow where the share is 0.
-    return -F.logsigmoid(margin) * (1 - log_share.exp()) + bounded_exp(log_share - margin)
+def discopop(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
+    margin = options.beta * (chosen - rejected)
+    log_gate = F.logsigmoid(margin / options.discopop_tau)
+    # exp(-margin) alone would overflow where the gate is 0, so the product is one exponential.
+    return -F.logsigmoid(margin) * (1 - log_gate.exp()) + safe_exp(log_gate - margin)
 
 
-Variant = Callable[[Tensor, Tensor, DPOOptions], Tensor]
+DPOFormula = Callable[[Tensor, Tensor, DPOOptions], Tensor]
 
-VARIANTS: dict[str, Variant] = {
+VARIANTS: dict[str, DPOFormula] = {
     function.__name__: function
     for function in (
         sigmoid, robust, hinge, ipo, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop
     )
 }  # fmt: skip
-AVERAGED = {"ipo"}
-"""The variants that take averages over an answer's tokens, whatever `average_log_prob` says."""
+AVERAGED_VARIANTS = {"ipo"}
+"""Variants that average over the tokens of a completion, whatever `average_log_prob` is."""
 
-_SMOOTHINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "sigmoid": ("0 to 0.5", lambda e: 0 <= e <= 0.5),
-    "robust": ("0 to 0.5, exclusively", lambda e: 0 <= e < 0.5),
-    "exo_pair": ("more than 0, such as 0.001, and less than 1", lambda e: 0 < e < 1),
+_SMOOTHING_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "sigmoid": ("0 <= label_smoothing <= 0.5", lambda e: 0 <= e <= 0.5),
+    "robust": ("0 <= label_smoothing < 0.5", lambda e: 0 <= e < 0.5),
+    "exo_pair": ("0 < label_smoothing < 1, such as 0.001", lambda e: 0 < e < 1),
 }
 
 
-def check_options(name: str, variant: str, options: DPOOptions) -> None:
-    """Raises ValueError for a variant that there is not, and for numbers that it has no use for."""
+def check_dpo_options(name: str, variant: str, options: DPOOptions) -> None:
+    """Raises ValueError for an unknown variant, and for numbers that the variant does not support."""
     check_choice(name, VARIANTS, variant=variant)
-    expected, fits = _SMOOTHINGS.get(variant, ("0, for the variant has no smoothing", lambda e: e == 0))
-    if not fits(options.label_smoothing):
-        raise ValueError(f"{name}: {variant} with label_smoothing={options.label_smoothing}; expected {expected}")
-    for what, number in (("beta", options.beta), ("discopop_tau", options.discopop_tau)):
+    expected, is_valid = _SMOOTHING_RANGES.get(variant, ("0: the variant has no label smoothing", lambda e: e == 0))
+    if not is_valid(options.label_smoothing):
+        raise ValueError(
+            f"{name}: label_smoothing={options.label_smoothing} with variant={variant!r}; expected {expected}"
+        )
+    for option, number in (("beta", options.beta), ("discopop_tau", options.discopop_tau)):
         if not number > 0:
-            raise ValueError(f"{name}: {what}={number}; expected more than 0")
+            raise ValueError(f"{name}: {option}={number}; expected a positive number")
 
 
 def dpo_loss(
@@ -142,43 +144,47 @@ def dpo_loss(
     num_nll_items: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """Direct preference optimization (Rafailov et al. 2023) or one of its variants, over the formulas in `dpo.py`.
+    """Computes the loss of direct preference optimization (Rafailov et al. 2023) or one of its variants.
+
+    The formulas are in the docstring of `ligerzoo.losses.dpo`. The logits of all tokens never exist at once.
 
     Args:
-        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 rows are of chosen answers, the others of
-            those rejected.
-        weight: (V, H), the head; None if `hidden` are logits.
-        target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts and padding.
-        ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. None for 0.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits. The first B/2 sequences are the chosen completions;
+            sequence B/2 + i is the rejected completion of pair i.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
+            `ignore_index` marks prompts and padding.
+        ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. Default: 0.
         variant: "sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
             "apo_down" or "discopop".
-        beta: how closely the model is held to the reference.
-        label_smoothing: the chance that a pair was labelled the wrong way round; for the variants that know one.
-        average_log_prob: divide an answer's log-ratio by the number of its tokens (TRL's `sigmoid_norm`).
-        discopop_tau: of "discopop".
-        weights: (B/2,), a factor for each pair's loss; a constant.
-        nll_weight: a factor for the NLL of the chosen answers, which is added (TRL's `sft`; Pang et al. 2024).
-        num_items: divides the summed losses in place of B/2: the same number for all micro-batches of a step makes
-            gradient accumulation exact.
-        num_nll_items: likewise divides the NLL, in place of the number of the chosen answers' tokens; where there is an
-            NLL, the two are given together.
-        head: see `LogpOptions`: among others `temperature`.
+        beta: the strength of the KL regularization towards the reference model.
+        label_smoothing: the probability that the labels of a pair are swapped; for "sigmoid", "robust" and "exo_pair".
+        average_log_prob: divide a completion's log-ratio by the number of its tokens (TRL's `sigmoid_norm`).
+        discopop_tau: temperature of "discopop".
+        weights: (B/2,), multiplies the loss of each pair; a constant. Default: 1.
+        nll_weight: weight of the NLL of the chosen completions, which is added (TRL's `sft`; Pang et al. 2024).
+        num_items: divides the summed losses. Default: B/2. For exact gradient accumulation, pass the number of pairs
+            in the step to every microbatch.
+        num_nll_items: divides the summed NLL. Default: the number of its targets. With an NLL, pass it together with
+            `num_items`.
+        head: options of the LM head and `temperature`, see `LogpOptions`.
 
     Returns:
-        The loss, and means over the pairs of rewards (beta times the log-ratios, summed over tokens), their margins and
-        accuracies, and log-probabilities. "logits/chosen" and "logits/rejected" are the means of all logits of the
-        answers' tokens (before the temperature; left out with a softcap), and "nll_loss" is the mean over the tokens of
-        the NLL.
+        `LossOutput`: the loss, and as metrics the means over the pairs of "rewards/chosen", "rewards/rejected" (beta
+        times the log-ratio, summed over tokens), "rewards/margins", "rewards/accuracies", "logps/chosen" and
+        "logps/rejected". "logits/chosen" and "logits/rejected" are the means of all logits at the completions' targets,
+        before the temperature; absent with a softcap. With an NLL, "nll_loss" is its mean over the tokens.
 
     Raises:
-        ValueError: shapes do not fit, B is odd, or an option is out of range.
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, B is odd, or an option is out of range.
     """
     numbers = DPOOptions(beta, label_smoothing, discopop_tau)
-    check_options("dpo_loss", variant, numbers)
+    check_dpo_options("dpo_loss", variant, numbers)
     formula = VARIANTS[variant]
     options = PairOptions(
-        beta, average_log_prob or variant in AVERAGED, ref_logps=ref_logps, weights=weights, nll_weight=nll_weight,
-        num_items=num_items, num_nll_items=num_nll_items,
+        beta, average_log_prob or variant in AVERAGED_VARIANTS, ref_logps=ref_logps, weights=weights,
+        nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items,
     )  # fmt: skip
     return pair_loss(
         "dpo_loss", lambda chosen, rejected: formula(chosen, rejected, numbers), hidden, weight, target, options, head

@@ -1,45 +1,45 @@
-"""Policy gradients on sampled answers: group relative policy optimization, its variants, and PPO's clipping.
+"""Policy gradients on sampled completions: group relative policy optimization, its variants, and PPO's clipping.
 
-With A the advantage of a token (an answer's, for all its tokens alike), l its log-probability, r its ratio p / p_old
-(a constant 1 with the gradient of l, where the model itself sampled) and e, e' the clipping range, a token's loss is
+Let A be the advantage of a token (often the same for all tokens of a completion), l its log-probability, and
+r = p / p_old its ratio; if the model itself sampled, r has the value 1 and the gradient of l. Let e and e' be the
+clipping range, epsilon and epsilon_high. The loss of a token is
 
     clipped    -min(min(r, d) A, clip(r, 1 - e, 1 + e') A)      Schulman et al. 2017, eq. 7; d: INTELLECT-2,
                                                                 arXiv 2505.07291
     cispo      -min(r, 1 + e') A l,  the ratio a constant       MiniMax-M1, arXiv 2506.13585
     sapo       -4/t S(t (r - 1)) A,  t by the sign of A         arXiv 2511.20347
-    vespo      -f(w) A l,  f(w) = w^k exp(h (1 - w)) a constant, w the ratio of the whole answer, k and h by A's sign
+    vespo      -f(w) A l,  f(w) = w^k exp(h (1 - w)) a constant, w the ratio of the completion, k and h by the sign of A
                                                                 arXiv 2602.10693
 
-plus b (exp(l_ref - l) - (l_ref - l) - 1), an estimate of the KL divergence from a reference (Schulman 2020, k3). And
-the variants are, with |y| the number of an answer's tokens:
+plus b (exp(l_ref - l) - (l_ref - l) - 1), an estimate of the KL divergence from a reference model (Schulman 2020, k3).
+S is the logistic function. With |y| the number of a completion's tokens, the variants are
 
-    variant    a token's loss   summed over tokens,
-    grpo       clipped          by 1 / |y|; over the rows              Shao et al. 2024, eq. 3
-    bnpo       clipped          over the tokens of the batch           as TRL names it
-    dapo       clipped          over the tokens of the step            Yu et al. 2025, eq. 8
-    dr_grpo    clipped          over the rows times the longest answer's possible length     Liu et al. 2025,
-                                                                       arXiv 2503.20783
-    gspo       clipped          as grpo; with r of the answer          Zheng et al. 2025, eq. 5 to 7
-    luspo      clipped          over the rows; with r of the answer    arXiv 2602.05261
-    cispo      cispo            over the tokens of the step
-    sapo       sapo             by 1 / |y|; over the rows
-    vespo      vespo            over the tokens of the step
+    variant    a token's loss   the sum over tokens is divided by
+    grpo       clipped          |y|, then the number of sequences      Shao et al. 2024, eq. 3
+    bnpo       clipped          the tokens of the batch                as TRL names it
+    dapo       clipped          the tokens of the step                 Yu et al. 2025, eq. 8
+    dr_grpo    clipped          the sequences times max_length         Liu et al. 2025, arXiv 2503.20783
+    gspo       clipped          as grpo; r is of the completion        Zheng et al. 2025, eq. 5 to 7
+    luspo      clipped          the sequences; r is of the completion  arXiv 2602.05261
+    cispo      cispo            the tokens of the step
+    sapo       sapo             |y|, then the number of sequences
+    vespo      vespo            the tokens of the step
 
-An answer's r is exp(mean log(p / p_old)), its w is exp(sum log(p / p_old)). All are those of TRL 1.16, with two
-exceptions. exp(x) is continued by its tangent beyond x = 30, in the ratio and in the KL term, where theirs overflows
-(see `logps.bounded_exp`). And e' means the same in all variants, as in the papers: TRL's cispo takes 1 + e' for its
-epsilon_high.
+The r of a completion is exp(mean log(p / p_old)), its w is exp(sum log(p / p_old)). "Of the step" needs `num_items`;
+the default is the batch. All variants equal those of TRL 1.16, with two exceptions. exp(x) continues as its tangent
+beyond x = 30 in the ratio and in the KL term, where TRL's overflows (see `logps.safe_exp`). And e' means the same in
+all variants, as in the papers: TRL's cispo takes 1 + e' as epsilon_high.
 
-The KL term of luspo is summed over the tokens that count, like the clipped loss, which counts once for each of them:
+The KL term of luspo is summed over the non-ignored tokens, and so is the clipped loss:
 
     1 / B  sum_i ( |y_i| clipped_i + b sum_t k3_it ).
 
-The paper has no KL term. It multiplies GSPO's loss of an answer, a mean over tokens, by |y|, which makes the mean of k3
-a sum. liger-kernel 0.8 and TRL before 1.16 multiply the mean of k3 over all T positions of the batch, padding included,
+The paper has no KL term. It multiplies GSPO's loss of a completion, a mean over tokens, by |y|; this makes the mean of
+k3 a sum. liger-kernel 0.8 and TRL before 1.16 multiply the mean of k3 over all T positions, padding included:
 
-    1 / B  sum_i |y_i| ( clipped_i + b / T sum_(all t) k3_it ),
+    1 / B  sum_i |y_i| ( clipped_i + b / T sum_(all t) k3_it ).
 
-so an answer's KL term is weighted by |y|^2 / T in place of |y|, and changes with the padding that the batch needs. The
+That weights the KL term of a completion by |y|^2 / T instead of |y|, and it changes with the padding of the batch. The
 two are equal without padding.
 """
 
@@ -54,38 +54,64 @@ from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.logps import (
-    bounded_exp,
+    check_both_or_neither,
     check_choice,
-    check_number,
-    check_rows,
-    check_together,
-    counted,
+    check_positive,
+    check_shapes,
     divisor,
-    summed,
+    masked_mean,
+    masked_sum,
+    safe_exp,
+    target_mask,
 )
-from ligerzoo.losses.objective import Group, LogpOptions, LossOutput, Objective, check_head, evaluate
+from ligerzoo.losses.objective import (
+    GroupObjective,
+    LogpOptions,
+    LossGroup,
+    LossOutput,
+    check_head_options,
+    evaluate,
+)
 
 Level = Literal["token", "sequence"]
 LEVELS = get_args(Level)
 
 
-class GRPOOptions(NamedTuple):
-    """The numbers in the formulas: e, e', d, sapo's t and vespo's (k, h) for positive and negative advantages, b, and
-    what else there is to choose, see `grpo_loss`."""
+class PolicyOptions(NamedTuple):
+    """Options of `grpo_loss`, with its defaults."""
 
-    epsilon: float
-    epsilon_high: float
-    delta: float | None
-    sapo_temperatures: tuple[float, float]
-    vespo_shapes: tuple[tuple[float, float], tuple[float, float]]
-    beta: float
-    is_kl_corrected: bool
-    level: Level
+    variant: str = "grpo"
+    level: Level | None = None
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    is_kl_corrected: bool = False
+    entropy_coef: float = 0.0
+    with_entropy: bool = False
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    vespo_shapes: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0))
+    max_length: int | None = None
+
+    @property
+    def ratio_level(self) -> Level:
+        """`level`, by default that of the variant."""
+        return VARIANTS[self.variant].level if self.level is None else self.level
+
+    @property
+    def upper_epsilon(self) -> float:
+        """`epsilon_high`, by default `epsilon`."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 class Rollout(NamedTuple):
-    """What is known of the sampled tokens, (B, T) each: which count, by which weights their losses are summed, and the
-    arguments of `grpo_loss`."""
+    """Constants of the sampled tokens, (B, T) each.
+
+    Attributes:
+        mask: True at non-ignored tokens.
+        weights: weights of the tokens' losses in the sum.
+        advantages, old_logps, ref_logps, correction: see `grpo_loss`.
+    """
 
     mask: Tensor
     weights: Tensor
@@ -95,8 +121,8 @@ class Rollout(NamedTuple):
     correction: Tensor | None
 
 
-class Step(NamedTuple):
-    """What a token's loss is made of: (B, T) each; `ratio` is (B, 1) for ratios of whole answers."""
+class PolicyInputs(NamedTuple):
+    """What the loss of a token depends on, (B, T) each; `ratio` is (B, 1) at the level of sequences."""
 
     logps: Tensor
     log_ratio: Tensor
@@ -106,77 +132,89 @@ class Step(NamedTuple):
     correction: Tensor | None
 
 
-def step_of(logps: Tensor, rollout: Rollout, level: Level) -> Step:
+def policy_inputs(logps: Tensor, rollout: Rollout, level: Level) -> PolicyInputs:
     old_logps = logps.detach() if rollout.old_logps is None else rollout.old_logps
     log_ratio = logps - old_logps
-    of_level = log_ratio if level == "token" else summed(log_ratio, rollout.mask, average=True)[:, None]
-    return Step(logps, log_ratio, bounded_exp(of_level), rollout.advantages, rollout.mask, rollout.correction)
+    log_ratio_at_level = log_ratio if level == "token" else masked_mean(log_ratio, rollout.mask)[:, None]
+    return PolicyInputs(
+        logps, log_ratio, safe_exp(log_ratio_at_level), rollout.advantages, rollout.mask, rollout.correction
+    )
 
 
-def _either(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
-    """The first number or the second, in the dtype of `like`: torch.where alone would give them in fp32."""
+def _where(condition: Tensor, numbers: tuple[float, float], like: Tensor) -> Tensor:
+    """torch.where for two Python numbers, in the dtype of `like` instead of fp32."""
     first, second = (like.new_full((), number) for number in numbers)
     return torch.where(condition, first, second)
 
 
-def clipped(s: Step, o: GRPOOptions) -> Tensor:
-    ratio = s.ratio if o.delta is None else s.ratio.clamp(max=o.delta)
-    in_range = s.ratio.clamp(1 - o.epsilon, 1 + o.epsilon_high)
-    return -torch.minimum(ratio * s.advantages, in_range * s.advantages)
+def clipped(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+    ratio = inputs.ratio if options.delta is None else inputs.ratio.clamp(max=options.delta)
+    in_range = inputs.ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
+    return -torch.minimum(ratio * inputs.advantages, in_range * inputs.advantages)
 
 
-def cispo(s: Step, o: GRPOOptions) -> Tensor:
-    return -s.ratio.detach().clamp(max=1 + o.epsilon_high) * s.advantages * s.logps
+def cispo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+    return -inputs.ratio.detach().clamp(max=1 + options.upper_epsilon) * inputs.advantages * inputs.logps
 
 
-def sapo(s: Step, o: GRPOOptions) -> Tensor:
-    temperature = _either(s.advantages > 0, o.sapo_temperatures, s.logps)
-    return -4 / temperature * torch.sigmoid(temperature * (s.ratio - 1)) * s.advantages
+def sapo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
+    temperature = _where(inputs.advantages > 0, options.sapo_temperatures, inputs.logps)
+    return -4 / temperature * torch.sigmoid(temperature * (inputs.ratio - 1)) * inputs.advantages
 
 
-def vespo(s: Step, o: GRPOOptions) -> Tensor:
+def vespo(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     lowest, highest = math.log(1e-8), 20.0
-    log_w = summed(s.log_ratio.detach().clamp(-highest, highest), s.mask)
-    if s.correction is not None:
-        log_w = log_w + summed(s.correction.log().clamp(lowest, highest), s.mask)
+    log_w = masked_sum(inputs.log_ratio.detach().clamp(-highest, highest), inputs.mask)
+    if inputs.correction is not None:
+        log_w = log_w + masked_sum(inputs.correction.log().clamp(lowest, highest), inputs.mask)
     log_w = log_w.clamp(lowest, highest)[:, None]
-    shape, rate = (_either(s.advantages >= 0, pair, s.logps) for pair in zip(*o.vespo_shapes, strict=True))
+    shape, rate = (
+        _where(inputs.advantages >= 0, pair, inputs.logps) for pair in zip(*options.vespo_shapes, strict=True)
+    )
     weight = torch.exp(shape * log_w + rate * (1 - log_w.exp()))
-    return -weight * s.advantages * s.logps
+    return -weight * inputs.advantages * inputs.logps
 
 
-TokenLoss = Callable[[Step, GRPOOptions], Tensor]
+PolicyFormula = Callable[[PolicyInputs, PolicyOptions], Tensor]
 
 
-def _equally(mask: Tensor) -> Tensor:
+def _uniform_weights(mask: Tensor) -> Tensor:
     return mask
 
 
-def _by_length(mask: Tensor) -> Tensor:
+def _mean_weights(mask: Tensor) -> Tensor:
+    """1 / |y| for each token: the sum over a sequence is its mean."""
     return mask / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-class Variant(NamedTuple):
-    """A token's loss, the tokens' weights in the sum, what the sum is divided by, and what ratios are of."""
+class PolicyVariant(NamedTuple):
+    """A variant of GRPO.
 
-    loss: TokenLoss
-    weights: Callable[[Tensor], Tensor]
-    counted_in: Literal["rows", "tokens", "places"]
+    Attributes:
+        formula: the loss of a token.
+        token_weights: (B, T) mask -> weights of the tokens in the sum.
+        divided_by: what divides the sum; "max_tokens" is the number of sequences times `max_length`.
+        level: whether ratios are of tokens or of sequences.
+        uses_whole_sequence: whether a token's loss depends on other tokens of its sequence even at token level.
+    """
+
+    formula: PolicyFormula
+    token_weights: Callable[[Tensor], Tensor]
+    divided_by: Literal["sequences", "tokens", "max_tokens"]
     level: Level = "token"
-    of_rows: bool = False
-    """Whether a token's loss depends on its row's other tokens even at the level of tokens."""
+    uses_whole_sequence: bool = False
 
 
 VARIANTS = {
-    "grpo": Variant(clipped, _by_length, "rows"),
-    "bnpo": Variant(clipped, _equally, "tokens"),
-    "dapo": Variant(clipped, _equally, "tokens"),
-    "dr_grpo": Variant(clipped, _equally, "places"),
-    "gspo": Variant(clipped, _by_length, "rows", "sequence"),
-    "luspo": Variant(clipped, _equally, "rows", "sequence"),
-    "cispo": Variant(cispo, _equally, "tokens"),
-    "sapo": Variant(sapo, _by_length, "rows"),
-    "vespo": Variant(vespo, _equally, "tokens", of_rows=True),
+    "grpo": PolicyVariant(clipped, _mean_weights, "sequences"),
+    "bnpo": PolicyVariant(clipped, _uniform_weights, "tokens"),
+    "dapo": PolicyVariant(clipped, _uniform_weights, "tokens"),
+    "dr_grpo": PolicyVariant(clipped, _uniform_weights, "max_tokens"),
+    "gspo": PolicyVariant(clipped, _mean_weights, "sequences", "sequence"),
+    "luspo": PolicyVariant(clipped, _uniform_weights, "sequences", "sequence"),
+    "cispo": PolicyVariant(cispo, _uniform_weights, "tokens"),
+    "sapo": PolicyVariant(sapo, _mean_weights, "sequences"),
+    "vespo": PolicyVariant(vespo, _uniform_weights, "tokens", uses_whole_sequence=True),
 }
 
 
@@ -187,44 +225,50 @@ def sampler_correction(
     mask: Tensor,
     *,
     level: Level = "token",
-    beyond: Literal["truncate", "mask"] = "truncate",
-    lowest: float = 0.0,
-    highest: float = 3.0,
+    mode: Literal["truncate", "mask"] = "truncate",
+    min_ratio: float = 0.0,
+    max_ratio: float = 3.0,
 ) -> Tensor:
-    """(B, T) importance ratios p_old / p_sampler, where another program sampled than the one that is trained, such as
-    an inference engine with kernels of its own: truncated or masked importance sampling. A constant.
+    """Computes truncated or masked importance ratios p_old / p_sampler, to correct for a separate inference engine.
+
+    The probabilities of an engine with its own kernels, such as vLLM, differ from those of the trained model. Pass the
+    result to `grpo_loss` as `correction`.
 
     Args:
-        old_logps: (B, T), of the model that is trained, before its step.
-        sampler_logps: (B, T), as the sampler reported them; NaN where it did not, for a ratio of 1.
-        mask: (B, T) bool, the targets that count: of labels not yet shifted, `F.pad(labels[:, 1:] != -100, (0, 1))`.
-        level: "token" for each token's own ratio, "sequence" for the product of those of an answer.
-        beyond: whether a ratio that is not within `lowest` to `highest` becomes the nearest that is, or 0.
-        lowest: see there.
-        highest: see there.
+        old_logps: (B, T), `token_logps` of the trained model before the step.
+        sampler_logps: (B, T), as the sampler reported them; NaN means unknown, for a ratio of 1.
+        mask: (B, T) bool, the non-ignored targets. For unshifted labels: `F.pad(labels[:, 1:] != -100, (0, 1))`.
+        level: "token" for the ratio of each token, "sequence" for the product over a completion.
+        mode: "truncate" clamps ratios to the range from `min_ratio` to `max_ratio`; "mask" sets ratios outside to 0.
+        min_ratio: the lower end of the range.
+        max_ratio: the upper end of the range.
+
+    Returns:
+        (B, T) ratios, a constant.
 
     Raises:
-        ValueError: `level` or `beyond` is none of those named, or shapes do not fit.
+        ValueError: `level` or `mode` is unknown, or shapes or dtypes are invalid.
     """
     check_choice("sampler_correction", LEVELS, level=level)
-    check_choice("sampler_correction", ("truncate", "mask"), beyond=beyond)
+    check_choice("sampler_correction", ("truncate", "mask"), mode=mode)
     if not old_logps.shape == sampler_logps.shape == mask.shape or mask.dtype != torch.bool:
         raise ValueError(
-            f"sampler_correction: old_logps {tuple(old_logps.shape)}, sampler_logps {tuple(sampler_logps.shape)}, mask "
-            f"{tuple(mask.shape)} {mask.dtype}; expected (B, T) all of them, and a mask of torch.bool"
+            f"sampler_correction: got old_logps {tuple(old_logps.shape)}, sampler_logps {tuple(sampler_logps.shape)}, "
+            f"mask {tuple(mask.shape)} {mask.dtype}; expected (B, T) for all, and mask of torch.bool"
         )
     log_ratio = torch.where(mask, (old_logps - sampler_logps).nan_to_num(nan=0.0), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True).expand(mask.shape)
     ratio = log_ratio.exp()
-    if beyond == "truncate":
-        return ratio.clamp(lowest, highest)
-    return torch.where((ratio < lowest) | (ratio > highest), 0.0, ratio)
+    if mode == "truncate":
+        return ratio.clamp(min_ratio, max_ratio)
+    return torch.where((ratio < min_ratio) | (ratio > max_ratio), 0.0, ratio)
 
 
-def kl_of(logps: Tensor, ratio: Tensor, ref_logps: Tensor, o: GRPOOptions) -> Tensor:
-    estimate = bounded_exp(ref_logps - logps) - (ref_logps - logps) - 1
-    return estimate * ratio if o.is_kl_corrected else estimate
+def kl_estimate(logps: Tensor, ratio: Tensor, ref_logps: Tensor, options: PolicyOptions) -> Tensor:
+    """The k3 estimate of the KL divergence from the reference, times the ratio if `is_kl_corrected`."""
+    k3 = safe_exp(ref_logps - logps) - (ref_logps - logps) - 1
+    return k3 * ratio if options.is_kl_corrected else k3
 
 
 def grpo_loss(
@@ -252,141 +296,55 @@ def grpo_loss(
     num_tokens: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """Group relative policy optimization (Shao et al. 2024) or a variant, over the formulas in `grpo.py`.
+    """Computes the loss of group relative policy optimization (Shao et al. 2024) or one of its variants.
+
+    The formulas are in the docstring of `ligerzoo.losses.grpo`. The logits of all tokens never exist at once.
+
+    Arguments of shape (B, T) are aligned with `target`: index t holds the values of the token `target[:, t]`.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits.
-        weight: (V, H), the head; None if `hidden` are logits.
-        target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts, padding, and what
-            tools wrote into an answer.
-        advantages: (B,), or (B, T) for those of single tokens. Whatever is (B, T) tells of a token in the place of the
-            one that predicts it, where its target stands; a constant.
-        old_logps: (B, T), `token_logps` of the model that sampled; None if it is this one, not yet changed.
-        ref_logps: (B, T), `token_logps` of a reference model; needed if `beta` is not 0.
-        correction: (B, T), see `sampler_correction`; multiplies the tokens' losses, the KL term left out.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
+            `ignore_index` marks prompts, padding, and tool outputs within a completion.
+        advantages: (B,) of completions, or (B, T) of tokens; a constant.
+        old_logps: (B, T), `token_logps` of the model that sampled. Default: those of the model itself.
+        ref_logps: (B, T), `token_logps` of the reference model; required if `beta` is not 0.
+        correction: (B, T), multiplies the losses of the tokens without the KL term, see `sampler_correction`.
         variant: "grpo", "bnpo", "dapo", "dr_grpo", "gspo", "luspo", "cispo", "sapo" or "vespo".
-        level: whether ratios are of tokens or of whole answers, if not as the variant has it.
-        epsilon: ratios are clipped below 1 - epsilon.
-        epsilon_high: and above 1 + epsilon_high; by default epsilon. "cispo" needs it, such as 4 (TRL's 5).
-        delta: with a negative advantage, too, ratios are clipped above delta (two-sided clipping); more than
-            1 + epsilon_high.
-        beta: the weight of the KL term.
+        level: "token" or "sequence": whether ratios are of tokens or of completions. Default: that of the variant.
+        epsilon: clips ratios below 1 - epsilon.
+        epsilon_high: clips ratios above 1 + epsilon_high. Default: `epsilon`. Required for "cispo", such as 4 (5 in
+            TRL).
+        delta: clips ratios above delta for negative advantages too (two-sided clipping); more than 1 + epsilon_high.
+        beta: weight of the KL term.
         is_kl_corrected: multiply the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
-        entropy_coef: the mean entropy of the tokens, times this, is taken off the loss.
-        with_entropy: report the entropy although its coefficient is 0.
-        sapo_temperatures: t, for positive advantages and for others.
-        vespo_shapes: (k, h), for advantages of at least 0 and for others.
-        max_length: of "dr_grpo": how long an answer could have become.
-        num_items: of the rows or tokens (see `grpo.py`) that the sum is divided by, the number in the whole step: the
-            same for all its micro-batches makes gradient accumulation exact.
-        num_tokens: likewise how many tokens the entropy is the mean of; where it counts, the two are given together.
-        head: see `LogpOptions`; `temperature` is what the tokens were sampled with.
+        entropy_coef: weight of the mean entropy of the tokens, which is subtracted from the loss.
+        with_entropy: compute the metric "entropy" even if `entropy_coef` is 0.
+        sapo_temperatures: t of "sapo", for positive advantages and for the others.
+        vespo_shapes: (k, h) of "vespo", for advantages of at least 0 and for the others.
+        max_length: the longest completion that sampling allows; required for "dr_grpo".
+        num_items: divides the summed losses. Default: the number of sequences or tokens in the batch, depending on the
+            variant. For exact gradient accumulation, pass the number in the step to every microbatch.
+        num_tokens: divides the summed entropy. Default: the number of tokens in the batch. With an `entropy_coef`, pass
+            it together with `num_items`.
+        head: options of the LM head, see `LogpOptions`, and `temperature`: that of sampling.
 
     Returns:
-        The loss; of the tokens the mean `kl` and `entropy`, if there are any; and the share of the ratios that were
-        clipped, "clip_ratio/low", "clip_ratio/high" and either, "clip_ratio/region": a share of the tokens, or of the
-        rows where ratios are of whole answers.
+        `LossOutput`: the loss and the metrics. "kl" (given `ref_logps`) and "entropy" (if computed) are means over the
+        tokens. "clip_ratio/low", "clip_ratio/high" and "clip_ratio/region" (either) are the fractions of clipped
+        ratios: of tokens, or of sequences at that level. "cispo" has "clip_ratio/high" only, "sapo" and "vespo" none.
 
     Raises:
-        ValueError: shapes do not fit, an option is out of range, or one is missing that the variant needs.
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, an option is out of range, or the variant requires a missing one.
     """
-    name, shape = "grpo_loss", tuple(target.shape)
-    check_choice(name, VARIANTS, variant=variant)
-    loss_of_tokens, weights_of, counted_in, own_level, of_rows = VARIANTS[variant]
-    level = own_level if level is None else level
-    check_choice(name, LEVELS, level=level)
-    if advantages.shape == shape[:1]:
-        advantages = advantages[:, None].expand(shape)
-    elif advantages.shape != shape:
-        raise ValueError(f"{name}: advantages has shape {tuple(advantages.shape)}; expected {shape[:1]} or {shape}")
-    check_rows(
-        name, hidden, target, old_logps=(old_logps, shape),
-        ref_logps=(ref_logps, shape), correction=(correction, shape),
+    options = PolicyOptions(
+        variant, level, epsilon, epsilon_high, delta, beta, is_kl_corrected, entropy_coef, with_entropy,
+        sapo_temperatures, vespo_shapes, max_length,
     )  # fmt: skip
-    check_number(name, num_items=num_items, num_tokens=num_tokens, max_length=max_length)
-    if entropy_coef != 0:
-        check_together(name, "the entropy is the mean of tokens", num_items=num_items, num_tokens=num_tokens)
-    for what, number, fits, expected in (
-        ("epsilon", epsilon, 0 <= epsilon < 1, "0 to less than 1"),
-        ("epsilon_high", epsilon_high, epsilon_high is None or epsilon_high >= 0, "at least 0, or None"),
-        ("sapo_temperatures", sapo_temperatures, min(sapo_temperatures) > 0, "more than 0, both"),
-    ):
-        if not fits:
-            raise ValueError(f"{name}: {what}={number}; expected {expected}")
-    for what, missing in (
-        ("ref_logps for the KL term", beta != 0 and ref_logps is None),
-        ("max_length for dr_grpo", counted_in == "places" and max_length is None),
-        ("epsilon_high for cispo, such as 4", variant == "cispo" and epsilon_high is None),
-    ):
-        if missing:
-            raise ValueError(f"{name}: got no {what}")
-    highest = 1 + (epsilon if epsilon_high is None else epsilon_high)
-    if loss_of_tokens is clipped and delta is not None and delta <= highest:
-        raise ValueError(f"{name}: delta={delta}; expected more than 1 + epsilon_high, {highest}")
-    options = GRPOOptions(
-        epsilon, epsilon if epsilon_high is None else epsilon_high, delta, sapo_temperatures, vespo_shapes, beta,
-        is_kl_corrected, level,
-    )  # fmt: skip
-    mask = counted(target, head)
-    items = divisor(num_items, mask.sum() if counted_in == "tokens" else shape[0], hidden)
-    if counted_in == "places":
-        items = items * (max_length or 1)
-    tokens = divisor(num_tokens, mask.sum(), hidden)
-
-    def sane(x: Tensor | None) -> Tensor | None:
-        """A constant; what stands where no token counts may be anything."""
-        return None if x is None else torch.where(mask, x.detach(), 0.0)
-
-    constants = Rollout(
-        mask,
-        weights_of(mask.to(accumulation_dtype(hidden.dtype))),
-        torch.where(mask, advantages, 0.0),
-        *map(sane, (old_logps, ref_logps, correction)),
-    )
-
-    def objective(logps: Tensor, entropy: Tensor | None, *rows: Any) -> Tensor:
-        rollout = Rollout(*rows)
-        step = step_of(logps, rollout, options.level)
-        losses = loss_of_tokens(step, options)
-        if rollout.correction is not None and loss_of_tokens is not vespo:  # which has it in its weights
-            losses = losses * rollout.correction
-        if beta != 0 and rollout.ref_logps is not None:  # without a weight they are for the metrics alone
-            losses = losses + beta * kl_of(logps, step.ratio, rollout.ref_logps, options)
-        loss = (rollout.weights * losses).sum() / items
-        return loss if entropy is None else loss - entropy_coef * summed(entropy, rollout.mask).sum() / tokens
-
-    group: Group = "row" if options.level == "sequence" or of_rows else "token"
-    loss, logps, entropy = evaluate(
-        "grpo_loss", hidden, weight, target,
-        Objective(objective, constants, group, with_entropy or entropy_coef != 0), head,
-    )  # fmt: skip
-    return LossOutput(loss, _metrics(logps, entropy, constants, options, loss_of_tokens))
-
-
-def _metrics(
-    logps: Tensor, entropy: Tensor | None, rollout: Rollout, options: GRPOOptions, loss: TokenLoss
-) -> dict[str, Tensor]:  # fmt: skip
-    def mean(of_tokens: Tensor) -> Tensor:
-        return summed(of_tokens.to(logps.dtype), rollout.mask).sum() / rollout.mask.sum().clamp(min=1)
-
-    def mean_ratio(of_tokens: Tensor) -> Tensor:
-        """The mean of what there is one of for each ratio."""
-        if options.level == "token":
-            return mean(of_tokens)
-        of_rows = summed(of_tokens.to(logps.dtype), rollout.mask, average=True)
-        return of_rows.sum() / max(1, of_rows.shape[0])
-
-    metrics = {} if entropy is None else {"entropy": mean(entropy)}
-    step = step_of(logps, rollout, options.level)
-    if rollout.ref_logps is not None:
-        metrics["kl"] = mean(kl_of(logps, step.ratio, rollout.ref_logps, options))
-    if loss in (clipped, cispo):
-        high = (step.ratio > 1 + options.epsilon_high) & (step.advantages > 0)
-        metrics["clip_ratio/high"] = mean_ratio(high)
-        if loss is clipped:
-            low = (step.ratio < 1 - options.epsilon) & (step.advantages < 0)
-            metrics["clip_ratio/low"], metrics["clip_ratio/region"] = mean_ratio(low), mean_ratio(low | high)
-    return metrics
+    tensors = (hidden, weight, target, advantages, old_logps, ref_logps, correction)
+    return _policy_loss("grpo_loss", *tensors, options, num_items, num_tokens, head)
 
 
 def ppo_clip_loss(
@@ -401,17 +359,142 @@ def ppo_clip_loss(
     num_items: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """The policy's part of proximal policy optimization (Schulman et al. 2017, eq. 7): the clipped losses of tokens,
-    averaged over them.
+    """Computes the policy loss of proximal policy optimization (Schulman et al. 2017, eq. 7), a mean over tokens.
+
+    Equals `grpo_loss(variant="bnpo")`. The logits of all tokens never exist at once.
 
     Args:
-        advantages: (B, T), each token's own, such as generalized advantage estimates.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
+        advantages: (B, T) of tokens, such as generalized advantage estimates, or (B,); a constant.
         old_logps: (B, T), `token_logps` of the model that sampled.
+        epsilon: clips ratios to the range from 1 - epsilon to 1 + epsilon.
+        entropy_coef: weight of the mean entropy of the tokens, which is subtracted from the loss.
+        num_items: divides the summed losses and entropies. Default: the number of tokens in the batch. For exact
+            gradient accumulation, pass the number in the step to every microbatch.
+        head: options of the LM head, see `LogpOptions`, and `temperature`: that of sampling.
 
-    The other arguments, the result and the errors are those of `grpo_loss`.
+    Returns:
+        `LossOutput`: the loss and the metrics of `grpo_loss`.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, or an option is out of range.
     """
-    check_head("ppo_clip_loss", head)
-    return grpo_loss(
-        hidden, weight, target, advantages, old_logps=old_logps, variant="bnpo", epsilon=epsilon,
-        entropy_coef=entropy_coef, num_items=num_items, num_tokens=num_items, **head,
+    options = PolicyOptions("bnpo", epsilon=epsilon, entropy_coef=entropy_coef)
+    tensors = (hidden, weight, target, advantages, old_logps, None, None)
+    return _policy_loss("ppo_clip_loss", *tensors, options, num_items, num_items, head)
+
+
+def _check_options(name: str, options: PolicyOptions, has_reference: bool) -> None:
+    """Raises ValueError for an unknown variant or level, a number out of range, or a missing option."""
+    check_choice(name, VARIANTS, variant=options.variant)
+    check_choice(name, LEVELS, level=options.ratio_level)
+    check_positive(name, max_length=options.max_length)
+    epsilon, epsilon_high, delta = options.epsilon, options.epsilon_high, options.delta
+    variant, temperatures = VARIANTS[options.variant], options.sapo_temperatures
+    max_unclipped = 1 + options.upper_epsilon
+    for is_invalid, problem in (
+        (not 0 <= epsilon < 1, f"epsilon={epsilon}; expected 0 <= epsilon < 1"),
+        (epsilon_high is not None and not epsilon_high >= 0, f"epsilon_high={epsilon_high}; expected at least 0"),
+        (not min(temperatures) > 0, f"sapo_temperatures={temperatures}; expected two positive numbers"),
+        (
+            options.beta != 0 and not has_reference,
+            f"ref_logps=None with beta={options.beta}; pass ref_logps for the KL term",
+        ),
+        (
+            variant.divided_by == "max_tokens" and options.max_length is None,
+            f"max_length=None; variant={options.variant!r} requires it: the longest completion that sampling allows",
+        ),
+        (
+            options.variant == "cispo" and epsilon_high is None,
+            "epsilon_high=None; variant='cispo' requires it, such as 4",
+        ),
+        (
+            variant.formula is clipped and delta is not None and delta <= max_unclipped,
+            f"delta={delta}; expected more than 1 + epsilon_high = {max_unclipped}",
+        ),
+    ):
+        if is_invalid:
+            raise ValueError(f"{name}: {problem}")
+
+
+def _policy_loss(
+    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, advantages: Tensor, old_logps: Tensor | None,
+    ref_logps: Tensor | None, correction: Tensor | None, options: PolicyOptions, num_items: int | Tensor | None,
+    num_tokens: int | Tensor | None, head: LogpOptions,
+) -> LossOutput:  # fmt: skip
+    """Computes `grpo_loss` or `ppo_clip_loss`; error messages name `name`."""
+    check_head_options(name, head)
+    shape = tuple(target.shape)
+    _check_options(name, options, has_reference=ref_logps is not None)
+    if advantages.shape == shape[:1]:
+        advantages = advantages[:, None].expand(shape)
+    elif advantages.shape != shape:
+        raise ValueError(f"{name}: advantages has shape {tuple(advantages.shape)}; expected {shape[:1]} or {shape}")
+    check_shapes(
+        name, hidden, target, old_logps=(old_logps, shape),
+        ref_logps=(ref_logps, shape), correction=(correction, shape),
     )  # fmt: skip
+    check_positive(name, num_items=num_items, num_tokens=num_tokens)
+    if options.entropy_coef != 0:
+        check_both_or_neither(name, "num_tokens divides the entropy", num_items=num_items, num_tokens=num_tokens)
+    variant, mask = VARIANTS[options.variant], target_mask(target, head)
+    items = divisor(num_items, mask.sum() if variant.divided_by == "tokens" else shape[0], hidden)
+    if variant.divided_by == "max_tokens":
+        items = items * (options.max_length or 1)
+    tokens = divisor(num_tokens, mask.sum(), hidden)
+
+    def masked_constant(x: Tensor | None) -> Tensor | None:
+        """Detaches, and replaces the values of ignored tokens, which may be NaN, by 0."""
+        return None if x is None else torch.where(mask, x.detach(), 0.0)
+
+    constants = Rollout(
+        mask,
+        variant.token_weights(mask.to(accumulation_dtype(hidden.dtype))),
+        torch.where(mask, advantages, 0.0),
+        *map(masked_constant, (old_logps, ref_logps, correction)),
+    )
+
+    def total_loss(logps: Tensor, entropy: Tensor | None, *constants: Any) -> Tensor:
+        rollout = Rollout(*constants)
+        inputs = policy_inputs(logps, rollout, options.ratio_level)
+        losses = variant.formula(inputs, options)
+        if rollout.correction is not None and variant.formula is not vespo:  # vespo's weights include it
+            losses = losses * rollout.correction
+        if options.beta != 0 and rollout.ref_logps is not None:  # with beta = 0 only the metrics need the reference
+            losses = losses + options.beta * kl_estimate(logps, inputs.ratio, rollout.ref_logps, options)
+        loss = (rollout.weights * losses).sum() / items
+        if entropy is None:
+            return loss
+        return loss - options.entropy_coef * masked_sum(entropy, rollout.mask).sum() / tokens
+
+    group: LossGroup = "sequence" if options.ratio_level == "sequence" or variant.uses_whole_sequence else "token"
+    uses_entropy = options.with_entropy or options.entropy_coef != 0
+    objective = GroupObjective(total_loss, constants, group, uses_entropy)
+    loss, logps, entropy = evaluate(name, hidden, weight, target, objective, head)
+    return LossOutput(loss, _metrics(logps, entropy, constants, options))
+
+
+def _metrics(logps: Tensor, entropy: Tensor | None, rollout: Rollout, options: PolicyOptions) -> dict[str, Tensor]:
+    def token_mean(x: Tensor) -> Tensor:
+        return masked_sum(x.to(logps.dtype), rollout.mask).sum() / rollout.mask.sum().clamp(min=1)
+
+    def ratio_mean(x: Tensor) -> Tensor:
+        """The mean over the ratios: over tokens, or over sequences at that level."""
+        if options.ratio_level == "token":
+            return token_mean(x)
+        return masked_mean(x.to(logps.dtype), rollout.mask).sum() / max(1, x.shape[0])
+
+    metrics = {} if entropy is None else {"entropy": token_mean(entropy)}
+    inputs, formula = policy_inputs(logps, rollout, options.ratio_level), VARIANTS[options.variant].formula
+    if rollout.ref_logps is not None:
+        metrics["kl"] = token_mean(kl_estimate(logps, inputs.ratio, rollout.ref_logps, options))
+    if formula in (clipped, cispo):
+        high = (inputs.ratio > 1 + options.upper_epsilon) & (inputs.advantages > 0)
+        metrics["clip_ratio/high"] = ratio_mean(high)
+        if formula is clipped:
+            low = (inputs.ratio < 1 - options.epsilon) & (inputs.advantages < 0)
+            metrics["clip_ratio/low"], metrics["clip_ratio/region"] = ratio_mean(low), ratio_mean(low | high)
+    return metrics

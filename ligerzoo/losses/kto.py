@@ -1,13 +1,13 @@
-"""Kahneman-Tversky optimization: answers that are each desirable or not, without pairs.
+"""Kahneman-Tversky optimization: completions labelled desirable or undesirable, without pairs.
 
-With q the log-ratio log p(y | x) - log p_ref(y | x) of an answer, z the KL divergence of the model from the reference,
-b = beta and S the logistic function, a row's loss is (Ethayarajh et al. 2024, eq. 7)
+Let q be the log-ratio log p(y | x) - log p_ref(y | x) of a completion, z the KL divergence of the model from the
+reference, b = beta and S the logistic function. The loss of a sequence is (Ethayarajh et al. 2024, eq. 7)
 
-    kto                  w_d S(-b (q - z))  of a desirable answer,   w_u S(b (q - z))  of another
+    kto                  w_d S(-b (q - z)) if desirable,   w_u S(b (q - z)) if undesirable
     apo_zero_unpaired    the same with z = 0                        (D'Oosterlinck et al. 2024, eq. 7)
 
-z is a constant, estimated as the mean log-ratio, 0 at least, of answers to other prompts: the batch's own, each moved
-on to the next prompt. With averaged log-probabilities q and z are of means over an answer's tokens.
+z is a constant, see `kto_kl`. It is estimated as the mean log-ratio, at least 0, of mismatched completions: those of
+the batch, each with the next prompt. With averaged log-probabilities, q and z are averages over a completion's tokens.
 """
 
 from __future__ import annotations
@@ -19,34 +19,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.losses.logps import check_choice, check_number, check_rows, counted, divisor, mean_logits, summed
-from ligerzoo.losses.objective import LogpOptions, LossOutput, Objective, evaluate
+from ligerzoo.losses.logps import (
+    check_choice,
+    check_positive,
+    check_shapes,
+    divisor,
+    masked_sum,
+    summed_mean_logits,
+    target_mask,
+)
+from ligerzoo.losses.objective import GroupObjective, LogpOptions, LossOutput, evaluate
 
 VARIANTS = ("kto", "apo_zero_unpaired")
 
 
 @torch.no_grad()
 def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """z, 0-d and a constant, from the (B,) log-probabilities of answers to other prompts.
+    """Estimates the KL divergence z of `kto_loss` from mismatched completions, those of other prompts.
 
     Args:
-        logps: `sequence_logps` under the model; averaged ones if the loss has `average_log_prob`.
-        ref_logps: the same under the reference.
-        group: the processes whose answers count too (the same number of them on each); None for this one alone.
+        logps: (B,), `sequence_logps` of the mismatched completions under the model; averaged for `average_log_prob`.
+        ref_logps: (B,), the same under the reference model.
+        group: the process group to average over, with the same B on each process. Default: this process only.
+
+    Returns:
+        z, 0-d, at least 0; a constant. 0 for an empty batch.
 
     Raises:
-        ValueError: the two differ in shape.
+        ValueError: the arguments are not both (B,).
 
-    With the answers of each text replaced by those of the next one (and their labels so, too), and `KTO`:
+    Example, where each text of the `mismatched` batch has the completion (and labels) of the next text:
 
-        others = dict(input_ids=other_ids, labels=other_labels, attention_mask=other_mask)
+        mismatched = dict(input_ids=..., labels=..., attention_mask=...)
         with torch.no_grad():
-            kl = kto_kl(model_sequence_logps(model, **others), model_sequence_logps(reference, **others))
-        loss, metrics = kto.of(model, **batch, desirable=desirable, kl=kl, reference=reference)
+            kl = kto_kl(model_sequence_logps(model, **mismatched), model_sequence_logps(reference, **mismatched))
+        loss, metrics = KTO().of(model, **batch, desirable=desirable, kl=kl, reference=reference)
     """
     if logps.dim() != 1 or logps.shape != ref_logps.shape:
         raise ValueError(
-            f"kto_kl: logps {tuple(logps.shape)} and ref_logps {tuple(ref_logps.shape)}; expected (B,) both"
+            f"kto_kl: got logps {tuple(logps.shape)} and ref_logps {tuple(ref_logps.shape)}; expected (B,) for both"
         )
     mean = (logps - ref_logps).sum() / max(1, logps.shape[0])
     if group is not None:
@@ -72,78 +83,89 @@ def kto_loss(
     num_items: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), over the formulas in `kto.py`.
+    """Computes the loss of Kahneman-Tversky optimization (Ethayarajh et al. 2024).
+
+    The formulas are in the docstring of `ligerzoo.losses.kto`. The logits of all tokens never exist at once.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits.
-        weight: (V, H), the head; None if `hidden` are logits.
-        target: (B, T) token ids, what each hidden state should predict, or `ignore_index`: prompts and padding.
-        desirable: (B,) bool, whether the answer is.
-        ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. None for 0.
-        kl: 0-d, z, see `kto_kl`; None for 0.
-        variant: "kto" or "apo_zero_unpaired", which has no use for `kl`.
-        beta: how closely the model is held to the reference.
-        average_log_prob: divide an answer's log-ratio by the number of its tokens; `kl` is of averages then, too.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
+            `ignore_index` marks prompts and padding.
+        desirable: (B,) bool, the label of each completion.
+        ref_logps: (B,), `sequence_logps` of the reference model, not averaged; a constant. Default: 0.
+        kl: z, 0-d, see `kto_kl`; only for "kto". Default: 0.
+        variant: "kto" or "apo_zero_unpaired".
+        beta: the strength of the KL regularization towards the reference model.
+        average_log_prob: divide a completion's log-ratio by the number of its tokens; then average `kl` too.
         desirable_weight: w_d.
         undesirable_weight: w_u.
-        weights: (B,), a factor for each row's loss; a constant.
-        num_items: divides the summed losses in place of B: the same number for all micro-batches of a step makes
-            gradient accumulation exact.
-        head: see `LogpOptions`.
+        weights: (B,), multiplies the loss of each sequence; a constant. Default: 1.
+        num_items: divides the summed losses. Default: B. For exact gradient accumulation, pass the number of sequences
+            in the step to every microbatch.
+        head: options of the LM head and `temperature`, see `LogpOptions`.
 
     Returns:
-        The loss; of rewards (beta times the log-ratio, summed over tokens) and log-probabilities the means over the
-        desirable rows and over the others, 0 where there are none; the margin between the two rewards, and `kl`.
-        "logits/chosen" and "logits/rejected" are as in `dpo_loss`; "count/chosen" and "count/rejected" are the numbers
-        of rows, by which to weight the means of several batches.
+        `LossOutput`: the loss and the metrics. "rewards/chosen", "rewards/rejected" (beta times the log-ratio, summed
+        over tokens), "logps/chosen" and "logps/rejected" are means over the desirable and the undesirable sequences, 0
+        if there are none. "rewards/margins" is the difference of the two rewards, "kl" is z, and "logits/chosen" and
+        "logits/rejected" are as in `dpo_loss`. "count/chosen" and "count/rejected" are the numbers of sequences: weight
+        the means of several batches by them.
 
     Raises:
-        ValueError: shapes do not fit, or an option is out of range.
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, or an option is out of range.
     """
-    n_rows = target.shape[0]
-    check_rows(
-        "kto_loss", hidden, target, desirable=(desirable, (n_rows,)), ref_logps=(ref_logps, (n_rows,)),
-        weights=(weights, (n_rows,)), kl=(kl, ()),
+    n_sequences = target.shape[0]
+    check_shapes(
+        "kto_loss", hidden, target, desirable=(desirable, (n_sequences,)), ref_logps=(ref_logps, (n_sequences,)),
+        weights=(weights, (n_sequences,)), kl=(kl, ()),
     )  # fmt: skip
     if desirable.dtype != torch.bool:
-        raise ValueError(f"kto_loss: desirable is {desirable.dtype}; expected torch.bool")
-    check_number("kto_loss", num_items=num_items, beta=beta)
+        raise ValueError(f"kto_loss: desirable has dtype {desirable.dtype}; expected torch.bool")
+    check_positive("kto_loss", num_items=num_items, beta=beta)
     check_choice("kto_loss", VARIANTS, variant=variant)
     if variant != "kto" and kl is not None:
-        raise ValueError(f"kto_loss: {variant} was given kl; expected None")
-    mask = counted(target, head)
-    ones = torch.ones(n_rows, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    row_weights = torch.where(desirable, desirable_weight * ones, undesirable_weight * ones)
-    row_weights = row_weights if weights is None else row_weights * weights
+        raise ValueError(f"kto_loss: got kl with variant={variant!r}; expected kl=None, only variant='kto' uses it")
+    mask = target_mask(target, head)
+    ones = torch.ones(n_sequences, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
+    loss_weights = torch.where(desirable, desirable_weight * ones, undesirable_weight * ones)
+    loss_weights = loss_weights if weights is None else loss_weights * weights
     ref_logps = torch.zeros_like(ones) if ref_logps is None else ref_logps.detach()
-    expected = ones.new_zeros(()) if kl is None else kl.detach()
-    items = divisor(num_items, n_rows, hidden)
+    z = ones.new_zeros(()) if kl is None else kl.detach()
+    items = divisor(num_items, n_sequences, hidden)
 
-    def objective(
-        logps: Tensor, _: None, mask: Tensor, ref_logps: Tensor, desirable: Tensor, row_weights: Tensor
+    def total_loss(
+        logps: Tensor, _: None, mask: Tensor, ref_logps: Tensor, desirable: Tensor, loss_weights: Tensor
     ) -> Tensor:  # fmt: skip
-        log_ratio = summed(logps, mask) - ref_logps
+        log_ratios = masked_sum(logps, mask) - ref_logps
         if average_log_prob:
-            log_ratio = log_ratio / mask.sum(-1).clamp(min=1)
-        gain = beta * (log_ratio - expected)
-        return (row_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum() / items
+            log_ratios = log_ratios / mask.sum(-1).clamp(min=1)
+        gain = beta * (log_ratios - z)
+        return (loss_weights * torch.sigmoid(torch.where(desirable, -gain, gain))).sum() / items
 
-    constants = (mask, ref_logps, desirable, row_weights)
-    loss, logps, _ = evaluate("kto_loss", hidden, weight, target, Objective(objective, constants, "row"), head)
-    of_rows = summed(logps, mask)
-    rewards = beta * (of_rows - ref_logps)
+    constants = (mask, ref_logps, desirable, loss_weights)
+    objective = GroupObjective(total_loss, constants, "sequence")
+    loss, logps, _ = evaluate("kto_loss", hidden, weight, target, objective, head)
+    sums = masked_sum(logps, mask)
+    logits = summed_mean_logits(hidden, weight, mask, head)
+    return LossOutput(loss, {"kl": z, **_metrics(sums, beta * (sums - ref_logps), logits, mask.sum(-1), desirable)})
 
-    logits, tokens = mean_logits(hidden, weight, mask, head), mask.sum(-1)
-    metrics = {"kl": expected}
-    for which, rows in (("chosen", desirable), ("rejected", ~desirable)):
 
-        def total(x: Tensor, rows: Tensor = rows) -> Tensor:
-            return torch.where(rows, x, 0).sum()
+def _metrics(
+    logps: Tensor, rewards: Tensor, logits: Tensor | None, lengths: Tensor, desirable: Tensor
+) -> dict[str, Tensor]:  # fmt: skip
+    """Averages (B,) values of sequences over the desirable and over the undesirable ones."""
+    metrics = {}
+    for which, selected in (("chosen", desirable), ("rejected", ~desirable)):
 
-        metrics[f"count/{which}"] = rows.sum()
-        metrics[f"rewards/{which}"] = total(rewards) / rows.sum().clamp(min=1)
-        metrics[f"logps/{which}"] = total(of_rows) / rows.sum().clamp(min=1)
+        def total(x: Tensor, selected: Tensor = selected) -> Tensor:
+            return torch.where(selected, x, 0).sum()
+
+        metrics[f"count/{which}"] = selected.sum()
+        metrics[f"rewards/{which}"] = total(rewards) / selected.sum().clamp(min=1)
+        metrics[f"logps/{which}"] = total(logps) / selected.sum().clamp(min=1)
         if logits is not None:
-            metrics[f"logits/{which}"] = total(logits) / total(tokens).clamp(min=1)
+            metrics[f"logits/{which}"] = total(logits) / total(lengths).clamp(min=1)
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    return LossOutput(loss, metrics)
+    return metrics

@@ -1,128 +1,148 @@
-"""Log-probabilities of whole rows, and what the losses over them have in common: masks, shapes, divisors.
+"""Log-probabilities of sequences, and helpers that the losses share: masks, argument checks, divisors.
 
-The log-probability of a row is the sum of those of its tokens that count, log p(y | x) = sum_t log p(y_t | x, y_<t);
-"averaged", it is divided by their number |y|.
+The log-probability of a sequence is the sum over its non-ignored targets, log p(y | x) = sum_t log p(y_t | x, y_<t).
+The average divides it by the number |y| of these targets.
 
-`name` is the function that an error is about.
+In all helpers, `name` is the function that error messages name.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.losses.names import about_choice
-from ligerzoo.losses.objective import HeadOptions, LogpOptions, check_head, check_logits, token_results
+from ligerzoo.losses.names import choice_hint
+from ligerzoo.losses.objective import (
+    HeadOptions,
+    LogpOptions,
+    check_head_options,
+    check_logits,
+    token_logps_and_entropy,
+)
 
 
 def sequence_logps(
     hidden: Tensor, weight: Tensor | None, target: Tensor, *, average: bool = False, **head: Unpack[LogpOptions]
 ) -> Tensor:
-    """(B,) fp32: the log-probability of each row of targets, averaged over its tokens or not; 0 of no token.
+    """Returns the log-probability of each sequence of targets, differentiable, without holding all logits.
 
     Args:
         hidden: (B, T, H) hidden states, or (B, T, V) logits.
-        weight: (V, H), the head; None if `hidden` are logits.
-        target: (B, T) token ids, what each hidden state should predict, or `ignore_index`.
-        average: divide by the number of tokens that count.
-        head: see `LogpOptions`.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
+            `ignore_index` marks ignored tokens.
+        average: divide by the number of non-ignored targets.
+        head: options of the LM head and `temperature`, see `LogpOptions`.
+
+    Returns:
+        (B,) fp32 (fp64 for fp64 input); 0 for a sequence without targets.
 
     Raises:
-        TypeError: `head` has an option that heads do not have.
-        ValueError: shapes do not fit.
+        TypeError: an option is unknown.
+        ValueError: shapes, dtypes or targets are invalid.
     """
-    check_head("sequence_logps", head)
-    check_rows("sequence_logps", hidden, target)
+    check_head_options("sequence_logps", head)
+    check_shapes("sequence_logps", hidden, target)
     if weight is None:
         check_logits("sequence_logps", hidden, head)
-    return summed(token_results(hidden, weight, target, head)[0], counted(target, head), average)
+    logps, _ = token_logps_and_entropy(hidden, weight, target, head)
+    mask = target_mask(target, head)
+    return masked_mean(logps, mask) if average else masked_sum(logps, mask)
 
 
-def counted(target: Tensor, head: HeadOptions) -> Tensor:
-    """(B, T) bool: which targets count."""
+def target_mask(target: Tensor, head: HeadOptions) -> Tensor:
+    """Returns (B, T) bool: True at non-ignored targets."""
     return target != head.get("ignore_index", -100)
 
 
-def summed(logps: Tensor, mask: Tensor, average: bool = False) -> Tensor:
-    """(B,): the sum, or the mean, over the tokens of a row that count; 0 if none does."""
-    total = torch.where(mask, logps, 0.0).sum(-1)
-    return total / mask.sum(-1).clamp(min=1) if average else total
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sums (B, T) over the tokens in the mask: (B,)."""
+    return torch.where(mask, x, 0.0).sum(-1)
 
 
-_HIGHEST_EXPONENT = 30.0
-"""Its exponential is 1e13. In fp32 two such exponentials can still be multiplied, and a gradient norm that has one can
-be squared."""
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Averages (B, T) over the tokens in the mask: (B,), 0 for a sequence without any."""
+    return masked_sum(x, mask) / mask.sum(-1).clamp(min=1)
 
 
-def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x) up to x = 30, and beyond that its tangent at 30, exp(30) (1 + x - 30): finite, and with a finite slope
-    that still points the right way. A clamp would have no slope."""
-    bounded = x.clamp(max=_HIGHEST_EXPONENT).exp()
-    return torch.where(x > _HIGHEST_EXPONENT, math.exp(_HIGHEST_EXPONENT) * (1 + x - _HIGHEST_EXPONENT), bounded)
+_MAX_EXPONENT = 30.0
+"""exp(30) is 1e13: in fp32 the product of two such values is finite, and so is the square of a gradient norm."""
+
+
+def safe_exp(x: Tensor) -> Tensor:
+    """Computes exp(x), continued by its tangent exp(30) (1 + x - 30) for x > 30: finite in fp32.
+
+    The slope beyond 30 is constant. A clamp would have slope 0 there, and training could not reduce x.
+    """
+    clamped = x.clamp(max=_MAX_EXPONENT).exp()
+    return torch.where(x > _MAX_EXPONENT, math.exp(_MAX_EXPONENT) * (1 + x - _MAX_EXPONENT), clamped)
 
 
 @torch.no_grad()
-def mean_logits(hidden: Tensor, weight: Tensor | None, mask: Tensor, head: HeadOptions) -> Tensor | None:
-    """(B,): of each row the sum, over the tokens that count, of the mean of a token's logits (scaled, not divided by a
-    temperature). It needs no logits, for the mean over the classes of h @ weight.T is h @ weight.mean(0). None with a
-    softcap, which is not linear."""
+def summed_mean_logits(hidden: Tensor, weight: Tensor | None, mask: Tensor, head: HeadOptions) -> Tensor | None:
+    """Averages each token's logits over the vocabulary, and sums over the tokens in the mask: (B,).
+
+    The logits include `logit_scale`, but not the temperature. No logits are computed: the mean over the vocabulary of
+    h @ weight.T is h @ weight.mean(0). Returns None with a softcap, which is not linear.
+    """
     if head.get("softcap") is not None:
         return None
     dtype, bias = accumulation_dtype(hidden.dtype), head.get("bias")
     if weight is None:
-        sums = summed(hidden.mean(-1, dtype=dtype), mask)
+        sums = masked_sum(hidden.mean(-1, dtype=dtype), mask)
     else:
-        # Sums first: a row's hidden states in fp32 would take twice the memory of those given.
-        row_sums = torch.where(mask[..., None], hidden, 0.0).sum(1, dtype=dtype)
-        sums = (row_sums * weight.mean(0, dtype=dtype)).sum(-1)
+        # Sum first: all hidden states in fp32 would need twice the memory.
+        hidden_sums = torch.where(mask[..., None], hidden, 0.0).sum(1, dtype=dtype)
+        sums = (hidden_sums * weight.mean(0, dtype=dtype)).sum(-1)
     if bias is not None:
         sums = sums + mask.sum(-1) * bias.mean(dtype=dtype)
     return head.get("logit_scale", 1.0) * sums
 
 
-def divisor(given: int | Tensor | None, default: int | Tensor, like: Tensor) -> int | float | Tensor:
-    """What a sum is divided by: `given`, else `default`, but at least 1; exact in the dtype that losses of the hidden
-    states `like` have."""
-    if given is None:
-        given = default.clamp(min=1) if isinstance(default, Tensor) else max(1, default)
-    return given.to(accumulation_dtype(like.dtype)) if isinstance(given, Tensor) else given
+def divisor(num_items: int | Tensor | None, default: int | Tensor, hidden: Tensor) -> int | float | Tensor:
+    """Returns `num_items`, or by default `default` but at least 1; tensors in the dtype of the loss of `hidden`."""
+    if num_items is None:
+        num_items = default.clamp(min=1) if isinstance(default, Tensor) else max(1, default)
+    return num_items.to(accumulation_dtype(hidden.dtype)) if isinstance(num_items, Tensor) else num_items
 
 
-def check_rows(name: str, hidden: Tensor, target: Tensor, **of_rows: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """Raises ValueError unless there are (B, T, H) hidden states for (B, T) targets, and what else is given has the
-    shape that it should have."""
+def check_shapes(name: str, hidden: Tensor, target: Tensor, **inputs: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raises unless `hidden` is (B, T, ...), `target` is (B, T), and each input is None or has its expected shape."""
     if hidden.dim() != 3 or hidden.shape[:2] != target.shape:
         raise ValueError(
-            f"{name}: hidden {tuple(hidden.shape)} and target {tuple(target.shape)}; expected (B, T, H) and (B, T)"
+            f"{name}: got hidden {tuple(hidden.shape)} and target {tuple(target.shape)}; expected (B, T, H) and (B, T)"
         )
-    for what, (tensor, shape) in of_rows.items():
+    for argument, (tensor, shape) in inputs.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument}={tensor!r}; expected a tensor of shape {shape}")
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name}: {what} has shape {tuple(tensor.shape)}; expected {shape}")
+            raise ValueError(f"{name}: {argument} has shape {tuple(tensor.shape)}; expected {shape}")
 
 
-def check_number(name: str, **numbers: Any) -> None:
-    """Raises ValueError for a divisor that is no number above 0; None and tensors without dimensions pass."""
-    for what, number in numbers.items():
-        is_number = number.dim() == 0 if isinstance(number, Tensor) else number is None or number > 0
-        if not is_number:
-            raise ValueError(f"{name}: {what}={number!r}; expected a number above 0, or a 0-d tensor of one")
+def check_positive(name: str, **numbers: Any) -> None:
+    """Raises ValueError for a number that is not positive. Accepts None, and 0-d tensors without reading them."""
+    for argument, number in numbers.items():
+        is_valid = number.dim() == 0 if isinstance(number, Tensor) else number is None or number > 0
+        if not is_valid:
+            raise ValueError(f"{name}: {argument}={number!r}; expected a positive number or a 0-d tensor")
 
 
-def check_together(name: str, why: str, **numbers: int | Tensor | None) -> None:
-    """Raises ValueError if some of these are given and others are not."""
+def check_both_or_neither(name: str, reason: str, **numbers: int | Tensor | None) -> None:
+    """Raises ValueError if some of the numbers are None and others are not."""
     if len({number is None for number in numbers.values()}) > 1:
-        given = " and ".join(f"{what}={number!r}" for what, number in numbers.items())
-        raise ValueError(f"{name}: {given}; expected both or neither: {why}")
+        given = " and ".join(f"{argument}={number!r}" for argument, number in numbers.items())
+        raise ValueError(f"{name}: {given}; expected both or neither: {reason}")
 
 
-def check_choice(name: str, known: Any, **choices: str) -> None:
-    """Raises ValueError for a choice, such as a variant, that is none of those known."""
-    for what, choice in choices.items():
-        if choice not in known:
+def check_choice(name: str, choices: Collection[str], **arguments: str) -> None:
+    """Raises ValueError for an argument, such as a variant, that is not among the choices."""
+    for argument, choice in arguments.items():
+        if choice not in choices:
             raise ValueError(
-                f"{name}: {what}={choice!r}; expected one of {', '.join(map(repr, known))}{about_choice(choice)}"
+                f"{name}: {argument}={choice!r}; expected one of {', '.join(map(repr, choices))}{choice_hint(choice)}"
             )

@@ -1,7 +1,7 @@
-"""The losses as modules, which keep their options, and what they are of a whole model.
+"""The losses as modules that keep their options and compute the loss of a model.
 
-A model is called as it is, wrapped or not, and computes the loss within its forward: so the hooks of
-DistributedDataParallel and FSDP2 run around all that reads a parameter, the head's weight among them.
+The model computes the loss within its own forward. So the hooks of DistributedDataParallel and FSDP2 run around
+everything that reads a parameter, including the weight of the LM head.
 """
 
 from __future__ import annotations
@@ -20,118 +20,149 @@ from ligerzoo.losses.dpo import dpo_loss
 from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import kto_loss
 from ligerzoo.losses.logps import sequence_logps
-from ligerzoo.losses.names import about_option
+from ligerzoo.losses.names import option_hint
 from ligerzoo.losses.objective import LogpOptions, LossOutput
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 
 Model = Callable[..., Any]
-"""A `ligerzoo.models.CausalLM`, or what wraps one and passes arguments and results on."""
+"""A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""
+
+_ANY_MODEL = "dpo_loss and the other functions take any model's hidden states and head weight, or its logits"
 
 
-def _check_model(model: Any) -> None:
-    """Raises TypeError for a module that cannot compute a loss within its forward, before any forward runs. What else
-    is callable shows only when it is called."""
+def _check_model(name: str, model: Any) -> None:
+    """Raises TypeError, before any forward runs, for a module without an `objective` argument in its forward.
+
+    A callable that is no module is checked by its output, see `_forward`.
+    """
     if torch.compiler.is_compiling() or not isinstance(model, nn.Module):
         return
-    if not any(_computes_losses(type(module)) for module in model.modules()):
+    if not any(_accepts_objective(type(module)) for module in model.modules()):
         raise TypeError(
-            f"got a {type(model).__name__} ({type(model).__module__}); expected a ligerzoo.models.CausalLM, as "
-            "AutoModel.from_pretrained loads it, or what wraps one. The functions, such as dpo_loss, take any model's "
-            "hidden states and head, or its logits"
+            f"{name}: got a {type(model).__name__} ({type(model).__module__}); expected a ligerzoo.models.CausalLM, as "
+            f"AutoModel.from_pretrained returns, or a wrapper around one. {_ANY_MODEL}"
         )
 
 
-def _computes_losses(module: type[nn.Module]) -> bool:
-    """Whether its forward takes labels and an objective, as `ligerzoo.models.CausalLM`'s does."""
+def _accepts_objective(module: type[nn.Module]) -> bool:
+    """Returns whether the forward takes labels and an objective, as that of `ligerzoo.models.CausalLM` does."""
     return inspect.signature(module.forward).parameters.keys() >= {"labels", "objective"}
 
 
-def _output_of(model: Model, *args: Any, **inputs: Any) -> Any:
-    _check_model(model)
+def _forward(name: str, model: Model, *args: Any, **inputs: Any) -> Any:
+    """Runs the model; raises TypeError if its output is not a `CausalLMOutput`."""
+    _check_model(name, model)
     out = model(*args, **inputs)
     if not hasattr(out, "details"):
         raise TypeError(
-            f"got a {type(model).__name__}, which returns a {type(out).__name__}; expected a ligerzoo.models.CausalLM, "
-            "or what wraps one. The functions, such as dpo_loss, take any model's hidden states and head, or its logits"
+            f"{name}: got a {type(model).__name__}, which returns a {type(out).__name__}; expected a "
+            f"ligerzoo.models.CausalLM or a wrapper around one. {_ANY_MODEL}"
         )
     return out
 
 
-def _loss_of(out: Any) -> LossOutput:
-    routers = {} if out.aux_loss is None else {"aux_loss": out.aux_loss.detach()}
-    return LossOutput(out.loss, {**out.details, **routers})
+def _loss_output(out: Any) -> LossOutput:
+    """Returns loss and metrics of a model's output, with the load-balancing loss of its routers as "aux_loss"."""
+    aux_loss = {} if out.aux_loss is None else {"aux_loss": out.aux_loss.detach()}
+    return LossOutput(out.loss, {**out.details, **aux_loss})
 
 
-def _of_model(
-    logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor, inputs: Mapping[str, Any],
-    head_options: Mapping[str, Any] | None = None,
+def _model_logps(
+    name: str, logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor,
+    inputs: Mapping[str, Any], head_options: Mapping[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
+    """Computes `logps` of the model's hidden states, head and shifted labels, within its forward."""
+
     def objective(*head: Tensor, **options: Any) -> tuple[None, Tensor]:
         return None, logps(*head, **{**options, **(head_options or {})})
 
-    found: Tensor = _output_of(model, input_ids, labels=labels, objective=objective, **inputs).details
-    return found
+    details: Tensor = _forward(name, model, input_ids, labels=labels, objective=objective, **inputs).details
+    return details
 
 
 def model_token_logps(
     model: Model, input_ids: Tensor, labels: Tensor, *, temperature: float = 1.0, **inputs: Any
 ) -> Tensor:
-    """(B, T) fp32, differentiable: the log-probability of the label that each token should predict, the next one's; 0
-    where it is -100, and for the last token.
+    """Returns the log-probability of each label under a model, differentiable, without holding all logits.
 
     Args:
-        model: see `Model`.
+        model: a `ligerzoo.models.CausalLM`, or a wrapper around one (DDP, FSDP2).
         input_ids: (B, T) token ids.
-        labels: (B, T), the same, -100 for those that do not count.
+        labels: (B, T) token ids, not shifted; -100 for ignored tokens.
         temperature: divides the logits.
-        inputs: what else the model takes, such as `attention_mask`.
+        inputs: other inputs of the model, such as `attention_mask`.
+
+    Returns:
+        (B, T) fp32: index t holds the log-probability of `labels[:, t + 1]`. 0 at ignored labels and at the last index.
+
+    Raises:
+        TypeError: the model is not a `ligerzoo.models.CausalLM`.
     """
-    return _of_model(partial(token_logps, temperature=temperature), model, input_ids, labels, inputs)
+    logps = partial(token_logps, temperature=temperature)
+    return _model_logps("model_token_logps", logps, model, input_ids, labels, inputs)
 
 
 def model_sequence_logps(
     model: Model, input_ids: Tensor, labels: Tensor, *, average: bool = False, temperature: float = 1.0, **inputs: Any
 ) -> Tensor:
-    """(B,) fp32, differentiable: the sums of `model_token_logps` over the rows, or the means over the tokens that
-    count."""
+    """Returns the log-probability of each sequence of labels under a model, differentiable.
+
+    Args:
+        model: a `ligerzoo.models.CausalLM`, or a wrapper around one (DDP, FSDP2).
+        input_ids: (B, T) token ids.
+        labels: (B, T) token ids, not shifted; -100 for ignored tokens.
+        average: divide by the number of non-ignored labels.
+        temperature: divides the logits.
+        inputs: other inputs of the model, such as `attention_mask`.
+
+    Returns:
+        (B,) fp32: the sum or mean over non-ignored labels; 0 for a sequence without any.
+
+    Raises:
+        TypeError: the model is not a `ligerzoo.models.CausalLM`.
+    """
     logps = partial(sequence_logps, average=average, temperature=temperature)
-    return _of_model(logps, model, input_ids, labels, inputs)
+    return _model_logps("model_sequence_logps", logps, model, input_ids, labels, inputs)
 
 
-def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
-    """What a loss takes besides hidden states, the head's weight and targets."""
+def _option_names(loss: Callable[..., LossOutput]) -> set[str]:
+    """Returns the names of all arguments except hidden states, weight and target, including those of the LM head."""
     return (inspect.signature(loss).parameters.keys() | LogpOptions.__annotations__.keys()) - {
         "hidden", "weight", "target", "head",
     }  # fmt: skip
 
 
 class HeadLoss(nn.Module):
-    """A loss with its options.
+    """Base class of the loss modules: a loss function with options.
 
-    Called with hidden states, the head's weight (or with logits and None), targets and the rest of the function's
-    arguments; `of` takes a model instead.
+    Call the module with hidden states, the weight of the LM head and targets, or pass a model to `of`.
 
     Args:
-        options: arguments of the function, given with every call that gives no others; also of its head, see
-            `LogpOptions`, where a model's are not to be taken.
+        options: keyword arguments of the function, used in every call that does not override them. Options of the LM
+            head (see `LogpOptions`) override those of a model's own head.
 
     Raises:
         TypeError: the function has no such argument.
     """
 
     function: ClassVar[Callable[..., LossOutput]]
-    """What the module calls."""
+    """The loss function."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        if unknown := options.keys() - _options_of(type(self).function):
-            first = min(unknown)
-            what_it_is = about_option(first, options[first])
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}{what_it_is}")
+        if unknown := sorted(options.keys() - _option_names(type(self).function)):
+            hint = option_hint(unknown[0], options[unknown[0]])
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}{hint}")
         self.options = options
 
     def forward(self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
-        """The function's result, of hidden states, a head's weight (None for logits) and targets already shifted."""
+        """Computes the loss of hidden states, the weight of the LM head (None for logits) and shifted targets.
+
+        Args:
+            hidden, weight, target: see the function.
+            args: positional arguments of the function after `target`.
+            inputs: keyword arguments of the function; override the module's options.
+        """
         loss: LossOutput = type(self).function(hidden, weight, target, *args, **{**self.options, **inputs})
         return loss
 
@@ -146,103 +177,108 @@ class HeadLoss(nn.Module):
         reference: Model | None = None,
         **inputs: Any,
     ) -> LossOutput:
-        """The loss of a model, and the metrics.
+        """Computes the loss of a model, within its forward.
 
         Args:
-            model: see `Model`.
+            model: a `ligerzoo.models.CausalLM`, or a wrapper around one (DDP, FSDP2).
             input_ids: (B, T) token ids.
-            labels: (B, T), the same, -100 for those that do not count: prompts and padding. The model shifts them.
-            args: arguments of the function after the targets. What they have for each token stands in the place of the
-                token that predicts, as `model_token_logps` returns it.
+            labels: (B, T) token ids, not shifted (the model shifts them); -100 for prompts and padding.
+            args: positional arguments of the function after `target`. Arguments of shape (B, T) are aligned with the
+                shifted labels, as the result of `model_token_logps` is: index t is about `labels[:, t + 1]`.
             attention_mask: (B, T), 1 for a token and 0 for padding.
-            model_inputs: what else the model takes.
-            reference: the reference model, which gives `ref_logps` without gradients.
-            inputs: like `args`, by name.
+            model_inputs: other inputs of the model, such as `position_ids` or images.
+            reference: the reference model; computes `ref_logps` without gradients.
+            inputs: keyword arguments of the function; override the module's options.
 
         Returns:
-            The loss, with that of the routers (the metric "aux_loss") of a mixture that adds one: whole, whatever
-            `num_items` is, so that over micro-batches it adds up to as many times as much.
+            The loss and the metrics. The load-balancing loss of a mixture of experts is added in full, whatever
+            `num_items` is, and reported as "aux_loss": over n microbatches it counts n times.
 
         Raises:
-            TypeError: the loss has no use for a reference model, or a model is none of the zoo's.
-            ValueError: there is a reference model, and `ref_logps` as well; or an `ignore_index`, which labels have.
+            TypeError: a model is not a `ligerzoo.models.CausalLM`, or the loss has no reference model.
+            ValueError: both `reference` and `ref_logps` are given, `ignore_index` is given, or the function raises.
         """
-        name, given = type(self).__name__, {**self.options, **inputs}
-        _check_model(model)  # before the reference runs
-        if "ignore_index" in given:
-            raise ValueError(f"{name}: ignore_index={given['ignore_index']!r}; of a model's labels it is always -100")
+        name, arguments = type(self).__name__, {**self.options, **inputs}
+        _check_model(name, model)  # before the reference runs
+        if "ignore_index" in arguments:
+            raise ValueError(
+                f"{name}: got ignore_index={arguments['ignore_index']!r}; expected none, models ignore labels of -100"
+            )
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         if reference is not None:
-            if given.get("ref_logps") is not None:
-                raise ValueError(f"{name}: give a reference model or ref_logps, not both")
-            if "ref_logps" not in _options_of(type(self).function):
-                raise TypeError(f"{name} has no use for a reference model; a teacher is for Distillation.of_teacher")
-            how: dict[str, Any] = {option: given[option] for option in ("logits_budget", "backend") if option in given}
+            if arguments.get("ref_logps") is not None:
+                raise ValueError(f"{name}: got both reference and ref_logps; pass one of them")
+            if "ref_logps" not in _option_names(type(self).function):
+                raise TypeError(f"{name} does not use a reference model; for a teacher use Distillation.of_teacher")
+            shared = ("logits_budget", "backend")
+            head_options: dict[str, Any] = {option: arguments[option] for option in shared if option in arguments}
             with torch.no_grad():
-                logps = self.reference_logps(given)
-                given["ref_logps"] = _of_model(logps, reference, input_ids, labels, model_inputs, how)
+                logps = self.reference_logps(arguments)
+                arguments["ref_logps"] = _model_logps(
+                    name, logps, reference, input_ids, labels, model_inputs, head_options
+                )
 
         def objective(*head: Tensor, **options: Any) -> LossOutput:
-            loss: LossOutput = self(*head, *args, **{**options, **given})
+            loss: LossOutput = self(*head, *args, **{**options, **arguments})
             return loss
 
-        return _loss_of(_output_of(model, input_ids, labels=labels, objective=objective, **model_inputs))
+        return _loss_output(_forward(name, model, input_ids, labels=labels, objective=objective, **model_inputs))
 
-    def reference_logps(self, given: Mapping[str, Any]) -> Callable[..., Tensor]:
-        """What makes `ref_logps` of a head, where the function is given these options."""
-        return partial(sequence_logps, temperature=given.get("temperature", 1.0))
+    def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
+        """Returns the function of (hidden, weight, target) that computes `ref_logps`, given the loss's arguments."""
+        return partial(sequence_logps, temperature=arguments.get("temperature", 1.0))
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class DPO(HeadLoss):
-    """Direct preference optimization and its variants: `dpo_loss`, which has the options."""
+    """Direct preference optimization and its variants: `dpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(dpo_loss)
 
 
 class CPO(HeadLoss):
-    """Contrastive preference optimization: `cpo_loss`, which has the options."""
+    """Contrastive preference optimization: `cpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(cpo_loss)
 
 
 class SimPO(HeadLoss):
-    """Simple preference optimization: `simpo_loss`, which has the options."""
+    """Simple preference optimization: `simpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(simpo_loss)
 
 
 class ORPO(HeadLoss):
-    """Odds ratio preference optimization: `orpo_loss`, which has the options."""
+    """Odds ratio preference optimization: `orpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(orpo_loss)
 
 
 class KTO(HeadLoss):
-    """Kahneman-Tversky optimization: `kto_loss`, which has the options."""
+    """Kahneman-Tversky optimization: `kto_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(kto_loss)
 
 
 class GRPO(HeadLoss):
-    """Group relative policy optimization and its variants: `grpo_loss`, which has the options."""
+    """Group relative policy optimization and its variants: `grpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(grpo_loss)
 
-    def reference_logps(self, given: Mapping[str, Any]) -> Callable[..., Tensor]:
-        return partial(token_logps, temperature=given.get("temperature", 1.0))
+    def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
+        return partial(token_logps, temperature=arguments.get("temperature", 1.0))
 
 
 class PPOClip(HeadLoss):
-    """Proximal policy optimization, the policy's part: `ppo_clip_loss`, which has the options."""
+    """The policy loss of proximal policy optimization: `ppo_clip_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(ppo_clip_loss)
 
 
 class Distillation(HeadLoss):
-    """A student's distance from a teacher: `distillation_loss`, which has the options. See `of_teacher`."""
+    """Distillation from a teacher: `distillation_loss`, whose keyword arguments are the options. See `of_teacher`."""
 
     function = staticmethod(distillation_loss)
 
@@ -257,31 +293,45 @@ class Distillation(HeadLoss):
         model_inputs: Mapping[str, Any] | None = None,
         **inputs: Any,
     ) -> LossOutput:
-        """The student's loss, with a teacher that reads the same tokens, without gradients.
+        """Computes the loss of a student model, with a teacher model that reads the same tokens without gradients.
+
+        The teacher runs within the student's forward, and the divergence is computed within both. So FSDP2 has gathered
+        the head weights of both.
 
         Args:
-            model: the student, see `Model`.
-            teacher: the teacher.
+            model: the student, a `ligerzoo.models.CausalLM` or a wrapper around one (DDP, FSDP2).
+            teacher: the teacher, likewise, with the same vocabulary.
+            input_ids: (B, T) token ids.
+            labels: (B, T) token ids, not shifted; -100 for ignored tokens.
+            attention_mask: (B, T), 1 for a token and 0 for padding.
+            model_inputs: other inputs of both models.
+            inputs: keyword arguments of `distillation_loss`; override the module's options.
 
-        The other arguments, and the result, are those of `of`. The teacher runs within the student's forward, and the
-        divergence is computed within both: so that the hooks of both have gathered the heads' weights.
+        Returns:
+            The loss and the metrics, see `of`.
+
+        Raises:
+            TypeError: a model is not a `ligerzoo.models.CausalLM`.
+            ValueError: `distillation_loss` raises.
         """
-        _check_model(teacher)  # before the student runs
-        taught = {"attention_mask": attention_mask, **(model_inputs or {})}
-        wants_gradients = torch.is_grad_enabled()
+        name = type(self).__name__
+        _check_model(name, teacher)  # before the student runs
+        shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
+        needs_gradient = torch.is_grad_enabled()
 
         def objective(*student: Tensor, **options: Any) -> LossOutput:
-            def with_teacher(
+            def teacher_objective(
                 hidden: Tensor, weight: Tensor, _: Tensor, *, softcap: float | None, logit_scale: float, **__: Any
             ) -> tuple[None, LossOutput]:  # fmt: skip
-                with torch.set_grad_enabled(wants_gradients):
-                    teachers = {"teacher_softcap": softcap, "teacher_logit_scale": logit_scale}
-                    return None, self(*student, hidden, weight, **{**teachers, **options, **self.options, **inputs})
+                with torch.set_grad_enabled(needs_gradient):
+                    teacher_options = {"teacher_softcap": softcap, "teacher_logit_scale": logit_scale}
+                    arguments = {**teacher_options, **options, **self.options, **inputs}
+                    return None, self(*student, hidden, weight, **arguments)
 
             with torch.no_grad():
-                loss: LossOutput = _output_of(
-                    teacher, input_ids, labels=labels, objective=with_teacher, **taught
+                loss: LossOutput = _forward(
+                    name, teacher, input_ids, labels=labels, objective=teacher_objective, **shared_inputs
                 ).details
             return loss
 
-        return _loss_of(_output_of(model, input_ids, labels=labels, objective=objective, **taught))
+        return _loss_output(_forward(name, model, input_ids, labels=labels, objective=objective, **shared_inputs))

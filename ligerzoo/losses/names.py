@@ -1,4 +1,4 @@
-"""What TRL 1.16 and liger-kernel 0.8 call the losses' variants and options; errors answer these names with ours."""
+"""Names that TRL 1.16 and liger-kernel 0.8 use for variants and options, for hints in error messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 CHOICES = {
     "sigmoid_norm": "dpo_loss(variant='sigmoid', average_log_prob=True)",
-    "sft": "nll_weight=..., which adds the NLL to any variant",
+    "sft": "nll_weight=... with any variant",
     "kto_pair": "kto_loss(variant='kto')",
     "dpo": "dpo_loss(variant='sigmoid')",
     "bco": "dpo_loss(variant='bco_pair')",
@@ -15,10 +15,15 @@ CHOICES = {
     "orpo": "orpo_loss",
     "ppo": "ppo_clip_loss",
     "cosine_similarity": "distillation_loss(divergence='cosine')",
-    "aot": "not available here: it sorts the margins of the whole batch",
-    "aot_unpaired": "not available here: it sorts the log-ratios of the whole batch",
-    "alphapo": "not available here",
 }
+"""Their variants -> ours."""
+
+UNSUPPORTED_CHOICES = {
+    "aot": "it sorts the margins of the whole batch",
+    "aot_unpaired": "it sorts the log-ratios of the whole batch",
+    "alphapo": "ligerzoo does not implement it",
+}
+"""Their variants that ligerzoo does not have -> the reason."""
 
 OPTIONS = {
     "loss_type": "variant",
@@ -27,8 +32,8 @@ OPTIONS = {
     "rpo_alpha": "nll_weight",
     "compute_nll_loss": "nll_weight",
     "simpo_gamma": "gamma",
-    "ref_chosen_logps": "ref_logps, those of the rejected answers after those of the chosen ones",
-    "ref_rejected_logps": "ref_logps, those of the rejected answers after those of the chosen ones",
+    "ref_chosen_logps": "ref_logps, chosen completions first,",
+    "ref_rejected_logps": "ref_logps, chosen completions first,",
     "preference_labels": "desirable",
     "importance_sampling_level": "level",
     "epsilon_low": "epsilon",
@@ -48,15 +53,20 @@ OPTIONS = {
     "weight_soft_loss": "soft_weight",
     "weight_hard_loss": "hard_weight",
 }
+"""Their options -> ours."""
 
 
-def about_choice(choice: Any) -> str:
-    """The end of an error about a choice that a loss does not have; empty unless TRL or liger-kernel has it."""
-    ours = CHOICES.get(choice) if isinstance(choice, str) else None
-    return "" if ours is None else f"; the {choice!r} of TRL and liger-kernel is {ours}"
+def choice_hint(choice: Any) -> str:
+    """Returns the end of an error message about an unknown variant; empty if TRL and liger-kernel lack it too."""
+    if isinstance(choice, str) and choice in CHOICES:
+        return f"; use {CHOICES[choice]} instead of {choice!r} from TRL or liger-kernel"
+    if isinstance(choice, str) and choice in UNSUPPORTED_CHOICES:
+        return f"; {choice!r} from TRL is not supported: {UNSUPPORTED_CHOICES[choice]}"
+    return ""
 
 
-def about_option(option: str, value: Any) -> str:
-    """The same about an option and the value that was given for it."""
-    ours = OPTIONS.get(option)
-    return "" if ours is None else f"; the {option} of TRL and liger-kernel is {ours}{about_choice(value)}"
+def option_hint(option: str, value: Any) -> str:
+    """Returns the end of an error message about an unknown option and its value; empty if no other library has it."""
+    if option not in OPTIONS:
+        return ""
+    return f"; use {OPTIONS[option]} instead of {option!r} from TRL or liger-kernel{choice_hint(value)}"

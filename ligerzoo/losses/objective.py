@@ -1,21 +1,21 @@
-"""Objectives over log-probabilities, differentiated while the logits that they come from still exist.
+"""Losses over log-probabilities, differentiated chunk by chunk while the logits exist.
 
-An objective of post-training is a sum over groups: of tokens (a policy gradient), of rows (KTO, GSPO), or of pairs of
-rows (DPO). Within a group it is any function of the log-probabilities of the group's tokens, but no group depends on
-another. So one sweep over a loss head is enough: where the logits of whole groups fit the budget together, the head
-makes them, one walk over them gives log-probabilities, autograd differentiates the objective with respect to those few
-numbers, and a second walk turns the logits in place into their gradient, from which the head takes its own:
+A post-training loss is a sum over groups of tokens: single tokens (GRPO), sequences (KTO, GSPO), or pairs of sequences
+(DPO). The loss of a group is any function of the log-probabilities of its tokens, and no group depends on another. So
+one sweep over the tokens is enough. A sweep visits the tokens chunk by chunk, with whole groups in each chunk. For each
+chunk the LM head computes logits; autograd differentiates the loss with respect to the log-probabilities; a kernel
+overwrites the logits with their gradient; and the head accumulates the gradients of hidden states and weight:
 
-    logits -> logps -> objective -> d objective / d logps -> dlogits -> dhidden, dweight
+    logits -> logps -> loss -> d loss / d logps -> dlogits -> dhidden, dweight
 
-That is 6MHV operations, as many as a cross entropy needs. The log-probabilities of `token_logps`, differentiated by
-autograd alone, need 8MHV, for backward has to make the logits again. They remain the specification, and the way of
-groups whose logits do not fit the budget, of compiled code, and of evaluation.
+This costs 6MHV operations, as a cross entropy does. Plain autograd through `token_logps` costs 8MHV, because backward
+computes the logits again. It is the specification, and it runs if the logits of one group exceed the budget, under
+torch.compile, and without gradients.
 
-Logits may be given in place of hidden states, with None in place of the head's weight. They are read, never written to,
-and their gradient is made in the forward pass too.
+Given logits replace the hidden states, with None for the head's weight. They are never modified; the forward pass
+computes their gradient too.
 
-Shapes: B rows, T tokens of a row, H features, V classes.
+Shapes: B sequences, T tokens per sequence, H features, V classes, M = B T.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import as_targets, check_terms
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream, reference
-from ligerzoo.losses.names import about_option
+from ligerzoo.losses.names import option_hint
 
-Group = Literal["token", "row", "pair"]
-"""What an objective is a sum over: single tokens, rows, or pairs of a row of the batch's first half and the one at the
-same place in the second."""
+LossGroup = Literal["token", "sequence", "pair"]
+"""What a loss sums over: tokens, sequences, or pairs of sequences b and B/2 + b of a batch."""
 
 
 class HeadOptions(TypedDict, total=False):
-    """What a loss takes besides hidden states, the head's weight and targets; as `ligerzoo.kernels.token_logps` does.
+    """Options of the LM head, keyword arguments of every loss; the same as those of `ligerzoo.kernels.token_logps`.
 
     Attributes:
-        bias: (V,), added to the logits.
-        ignore_index: the target of a token that does not count, -100 by default.
-        softcap: c, for logits `c tanh(logits / c)`.
-        logit_scale: multiplies the logits, before the softcap.
-        logits_budget: MiB of logits that exist at a time; None for `set_logits_budget`'s. Those of a whole pair (or
-            row, where the loss is of rows) of T tokens, in 16 bits 4 T V bytes (or 2), should fit: else each token's
-            logits are made once more, 8MHV operations in place of 6MHV. Has no effect on logits that are given.
-        backend: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        bias: (V,), added to the logits. Default: None.
+        ignore_index: the target of ignored tokens, such as prompts and padding. Default: -100.
+        softcap: c, for logits `c tanh(logits / c)`. Default: None.
+        logit_scale: multiplies the logits, before the softcap. Default: 1.0.
+        logits_budget: MiB of logits that exist at a time. Default: None, the budget of `set_logits_budget`. The loss is
+            fastest if the logits of a pair of T tokens fit (of a sequence, for losses over sequences): 4 T V bytes in
+            bf16 (2 T V). Otherwise backward computes the logits again, 8MHV operations instead of 6MHV. Ignored for
+            given logits.
+        backend: "auto" (Triton if it supports the device), "triton" or "torch" (the reference). Default: "auto".
     """
 
     bias: Tensor | None
@@ -65,119 +65,125 @@ class HeadOptions(TypedDict, total=False):
 
 
 class LogpOptions(HeadOptions, total=False):
-    """The options of a head, and how log-probabilities are computed from its logits.
+    """Options of the LM head, and the temperature of the log-probabilities.
 
     Attributes:
-        temperature: divides the logits, after the softcap; 1.0 by default. A reference model's log-probabilities should
-            have the same.
+        temperature: divides the logits, after the softcap. Default: 1.0. Compute the log-probabilities of a reference
+            model with the same temperature.
     """
 
     temperature: float
 
 
 class LossOutput(NamedTuple):
-    """A loss, and what people log of it.
+    """A loss and its metrics.
 
     Attributes:
         loss: 0-d, fp32 (fp64 for fp64 input).
-        metrics: detached tensors by name, 0-d, on the loss's device: reading one makes the host wait. Each is a mean
-            over the sequences, pairs or tokens of this call, even if `num_items` divides the loss by other numbers. The
-            mean over micro-batches or processes weights each call by the number of its sequences, pairs or tokens.
+        metrics: detached 0-d tensors by name, on the device of the loss; reading one syncs with the device. Each is a
+            mean over the sequences, pairs or tokens of this call, even if `num_items` divides the loss. To average over
+            microbatches or processes, weight each call by its number of sequences, pairs or tokens.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
-class Objective(NamedTuple):
-    """A function of log-probabilities, and the constants that it needs of each row.
+class GroupObjective(NamedTuple):
+    """A loss that is a sum over groups of tokens, as a function of log-probabilities.
 
     Attributes:
-        formula: (logps (b, T), entropy (b, T) or None, *constants of these rows) -> 0-d, the sum over the groups that
-            the b rows are, divided by all it is to be divided by: of pairs the first rows of all come first. For tokens
-            b is their number, and T is 1.
-        constants: (B, ...) each, or None; for tokens (B, T).
-        group: what the formula is a sum over.
-        entropy: whether the formula looks at entropies.
+        function: (logps (b, T), entropy (b, T) or None, *constants of these b sequences) -> 0-d, the summed loss of
+            their groups, already divided. A chunk of pairs has its first sequences first. For groups of single tokens,
+            b counts tokens and T is 1.
+        constants: tensors (B, ...) or None that `function` reads; (B, T) for groups of single tokens.
+        group: what the loss sums over.
+        uses_entropy: whether `function` reads the entropy.
     """
 
-    formula: Callable[..., Tensor]
+    function: Callable[..., Tensor]
     constants: Sequence[Tensor | None]
-    group: Group
-    entropy: bool = False
+    group: LossGroup
+    uses_entropy: bool = False
 
 
-class Evaluated(NamedTuple):
-    """The value of an objective, differentiable, and as constants the (B, T) log-probabilities and entropies (None if
-    the objective does not look at them); 0 where a token does not count."""
+class ObjectiveResult(NamedTuple):
+    """A differentiable 0-d loss, and (B, T) log-probabilities and entropies as constants, 0 at ignored tokens.
 
-    value: Tensor
+    `entropy` is None if the objective does not use it.
+    """
+
+    loss: Tensor
     logps: Tensor
     entropy: Tensor | None
 
 
-def check_head(name: str, head: HeadOptions) -> None:
-    """Raises TypeError for what is no option of the head, which is where all that `name` does not know arrives."""
-    for unknown in head.keys() - LogpOptions.__annotations__.keys():
-        what_it_is = about_option(unknown, dict(head)[unknown])
-        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}{what_it_is}")
+def check_head_options(name: str, head: HeadOptions) -> None:
+    """Raises TypeError for an unknown option: `name` collects its unknown keyword arguments in `head`."""
+    for option in head.keys() - LogpOptions.__annotations__.keys():
+        hint = option_hint(option, dict(head)[option])
+        raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
 
 
 def evaluate(
-    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, objective: Objective, head: LogpOptions
-) -> Evaluated:
-    """The value of an objective over (B, T, H) hidden states, a (V, H) head and (B, T) targets; or over (B, T, V)
-    logits, without a head.
+    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, objective: GroupObjective, head: LogpOptions
+) -> ObjectiveResult:
+    """Evaluates an objective, with gradients computed in the forward pass where possible.
 
     Args:
-        name: the loss, which errors are about.
+        name: the loss that error messages name.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits.
+        weight: (V, H); None if `hidden` holds logits.
+        target: (B, T) token ids or `ignore_index`.
+        objective: the loss; gets no gradients for its constants.
+        head: options of the LM head.
 
     Raises:
-        TypeError: `head` has an option that heads do not have.
-        ValueError: shapes, dtypes or targets do not fit, as in `ligerzoo.kernels.token_logps`.
+        TypeError: `head` has an unknown option.
+        ValueError: shapes, dtypes or targets are invalid, as in `ligerzoo.kernels.token_logps`.
     """
-    check_head(name, head)
+    check_head_options(name, head)
     if weight is None:
         check_logits(name, hidden, head)
     objective = objective._replace(constants=[None if c is None else c.detach() for c in objective.constants])
-    wants_gradients = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
-    traced = torch.compiler.is_compiling() or hidden.is_meta
-    if weight is None and not traced:
-        return _of_logits(name, hidden, target, objective, **head)
-    if weight is not None and wants_gradients and torch.is_grad_enabled() and not traced:
-        evaluated = _in_one_sweep(name, hidden, weight, target, objective, **head)
-        if evaluated is not None:
-            return evaluated
-    return by_autograd(hidden, weight, target, objective, head)
+    needs_gradient = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
+    is_traced = torch.compiler.is_compiling() or hidden.is_meta
+    if weight is None and not is_traced:
+        return _evaluate_given_logits(name, hidden, target, objective, **head)
+    if weight is not None and needs_gradient and torch.is_grad_enabled() and not is_traced:
+        result = _evaluate_in_one_sweep(name, hidden, weight, target, objective, **head)
+        if result is not None:
+            return result
+    return evaluate_by_autograd(hidden, weight, target, objective, head)
 
 
-def by_autograd(
-    hidden: Tensor, weight: Tensor | None, target: Tensor, objective: Objective, head: LogpOptions
-) -> Evaluated:
-    """The same by autograd alone: the specification."""
-    logps, entropy = token_results(hidden, weight, target, head, entropy=objective.entropy)
-    value = objective.formula(logps, entropy, *objective.constants).to(logps.dtype)  # whatever the constants' is
-    return Evaluated(value, logps.detach(), None if entropy is None else entropy.detach())
+def evaluate_by_autograd(
+    hidden: Tensor, weight: Tensor | None, target: Tensor, objective: GroupObjective, head: LogpOptions
+) -> ObjectiveResult:
+    """Evaluates an objective through plain autograd: the specification of `evaluate`."""
+    logps, entropy = token_logps_and_entropy(hidden, weight, target, head, with_entropy=objective.uses_entropy)
+    loss = objective.function(logps, entropy, *objective.constants).to(logps.dtype)  # constants may be fp64
+    return ObjectiveResult(loss, logps.detach(), None if entropy is None else entropy.detach())
 
 
-def token_results(
-    hidden: Tensor, weight: Tensor | None, target: Tensor, head: LogpOptions, *, entropy: bool = False
+def token_logps_and_entropy(
+    hidden: Tensor, weight: Tensor | None, target: Tensor, head: LogpOptions, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, T) log-probabilities of the targets, and entropies if they are wanted; differentiable."""
+    """Returns the (B, T) log-probabilities of the targets, and entropies if requested; differentiable."""
     if weight is None:
-        return _results_of_logits(hidden, target, entropy=entropy, **head)
-    if not entropy:
+        return _logps_and_entropy_of_logits(hidden, target, with_entropy=with_entropy, **head)
+    if not with_entropy:
         return token_logps(hidden, weight, target, **head), None
     statistics = token_statistics(hidden, weight, target, **head)
     return statistics.logps, statistics.entropy
 
 
-def _results_of_logits(
-    logits: Tensor, target: Tensor, *, entropy: bool, bias: Tensor | None = None, ignore_index: int = -100,
+def _logps_and_entropy_of_logits(
+    logits: Tensor, target: Tensor, *, with_entropy: bool, bias: Tensor | None = None, ignore_index: int = -100,
     softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0, logits_budget: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if not entropy:
+    if not with_entropy:
         return -cross_entropy(
             logits, target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
             temperature=temperature, reduction="none", backend=backend,
@@ -188,145 +194,153 @@ def _results_of_logits(
 
 
 def check_logits(name: str, logits: Tensor, head: HeadOptions) -> None:
-    """Raises ValueError for logits that are no floating-point numbers, or that come with a bias."""
+    """Raises ValueError for logits that are not floating-point, or for a bias, which given logits must include."""
     if not logits.is_floating_point() or head.get("bias") is not None:
         raise ValueError(
             f"{name}: weight=None with logits {tuple(logits.shape)} {logits.dtype} and "
-            f"bias {None if head.get('bias') is None else 'given'}; expected (B, T, V) floating-point logits, no bias"
+            f"bias={None if head.get('bias') is None else '(a tensor)'}; expected floating-point logits (B, T, V) and "
+            "bias=None"
         )
 
 
-def _of_logits(
-    name: str, logits: Tensor, target: Tensor, objective: Objective, *, bias: Tensor | None = None,
+def _evaluate_given_logits(
+    name: str, logits: Tensor, target: Tensor, objective: GroupObjective, *, bias: Tensor | None = None,
     ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
     logits_budget: int | None = None, backend: Backend = "auto",
-) -> Evaluated:  # fmt: skip
-    """The value over given logits. One walk gives log-probabilities, a second one the gradient of the logits."""
+) -> ObjectiveResult:  # fmt: skip
+    """Evaluates an objective over given logits: one pass for log-probabilities, a second one for their gradient."""
     terms, shape = Terms(logit_scale, softcap, temperature), target.shape
     check_terms(name, terms)
     x = logits.reshape(-1, logits.shape[-1])
     x = x if x.stride(-1) == 1 else x.contiguous()
     targets = as_targets(name, target, x.shape[-1], ignore_index).reshape(-1)
-    wants_gradient = logits.requires_grad and torch.is_grad_enabled()
+    needs_gradient = logits.requires_grad and torch.is_grad_enabled()
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
-        results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
+        results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.uses_entropy)
         normalizer, triton = results.logp.new_empty((2, targets.shape[0])), uses_triton(x, backend=backend)
-        walk = functools.partial(
+        compute_rows = functools.partial(
             compute_rows_, x, targets, terms=terms, ignore_index=ignore_index, normalizer=normalizer, triton=triton
         )
-        walk(results)
-        logps, entropy = results.logp.view(shape), results.entropy.view(shape) if objective.entropy else None
-        if not wants_gradient:
-            return Evaluated(objective.formula(logps, entropy, *objective.constants).to(logps.dtype), logps, entropy)
-        value, (of_logp, *of_entropy) = _differentiated(objective.formula, logps, entropy, objective.constants)
-        upstream = Upstream(logp=of_logp.reshape(-1), entropy=of_entropy[0].reshape(-1) if of_entropy else None)
-        # In fp16 the gradients of single tokens may vanish before backward multiplies them by the loss's scale.
+        compute_rows(results)
+        logps, entropy = results.logp.view(shape), results.entropy.view(shape) if objective.uses_entropy else None
+        if not needs_gradient:
+            loss = objective.function(logps, entropy, *objective.constants).to(logps.dtype)
+            return ObjectiveResult(loss, logps, entropy)
+        loss, (dlogps, *dentropy) = _loss_and_gradients(objective.function, logps, entropy, objective.constants)
+        upstream = Upstream(logp=dlogps.reshape(-1), entropy=dentropy[0].reshape(-1) if dentropy else None)
+        # fp32 for fp16: gradients of single tokens may underflow before backward multiplies them by the loss scale.
         dlogits = torch.empty_like(x, dtype=accumulation_dtype(x.dtype) if x.dtype == torch.float16 else x.dtype)
-        walk(None if triton and entropy is None else results, upstream, out=dlogits)
-    value = attach_gradients(value.to(logps.dtype), (logits, dlogits.view(logits.shape)))
-    return Evaluated(value, logps, entropy)
+        compute_rows(None if triton and entropy is None else results, upstream, out=dlogits)
+    loss = attach_gradients(loss.to(logps.dtype), (logits, dlogits.view(logits.shape)))
+    return ObjectiveResult(loss, logps, entropy)
 
 
-class _Plan(NamedTuple):
-    """How the tokens of a batch are swept.
+class _ChunkPlan(NamedTuple):
+    """How a sweep divides the tokens of a batch into chunks.
 
     Attributes:
-        length: of the rows that the formula sees; 1 if each token is a group.
-        tokens_at_a_time: those of a chunk.
-        rows: which rows each chunk has; None if each token is a group, so that a chunk may have any.
-        order: the tokens of those rows, one chunk behind the other; None if the head may choose.
+        length: tokens per sequence that the objective's function gets; 1 for groups of single tokens.
+        tokens_per_chunk: the most tokens of a chunk.
+        sequences: the sequences of each chunk; None for groups of single tokens, where chunks hold any tokens.
+        order: (M,), the tokens in the order of the chunks; None if the head may choose the order.
     """
 
     length: int
-    tokens_at_a_time: int
-    rows: list[Tensor] | None = None
+    tokens_per_chunk: int
+    sequences: list[Tensor] | None = None
     order: Tensor | None = None
 
 
-def _plan(x: Tensor, n_classes: int, target: Tensor, group: Group, budget: int | None) -> _Plan | None:
-    """Chunks of whole groups whose logits fit the budget; None if those of one group do not."""
+def _plan_chunks(x: Tensor, n_classes: int, target: Tensor, group: LossGroup, budget: int | None) -> _ChunkPlan | None:
+    """Plans chunks of whole groups whose logits fit the budget; None if the logits of one group exceed it."""
     size = x.element_size()
     if group == "token":
-        return _Plan(1, rows_per_chunk(x, n_classes, size, budget))
-    (n_rows, length), members = target.shape, 2 if group == "pair" else 1
-    n_groups = n_rows // members
-    at_a_time = min(max_rows(n_classes, size, budget) // (members * length), n_groups)
-    if at_a_time == 0:
+        return _ChunkPlan(1, rows_per_chunk(x, n_classes, size, budget))
+    (n_sequences, length), group_size = target.shape, 2 if group == "pair" else 1
+    n_groups = n_sequences // group_size
+    groups_per_chunk = min(max_rows(n_classes, size, budget) // (group_size * length), n_groups)
+    if groups_per_chunk == 0:
         return None
-    grouped = torch.arange(n_rows, device=x.device).view(members, n_groups)
-    rows = [grouped[:, start : start + at_a_time].reshape(-1) for start in range(0, n_groups, at_a_time)]
-    order = torch.cat(rows)[:, None] * length + torch.arange(length, device=x.device)
-    return _Plan(length, at_a_time * members * length, rows, order.reshape(-1))
+    grouped = torch.arange(n_sequences, device=x.device).view(group_size, n_groups)
+    sequences = [
+        grouped[:, start : start + groups_per_chunk].reshape(-1) for start in range(0, n_groups, groups_per_chunk)
+    ]
+    order = torch.cat(sequences)[:, None] * length + torch.arange(length, device=x.device)
+    return _ChunkPlan(length, groups_per_chunk * group_size * length, sequences, order.reshape(-1))
 
 
-def _differentiated(
-    formula: Callable[..., Tensor], logps: Tensor, entropy: Tensor | None, constants: Sequence[Tensor | None]
+def _loss_and_gradients(
+    function: Callable[..., Tensor], logps: Tensor, entropy: Tensor | None, constants: Sequence[Tensor | None]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """The value, and its gradients with respect to log-probabilities and entropies."""
+    """Returns the loss, and its gradients with respect to log-probabilities and entropies."""
     with torch.enable_grad():
         leaves = [t.clone().requires_grad_() for t in (logps, entropy) if t is not None]
-        value = formula(leaves[0], None if entropy is None else leaves[1], *constants)
-        return value.detach(), torch.autograd.grad(value, leaves)
+        loss = function(leaves[0], None if entropy is None else leaves[1], *constants)
+        return loss.detach(), torch.autograd.grad(loss, leaves)
 
 
-def _in_one_sweep(
-    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: Objective, *, bias: Tensor | None = None,
+def _evaluate_in_one_sweep(
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, objective: GroupObjective, *, bias: Tensor | None = None,
     ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
     logits_budget: int | None = None, backend: Backend = "auto",
-) -> Evaluated | None:  # fmt: skip
-    """The value with its gradients; None if the logits of a group do not fit the budget. (Nor for fp16, in which the
-    gradients of single tokens may vanish unless the loss's scale multiplies them, and only backward knows that.)"""
-    terms, formula, shape = Terms(logit_scale, softcap, temperature), objective.formula, target.shape
+) -> ObjectiveResult | None:  # fmt: skip
+    """Evaluates an objective with its gradients; returns None if the logits of one group exceed the budget.
+
+    Also returns None for fp16: gradients of single tokens may underflow unless they include the loss scale, which only
+    backward knows.
+    """
+    terms, function, shape = Terms(logit_scale, softcap, temperature), objective.function, target.shape
     (x, weight, bias), target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
     if x.dtype == torch.float16 or target.numel() == 0:
         return None
-    plan = _plan(x, weight.shape[0], target, objective.group, logits_budget)
+    plan = _plan_chunks(x, weight.shape[0], target, objective.group, logits_budget)
     if plan is None:
         return None
     constants = objective.constants
-    if plan.rows is None:
+    if plan.sequences is None:
         constants = [None if c is None else c.reshape(-1, 1) for c in constants]
 
-    def of_rows(x: Tensor) -> Tensor:
+    def by_sequence(x: Tensor) -> Tensor:
         return x.view(-1, plan.length)
 
     targets, triton = target.reshape(-1), uses_triton(x, weight, backend=backend)
     needs = Needs(x.requires_grad, weight.requires_grad)
     with torch.no_grad(), torch.cuda.device(x.device if x.is_cuda else -1):
-        results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.entropy)
-        entropy = results.entropy if objective.entropy else None
+        results = zero_results(targets, accumulation_dtype(x.dtype), statistics=objective.uses_entropy)
+        entropy = results.entropy if objective.uses_entropy else None
         upstream = Upstream(
             logp=torch.zeros_like(results.logp), entropy=None if entropy is None else torch.zeros_like(entropy)
         )
         normalizer = results.logp.new_empty((2, targets.shape[0]))
-        known = None if triton and entropy is None else results  # what the normalizer alone cannot tell
-        value = results.logp.new_zeros(())
+        gradient_inputs = None if triton and entropy is None else results  # the normalizer is enough for logps
+        loss = results.logp.new_zeros(())
         dbias = None
         if bias is not None and bias.requires_grad:
             dbias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
         head = head_type(x.shape[0], weight)(
-            HeadInputs(x, weight, bias), targets != ignore_index, plan.tokens_at_a_time, needs, plan.order
+            HeadInputs(x, weight, bias), targets != ignore_index, plan.tokens_per_chunk, needs, plan.order
         )
         for i, chunk in enumerate(head.chunks):
             logits = head.logits(chunk)
-            walk = functools.partial(
+            compute_rows = functools.partial(
                 compute_rows_, logits, targets, terms=terms, ignore_index=ignore_index, order=head.order,
                 count=head.count(chunk), first_row=chunk.start, normalizer=normalizer, triton=triton,
             )  # fmt: skip
-            walk(results)
-            rows: Any = plan.rows[i] if plan.rows else chunk if head.order is None else head.order[chunk]
-            part, gradients = _differentiated(
-                formula,
-                of_rows(results.logp)[rows],
-                None if entropy is None else of_rows(entropy)[rows],
-                [None if c is None else c[rows] for c in constants],
+            compute_rows(results)
+            # The sequences of this chunk, or its tokens for groups of single tokens.
+            index: Any = plan.sequences[i] if plan.sequences else chunk if head.order is None else head.order[chunk]
+            chunk_loss, gradients = _loss_and_gradients(
+                function,
+                by_sequence(results.logp)[index],
+                None if entropy is None else by_sequence(entropy)[index],
+                [None if c is None else c[index] for c in constants],
             )
-            value += part
-            for of_result, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
-                assert of_result is not None
-                of_rows(of_result)[rows] = gradient
-            walk(known, upstream, out=logits, dbias=dbias)
+            loss += chunk_loss
+            for buffer, gradient in zip((upstream.logp, upstream.entropy), gradients, strict=False):
+                assert buffer is not None
+                by_sequence(buffer)[index] = gradient
+            compute_rows(gradient_inputs, upstream, out=logits, dbias=dbias)
             head.accumulate_gradient(chunk, logits)
         dhidden, dweight, _ = head.gradients()
-    value = attach_gradients(value, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))
-    return Evaluated(value, results.logp.view(shape), None if entropy is None else entropy.view(shape))
+    loss = attach_gradients(loss, (x, dhidden), (weight, dweight), *([] if dbias is None else [(bias, dbias)]))
+    return ObjectiveResult(loss, results.logp.view(shape), None if entropy is None else entropy.view(shape))

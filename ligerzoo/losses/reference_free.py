@@ -1,11 +1,12 @@
 """Preference optimization without a reference model: CPO, SimPO and ORPO.
 
-With p the log-probability of an answer (averaged over its tokens, but for CPO's "sigmoid" and "hinge"), c of the chosen
-and r of the rejected one, b = beta, g = gamma, e the label smoothing and S the logistic function, a pair's loss is
+Let c and r be the log-probabilities of the chosen and the rejected completion, averaged over their tokens except for
+CPO's "sigmoid" and "hinge". Let b = beta, g = gamma, e the label smoothing and S the logistic function. The loss of a
+pair is
 
     CPO      `dpo`'s sigmoid, hinge or ipo of c and r; plus the NLL               Xu et al. 2024, eq. 3
     SimPO    -(1 - e) log S(b (c - r) - g) - e log S(-b (c - r) + g)              Meng et al. 2024, eq. 6
-    ORPO     -b log S(log odds(c) - log odds(r)),  odds = exp(p) / (1 - exp(p)); plus the NLL
+    ORPO     -b log S(log odds(c) - log odds(r)), odds(x) = exp(x) / (1 - exp(x)); plus the NLL
                                                                                   Hong et al. 2024, eq. 4 to 7
 """
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.losses.dpo import AVERAGED, VARIANTS, DPOOptions, check_options
+from ligerzoo.losses.dpo import AVERAGED_VARIANTS, VARIANTS, DPOOptions, check_dpo_options
 from ligerzoo.losses.logps import check_choice
 from ligerzoo.losses.objective import LogpOptions, LossOutput
 from ligerzoo.losses.preference import PairOptions, pair_loss
@@ -26,7 +27,7 @@ CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
 
 
 def log_odds(logps: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log p below 0; at 0 it is of the nearest number below, where rounding left p at 1."""
+    """Computes log(p / (1 - p)) from log p. Clamps log p to the largest negative number: rounding may leave p = 1."""
     logps = logps.clamp(max=-torch.finfo(logps.dtype).tiny)
     return logps - torch.log(-torch.expm1(logps))
 
@@ -45,17 +46,34 @@ def cpo_loss(
     num_nll_items: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """Contrastive preference optimization (Xu et al. 2024): a DPO whose reference is uniform, and the NLL.
+    """Computes the loss of contrastive preference optimization (Xu et al. 2024): DPO with a uniform reference, and NLL.
+
+    The formulas are in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
 
     Args:
+        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
         variant: "sigmoid", "hinge" or "ipo".
+        beta: the scale of the log-probabilities.
+        label_smoothing: the probability that the labels of a pair are swapped; for "sigmoid".
+        weights: (B/2,), multiplies the loss of each pair; a constant. Default: 1.
+        nll_weight: weight of the NLL of the chosen completions.
+        num_items: divides the summed losses, see `dpo_loss`. Default: B/2.
+        num_nll_items: divides the summed NLL, see `dpo_loss`. Default: the number of its targets.
+        head: options of the LM head and `temperature`, see `LogpOptions`.
 
-    The other arguments, the result and the errors are those of `dpo_loss`.
+    Returns:
+        `LossOutput`: the loss and the metrics of `dpo_loss`.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, B is odd, or an option is out of range.
     """
     numbers = DPOOptions(beta, label_smoothing, 1.0)
     check_choice("cpo_loss", CPO_VARIANTS, variant=variant)
-    check_options("cpo_loss", variant, numbers)
-    average = variant in AVERAGED
+    check_dpo_options("cpo_loss", variant, numbers)
+    average = variant in AVERAGED_VARIANTS
     options = PairOptions(
         beta, average, average, weights=weights, nll_weight=nll_weight, num_items=num_items,
         num_nll_items=num_nll_items,
@@ -80,17 +98,32 @@ def simpo_loss(
     num_nll_items: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """Simple preference optimization (Meng et al. 2024): averaged log-probabilities, a margin to be exceeded.
+    """Computes the loss of simple preference optimization (Meng et al. 2024): average log-probabilities, and a margin.
+
+    The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
 
     Args:
-        beta: the scale of rewards; 2.0 to 2.5 in the paper.
-        gamma: the margin, in rewards. (TRL's `simpo_gamma`; the paper's tables give gamma / beta.)
-        nll_weight: above 0, the mixture with CPO's NLL (CPO-SimPO).
+        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
+        beta: the scale of the rewards; 2.0 to 2.5 in the paper.
+        gamma: the target margin between the rewards (TRL's `simpo_gamma`). The paper's tables list gamma / beta.
+        label_smoothing: the probability that the labels of a pair are swapped.
+        weights: (B/2,), multiplies the loss of each pair; a constant. Default: 1.
+        nll_weight: weight of the NLL of the chosen completions; above 0 this is CPO-SimPO.
+        num_items: divides the summed losses, see `dpo_loss`. Default: B/2.
+        num_nll_items: divides the summed NLL, see `dpo_loss`. Default: the number of its targets.
+        head: options of the LM head and `temperature`, see `LogpOptions`.
 
-    The other arguments, the result and the errors are those of `dpo_loss`.
+    Returns:
+        `LossOutput`: the loss and the metrics of `dpo_loss`; rewards and log-probabilities are averages over tokens.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, B is odd, or an option is out of range.
     """
     numbers = DPOOptions(beta, label_smoothing, 1.0)
-    check_options("simpo_loss", "sigmoid", numbers)
+    check_dpo_options("simpo_loss", "sigmoid", numbers)
     options = PairOptions(
         beta, average=True, average_rewards=True, weights=weights, nll_weight=nll_weight, num_items=num_items,
         num_nll_items=num_nll_items,
@@ -114,27 +147,43 @@ def orpo_loss(
     num_nll_items: int | Tensor | None = None,
     **head: Unpack[LogpOptions],
 ) -> LossOutput:
-    """Odds ratio preference optimization (Hong et al. 2024): the NLL of chosen answers, and the odds ratio.
+    """Computes the loss of odds ratio preference optimization (Hong et al. 2024): NLL, and the odds ratio of a pair.
+
+    The formula is in the docstring of `ligerzoo.losses.reference_free`. The logits of all tokens never exist at once.
 
     Args:
-        beta: the weight of the odds ratio, the paper's lambda.
-        nll_target: (B, T), the targets of the NLL if it shall count more than answers: TRL's counts the prompts of the
-            chosen rows too. They have to agree with `target` where both count.
+        hidden: (B, T, H) hidden states, or (B, T, V) logits; the first B/2 sequences are the chosen completions.
+        weight: (V, H) weight of the LM head; None if `hidden` holds logits.
+        target: (B, T) token ids, already shifted; `ignore_index` marks prompts and padding.
+        beta: the weight of the odds ratio, lambda in the paper.
+        weights: (B/2,), multiplies the odds ratio term of each pair; a constant. Default: 1.
+        nll_weight: weight of the NLL of the chosen completions.
+        nll_target: (B, T), the targets of the NLL, to include other tokens: TRL includes the prompts of the chosen
+            sequences. Must equal `target` where neither is ignored. Default: `target`.
+        num_items: divides the summed losses, see `dpo_loss`. Default: B/2.
+        num_nll_items: divides the summed NLL, see `dpo_loss`. Default: the number of its targets.
+        head: options of the LM head and `temperature`, see `LogpOptions`.
 
-    The other arguments, the result and the errors are those of `dpo_loss`. Two more metrics are means over the pairs:
-    "log_odds_chosen" of log odds(c) - log odds(r), and "log_odds_ratio" of log S of that.
+    Returns:
+        `LossOutput`: the loss and the metrics of `dpo_loss`; rewards and log-probabilities are averages over tokens.
+        Two more metrics are means over the pairs: "log_odds_chosen" of log odds(c) - log odds(r), and "log_odds_ratio"
+        of log S of that difference.
+
+    Raises:
+        TypeError: an option is unknown.
+        ValueError: shapes are invalid, B is odd, or an option is out of range.
     """
     options = PairOptions(
         beta, average=True, average_rewards=True, weights=weights, nll_weight=nll_weight, nll_target=nll_target,
         num_items=num_items, num_nll_items=num_nll_items,
     )  # fmt: skip
 
-    def log_odds_of(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-        of_chosen, of_rejected = log_odds(torch.stack((chosen, rejected)))
-        difference = of_chosen - of_rejected
+    def odds_ratio(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+        chosen_log_odds, rejected_log_odds = log_odds(torch.stack((chosen, rejected)))
+        difference = chosen_log_odds - rejected_log_odds
         return {"log_odds_chosen": difference, "log_odds_ratio": F.logsigmoid(difference)}
 
     def formula(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -beta * log_odds_of(chosen, rejected)["log_odds_ratio"]
+        return -beta * odds_ratio(chosen, rejected)["log_odds_ratio"]
 
-    return pair_loss("orpo_loss", formula, hidden, weight, target, options, head, log_odds_of)
+    return pair_loss("orpo_loss", formula, hidden, weight, target, options, head, odds_ratio)

@@ -1,4 +1,4 @@
-"""Every loss under every option, as a function of hidden states, a head and targets, beside its oracle."""
+"""Cases: each loss with each of named options, and named oracle over all logits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,58 +12,58 @@ from ligerzoo import losses
 from ligerzoo.losses import LossOutput, grpo
 from tests.losses import oracles
 
-ROWS, LENGTH, FEATURES, CLASSES = 6, 5, 4, 13
+BATCH, LENGTH, FEATURES, CLASSES = 6, 5, 4, 13
 IGNORED = oracles.IGNORED
 
 
 @dataclass(frozen=True)
 class Case:
-    """`loss` and `oracle` take hidden states, weight, target, bias, and the options of a head."""
+    """`loss` and `oracle` take hidden states, weight, target, bias, and options of the LM head."""
 
     name: str
     loss: Callable[..., LossOutput]
     oracle: Callable[..., Tensor]
     divided_by: str = "pairs"
-    """What `num_items` counts: pairs, rows or tokens."""
+    """What `num_items` counts: pairs, sequences or tokens."""
 
     def __str__(self) -> str:
         return self.name
 
 
 def constants(dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, Tensor]:
-    """What losses know of each row or token, always the same."""
+    """Random constants of sequences and tokens, the same in every call."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     return {
-        "ref_logps": 2 * normal(ROWS) - 10,
-        "weights": normal(ROWS // 2).abs() + 0.5,
-        "row_weights": normal(ROWS).abs() + 0.5,
+        "ref_logps": 2 * normal(BATCH) - 10,
+        "weights": normal(BATCH // 2).abs() + 0.5,
+        "sequence_weights": normal(BATCH).abs() + 0.5,
         "desirable": torch.tensor([True, False, True, True, False, False], device=device),
-        "advantages": normal(ROWS),
-        "token_advantages": normal(ROWS, LENGTH),
-        "old": 0.5 * normal(ROWS, LENGTH) - 2.5,
-        "ref": 0.5 * normal(ROWS, LENGTH) - 2.5,
-        "correction": (0.3 * normal(ROWS, LENGTH)).exp(),
+        "advantages": normal(BATCH),
+        "token_advantages": normal(BATCH, LENGTH),
+        "old": 0.5 * normal(BATCH, LENGTH) - 2.5,
+        "ref": 0.5 * normal(BATCH, LENGTH) - 2.5,
+        "correction": (0.3 * normal(BATCH, LENGTH)).exp(),
     }
 
 
-def make(dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, bias, target: prompts of several lengths, a row with one token that counts."""
-    hidden = torch.randn(ROWS, LENGTH, FEATURES, dtype=torch.float64).to(device, dtype).requires_grad_()
+def random_inputs(dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, target: prompts of several lengths, and one sequence with a single non-ignored token."""
+    hidden = torch.randn(BATCH, LENGTH, FEATURES, dtype=torch.float64).to(device, dtype).requires_grad_()
     weight = torch.randn(CLASSES, FEATURES, dtype=torch.float64).to(device, dtype).requires_grad_()
     bias = torch.randn(CLASSES, dtype=torch.float64).to(device, dtype).requires_grad_()
-    target = torch.randint(CLASSES, (ROWS, LENGTH), device=device)
-    for row, prompt in enumerate((1, 0, 3, 2, 1, 4)):
-        target[row, :prompt] = IGNORED
+    target = torch.randint(CLASSES, (BATCH, LENGTH), device=device)
+    for i, prompt_length in enumerate((1, 0, 3, 2, 1, 4)):
+        target[i, :prompt_length] = IGNORED
     target[1, 4] = IGNORED
     return hidden, weight, bias, target
 
 
-def _of_logps(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An oracle: `formula` of log-probabilities, entropies and targets."""
+def _oracle_of_logps(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An oracle from a formula of log-probabilities, entropies and targets."""
 
     def oracle(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **head: Any) -> Tensor:
         return formula(*oracles.logps_of(hidden, weight, target, bias, **head), target)
@@ -72,24 +72,28 @@ def _of_logps(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _pair_case(
-    name: str, function: Callable[..., LossOutput], formula: Callable[[Tensor, Tensor], Tensor], known: dict[str, Any],
-    average: bool, **options: Any,
+    name: str, function: Callable[..., LossOutput], formula: Callable[[Tensor, Tensor], Tensor],
+    arguments: dict[str, Any], average: bool, **options: Any,
 ) -> Case:  # fmt: skip
-    oracle = partial(oracles.pairs, formula=formula, average=average, **known)
-    return Case(name, partial(function, **options, **known), _of_logps(lambda logps, _, target: oracle(logps, target)))
+    oracle = partial(oracles.pairs, formula=formula, average=average, **arguments)
+    return Case(
+        name,
+        partial(function, **options, **arguments),
+        _oracle_of_logps(lambda logps, _, target: oracle(logps, target)),
+    )
 
 
 def _dpo_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     reference = {"ref_logps": c["ref_logps"]}
-    for variant, of_pair in oracles.DPO.items():
+    for variant, pair_formula in oracles.DPO.items():
         e = {"exo_pair": 0.01, "robust": 0.1}.get(variant, 0.0)
-        formula = partial(of_pair, b=0.3, e=e)
+        formula = partial(pair_formula, b=0.3, e=e)
         loss = partial(losses.dpo_loss, variant=variant, beta=0.3, label_smoothing=e)
         yield _pair_case(f"dpo {variant}", loss, formula, reference, variant == "ipo")
-    everything = {**reference, "weights": c["weights"], "nll_weight": 0.7}
+    all_arguments = {**reference, "weights": c["weights"], "nll_weight": 0.7}
     smoothed = partial(oracles.DPO["sigmoid"], b=0.2, e=0.1)
     loss = partial(losses.dpo_loss, beta=0.2, label_smoothing=0.1, average_log_prob=True)
-    yield _pair_case("dpo with all options", loss, smoothed, everything, True)
+    yield _pair_case("dpo with all options", loss, smoothed, all_arguments, True)
     yield _pair_case("dpo without reference", losses.dpo_loss, partial(oracles.DPO["sigmoid"], b=0.1, e=0.0), {}, False)
 
 
@@ -117,17 +121,17 @@ def _reference_free_cases(c: dict[str, Tensor]) -> Iterator[Case]:
 
 def _kto_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     kl = c["ref_logps"].new_tensor(0.4)
-    for variant, given, z in (("kto", kl, kl), ("kto", None, 0.0), ("apo_zero_unpaired", None, 0.0)):
+    for variant, kl_argument, z in (("kto", kl, kl), ("kto", None, 0.0), ("apo_zero_unpaired", None, 0.0)):
 
         def oracle(logps: Tensor, _: Tensor, __: Tensor, z: Any = z) -> Tensor:
             return oracles.kto(logps, c["desirable"], c["ref_logps"], z, 0.3, 1.2, 0.7).mean()
 
         loss = partial(
-            losses.kto_loss, desirable=c["desirable"], ref_logps=c["ref_logps"], kl=given, variant=variant, beta=0.3,
-            desirable_weight=1.2, undesirable_weight=0.7,
+            losses.kto_loss, desirable=c["desirable"], ref_logps=c["ref_logps"], kl=kl_argument, variant=variant,
+            beta=0.3, desirable_weight=1.2, undesirable_weight=0.7,
         )  # fmt: skip
-        name = f"{variant}{'' if given is None else ' with kl'}"
-        yield Case(name, loss, _of_logps(oracle), "rows")
+        name = f"{variant}{'' if kl_argument is None else ' with kl'}"
+        yield Case(name, loss, _oracle_of_logps(oracle), "sequences")
 
 
 def _grpo_cases(c: dict[str, Tensor]) -> Iterator[Case]:
@@ -150,26 +154,26 @@ def _grpo_cases(c: dict[str, Tensor]) -> Iterator[Case]:
         {**old, "advantages": c["token_advantages"]},
         {**old, "advantages": c["token_advantages"], "variant": "gspo"},
     ]
-    for given in options:
-        all_of_it = {"advantages": c["advantages"], **given}
-        its = {k: v for k, v in all_of_it.items() if k != "advantages"}
+    for overrides in options:
+        arguments = {"advantages": c["advantages"], **overrides}
+        named = {k: v for k, v in arguments.items() if k != "advantages"}
 
         def oracle(
-            logps: Tensor, entropy: Tensor, target: Tensor, all_of_it: dict[str, Any] = all_of_it
+            logps: Tensor, entropy: Tensor, target: Tensor, arguments: dict[str, Any] = arguments
         ) -> Tensor:  # fmt: skip
-            return oracles.grpo(logps, entropy, target, **all_of_it)
+            return oracles.grpo(logps, entropy, target, **arguments)
 
-        names = [v if isinstance(v, str) else k for k, v in its.items() if k not in ("max_length",)]
-        variant = grpo.VARIANTS[its.get("variant", "grpo")]
-        loss = partial(losses.grpo_loss, **all_of_it)
-        counted = "tokens" if variant.counted_in == "tokens" else "rows"
-        yield Case(f"grpo {' '.join(names)}", loss, _of_logps(oracle), counted)
+        names = [v if isinstance(v, str) else k for k, v in named.items() if k not in ("max_length",)]
+        variant = grpo.VARIANTS[named.get("variant", "grpo")]
+        loss = partial(losses.grpo_loss, **arguments)
+        divided_by = "tokens" if variant.divided_by == "tokens" else "sequences"
+        yield Case(f"grpo {' '.join(names)}", loss, _oracle_of_logps(oracle), divided_by)
 
     def clip(logps: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
         return oracles.grpo(logps, entropy, target, c["token_advantages"], variant="bnpo", entropy_coef=0.1, **old)
 
     loss = partial(losses.ppo_clip_loss, advantages=c["token_advantages"], entropy_coef=0.1, **old)
-    yield Case("ppo", loss, _of_logps(clip), "tokens")
+    yield Case("ppo", loss, _oracle_of_logps(clip), "tokens")
 
 
 def cases(dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Case]:

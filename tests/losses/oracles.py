@@ -1,4 +1,4 @@
-"""The losses over all logits, row by row and token by token, as the papers and TRL define them."""
+"""The losses over all logits, one sequence and token at a time, as the papers and TRL define them."""
 
 import math
 from collections.abc import Callable
@@ -16,15 +16,15 @@ IGNORED = -100
 def logps_of(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **transform: Any
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probabilities, 0 where no token counts, and entropies."""
+    """(B, T) log-probabilities, 0 at ignored tokens, and entropies."""
     return logps_of_logits(transformed(F.linear(hidden, weight, bias), **transform), target)
 
 
 def logps_of_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     distribution = logits.log_softmax(-1)
-    counts = target != IGNORED
-    logps = distribution.gather(-1, target.where(counts, 0)[..., None])[..., 0]
-    return torch.where(counts, logps, 0.0), -(distribution.exp() * distribution).sum(-1)
+    mask = target != IGNORED
+    logps = distribution.gather(-1, target.where(mask, 0)[..., None])[..., 0]
+    return torch.where(mask, logps, 0.0), -(distribution.exp() * distribution).sum(-1)
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ def kl_of_pairs(p: tuple[Tensor, Tensor], q: tuple[float, float]) -> Tensor:
 
 
 def discopop(c: Tensor, r: Tensor, b: float, tau: float) -> Tensor:
-    share = torch.sigmoid(b * (c - r) / tau)
-    return -log_sigmoid(b * (c - r)) * (1 - share) + torch.exp(-b * (c - r)) * share
+    gate = torch.sigmoid(b * (c - r) / tau)
+    return -log_sigmoid(b * (c - r)) * (1 - gate) + torch.exp(-b * (c - r)) * gate
 
 
 DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
@@ -72,14 +72,14 @@ def pairs(
     num_items: float | None = None,
     num_nll_items: float | None = None,
 ) -> Tensor:
-    """The mean over pairs, one pair after the other; `nll` are log-probabilities and targets of another NLL."""
+    """The mean over pairs, one at a time; `nll` holds log-probabilities and targets of an NLL over other tokens."""
     n = len(target) // 2
     losses = []
     for i in range(n):
         scores = []
-        for row in (i, n + i):
-            score = logps[row].sum() - (0.0 if ref_logps is None else ref_logps[row])
-            scores.append(score / max(1, int((target[row] != IGNORED).sum())) if average else score)
+        for j in (i, n + i):
+            score = logps[j].sum() - (0.0 if ref_logps is None else ref_logps[j])
+            scores.append(score / max(1, int((target[j] != IGNORED).sum())) if average else score)
         loss = formula(*scores)
         losses.append(loss if weights is None else weights[i] * loss)
     total = torch.stack(losses).sum() / (num_items or n)
@@ -98,18 +98,20 @@ def orpo_formula(beta: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def kto(
-    logps: Tensor, desirable: Tensor, ref_logps: Tensor, kl: Tensor | float, beta: float, up: float, down: float,
+    logps: Tensor, desirable: Tensor, ref_logps: Tensor, kl: Tensor | float, beta: float,
+    desirable_weight: float, undesirable_weight: float,
     lengths: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(B,) losses; with `lengths` of averaged log-probabilities."""
+    """(B,) losses; with `lengths`, of averaged log-probabilities."""
     losses = []
-    for b, (row, is_good, ref) in enumerate(zip(logps, desirable, ref_logps, strict=True)):
-        gain = row.sum() - ref
+    for b, (token_logps, is_desirable, ref) in enumerate(zip(logps, desirable, ref_logps, strict=True)):
+        gain = token_logps.sum() - ref
         if lengths is not None:
             gain = gain / max(1, int(lengths[b]))
-        losses.append(
-            up * (1 - torch.sigmoid(beta * (gain - kl))) if is_good else down * (1 - torch.sigmoid(beta * (kl - gain)))
-        )
+        if is_desirable:
+            losses.append(desirable_weight * (1 - torch.sigmoid(beta * (gain - kl))))
+        else:
+            losses.append(undesirable_weight * (1 - torch.sigmoid(beta * (kl - gain))))
     return torch.stack(losses)
 
 
@@ -136,18 +138,18 @@ def grpo(
     num_items: float | None = None,
     num_tokens: float | None = None,
 ) -> Tensor:
-    """Row by row, and within it token by token."""
+    """One sequence at a time, and within it one token at a time."""
     level = level or ("sequence" if variant in ("gspo", "luspo") else "token")
     high = epsilon if epsilon_high is None else epsilon_high
-    rows, n_tokens = [], max(1, int((target != IGNORED).sum()))
+    sequences, n_tokens = [], max(1, int((target != IGNORED).sum()))
     for b in range(len(target)):
-        places = [t for t in range(target.shape[1]) if target[b, t] != IGNORED]
+        positions = [t for t in range(target.shape[1]) if target[b, t] != IGNORED]
         old = logps[b].detach() if old_logps is None else old_logps[b]
-        log_ratios = {t: logps[b, t] - old[t] for t in places}
+        log_ratios = {t: logps[b, t] - old[t] for t in positions}
         tokens = []
-        for t in places:
+        for t in positions:
             a = advantages[b] if advantages.dim() == 1 else advantages[b, t]
-            log_ratio = log_ratios[t] if level == "token" else sum(log_ratios.values()) / len(places)
+            log_ratio = log_ratios[t] if level == "token" else sum(log_ratios.values()) / len(positions)
             ratio = torch.exp(log_ratio)
             if variant == "cispo":
                 loss = -torch.clamp(ratio, max=1 + high).detach() * a * logps[b, t]
@@ -157,13 +159,13 @@ def grpo(
             elif variant == "vespo":
                 log_w = sum(x.detach().clamp(-20, 20) for x in log_ratios.values())
                 if correction is not None:
-                    log_w = log_w + sum(correction[b, u].log().clamp(math.log(1e-8), 20) for u in places)
+                    log_w = log_w + sum(correction[b, u].log().clamp(math.log(1e-8), 20) for u in positions)
                 log_w = log_w.clamp(math.log(1e-8), 20)
                 k, h = vespo_shapes[0 if a >= 0 else 1]
                 loss = -torch.exp(h + k * log_w - h * log_w.exp()) * a * logps[b, t]
             else:
-                one = ratio if delta is None else torch.clamp(ratio, max=delta)
-                loss = -torch.min(one * a, torch.clamp(ratio, 1 - epsilon, 1 + high) * a)
+                capped = ratio if delta is None else torch.clamp(ratio, max=delta)
+                loss = -torch.min(capped * a, torch.clamp(ratio, 1 - epsilon, 1 + high) * a)
             if correction is not None and variant != "vespo":
                 loss = loss * correction[b, t]
             if beta:
@@ -172,30 +174,31 @@ def grpo(
                 kl = torch.exp(difference) - difference - 1
                 loss = loss + beta * (kl * ratio if is_kl_corrected else kl)
             tokens.append(loss)
-        rows.append(torch.stack(tokens) if tokens else logps.new_zeros(0))
-    sums = torch.stack([row.sum() for row in rows])
+        sequences.append(torch.stack(tokens) if tokens else logps.new_zeros(0))
+    sums = torch.stack([losses.sum() for losses in sequences])
     if variant in ("grpo", "gspo", "sapo"):
-        total = torch.stack([row.sum() / max(1, len(row)) for row in rows]).sum() / (num_items or len(rows))
+        total = torch.stack([losses.sum() / max(1, len(losses)) for losses in sequences]).sum()
+        total = total / (num_items or len(sequences))
     elif variant in ("bnpo", "dapo", "cispo", "vespo"):
         total = sums.sum() / (num_items or n_tokens)
     else:
-        total = sums.sum() / (num_items or len(rows)) / (max_length if variant == "dr_grpo" else 1)
+        total = sums.sum() / (num_items or len(sequences)) / (max_length if variant == "dr_grpo" else 1)
     return total - entropy_coef * torch.where(target != IGNORED, entropy, 0.0).sum() / (num_tokens or n_tokens)
 
 
 # Metrics
 
 
-def _mean(x: Tensor, counts: Tensor) -> Tensor:
-    return x[counts].double().mean() if counts.any() else torch.zeros((), dtype=torch.float64)
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
+    return x[mask].double().mean() if mask.any() else torch.zeros((), dtype=torch.float64)
 
 
 def pair_metrics(
     logps: Tensor, logits: Tensor, target: Tensor, beta: float, *, average: bool, ref_logps: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`logits` before they are divided by a temperature."""
-    n, counts = len(target) // 2, target != IGNORED
-    lengths = counts.sum(-1).clamp(min=1) if average else 1
+    """Expects logits before the temperature."""
+    n, mask = len(target) // 2, target != IGNORED
+    lengths = mask.sum(-1).clamp(min=1) if average else 1
     rewards = beta * (logps.sum(-1) - (0.0 if ref_logps is None else ref_logps)) / lengths
     scores = logps.sum(-1) / lengths
     return {
@@ -205,21 +208,21 @@ def pair_metrics(
         "rewards/accuracies": (rewards[:n] > rewards[n:]).double().mean(),
         "logps/chosen": scores[:n].mean(),
         "logps/rejected": scores[n:].mean(),
-        "logits/chosen": _mean(logits[:n].mean(-1), counts[:n]),
-        "logits/rejected": _mean(logits[n:].mean(-1), counts[n:]),
+        "logits/chosen": _mean(logits[:n].mean(-1), mask[:n]),
+        "logits/rejected": _mean(logits[n:].mean(-1), mask[n:]),
     }
 
 
 def kto_metrics(
     logps: Tensor, logits: Tensor, target: Tensor, desirable: Tensor, ref_logps: Tensor, beta: float
 ) -> dict[str, Tensor]:
-    counts, metrics = target != IGNORED, {}
+    mask, metrics = target != IGNORED, {}
     rewards = beta * (logps.sum(-1) - ref_logps)
-    for which, rows in (("chosen", desirable), ("rejected", ~desirable)):
-        metrics[f"count/{which}"] = rows.sum()
-        metrics[f"rewards/{which}"] = _mean(rewards, rows)
-        metrics[f"logps/{which}"] = _mean(logps.sum(-1), rows)
-        metrics[f"logits/{which}"] = _mean(logits.mean(-1), counts & rows[:, None])
+    for which, selected in (("chosen", desirable), ("rejected", ~desirable)):
+        metrics[f"count/{which}"] = selected.sum()
+        metrics[f"rewards/{which}"] = _mean(rewards, selected)
+        metrics[f"logps/{which}"] = _mean(logps.sum(-1), selected)
+        metrics[f"logits/{which}"] = _mean(logits.mean(-1), mask & selected[:, None])
     return {**metrics, "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
 
@@ -227,33 +230,33 @@ def grpo_metrics(
     logps: Tensor, entropy: Tensor, target: Tensor, advantages: Tensor, *, variant: str, level: str | None,
     old_logps: Tensor | None, ref_logps: Tensor | None, epsilon: float, epsilon_high: float, is_kl_corrected: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    counts = target != IGNORED
-    lengths = counts.sum(-1, keepdim=True).clamp(min=1)
-    is_of_rows = (level or ("sequence" if variant in ("gspo", "luspo") else "token")) == "sequence"
-    log_ratio = torch.where(counts, logps - (logps if old_logps is None else old_logps), 0.0)
-    ratio = torch.exp(log_ratio.sum(-1, keepdim=True) / lengths if is_of_rows else log_ratio).expand(logps.shape)
+    mask = target != IGNORED
+    lengths = mask.sum(-1, keepdim=True).clamp(min=1)
+    is_sequence_level = (level or ("sequence" if variant in ("gspo", "luspo") else "token")) == "sequence"
+    log_ratio = torch.where(mask, logps - (logps if old_logps is None else old_logps), 0.0)
+    ratio = torch.exp(log_ratio.sum(-1, keepdim=True) / lengths if is_sequence_level else log_ratio).expand(logps.shape)
     a = advantages if advantages.dim() == 2 else advantages[:, None]
 
-    def share(clipped: Tensor) -> Tensor:
-        of_rows = (clipped & counts).sum(-1, keepdim=True) / lengths.double()
-        return of_rows.mean() if is_of_rows else _mean(clipped.double(), counts)
+    def fraction(clipped: Tensor) -> Tensor:
+        per_sequence = (clipped & mask).sum(-1, keepdim=True) / lengths.double()
+        return per_sequence.mean() if is_sequence_level else _mean(clipped.double(), mask)
 
-    metrics = {"entropy": _mean(entropy, counts)}
+    metrics = {"entropy": _mean(entropy, mask)}
     if ref_logps is not None:
         k3 = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
-        metrics["kl"] = _mean(k3 * ratio if is_kl_corrected else k3, counts)
+        metrics["kl"] = _mean(k3 * ratio if is_kl_corrected else k3, mask)
     if variant not in ("sapo", "vespo"):
         low, high = (ratio < 1 - epsilon) & (a < 0), (ratio > 1 + epsilon_high) & (a > 0)
-        metrics["clip_ratio/high"] = share(high)
+        metrics["clip_ratio/high"] = fraction(high)
         if variant != "cispo":
-            metrics |= {"clip_ratio/low": share(low), "clip_ratio/region": share(low | high)}
+            metrics |= {"clip_ratio/low": fraction(low), "clip_ratio/region": fraction(low | high)}
     return metrics
 
 
 # Distillation
 
 
-def distance(of: str, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+def distance(divergence: str, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
     log_q, log_p = (student / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1)
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -266,4 +269,4 @@ def distance(of: str, student: Tensor, teacher: Tensor, beta: float, temperature
         "jsd": beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m),
         "tvd": (log_p.exp() - log_q.exp()).abs().sum(-1) / 2,
         "cosine": 1 - F.cosine_similarity(student, teacher, dim=-1),
-    }[of]
+    }[divergence]

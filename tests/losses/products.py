@@ -1,6 +1,6 @@
-"""Each loss under any product of its options, beside its naive formula.
+"""Each loss with any combination of its options, and its naive formula.
 
-`OPTIONS` has the values of the options by loss; `made` draws the tensors and returns the loss and its oracle.
+`OPTIONS` holds the values of the options of each loss. `build_case` draws tensors and returns a loss and its oracle.
 """
 
 from collections.abc import Callable
@@ -22,47 +22,47 @@ Choice = dict[str, Any]
 Metrics = dict[str, Tensor]
 
 BOOLEAN = [False, True]
-OF_HEADS: dict[str, list[Any]] = {
+HEAD_OPTIONS: dict[str, list[Any]] = {
     "form": ["function", "module"],
-    "given": ["hidden", "logits"],
+    "input": ["hidden", "logits"],
     "dtype": [torch.float64, torch.float32],
     "backend": ["auto", "torch"],
-    "shape": [(6, 5, 4, 13), (2, 1, 3, 2), (4, 9, 16, 300), (8, 3, 5, 7)],  # rows, tokens, features, classes
-    "counted": ["all", "prompts", "scattered"],
-    "tokens_at_a_time": [None, 1, 7, 18],
-    "wants": ["both", "hidden", "weight", "nothing"],
+    "shape": [(6, 5, 4, 13), (2, 1, 3, 2), (4, 9, 16, 300), (8, 3, 5, 7)],  # sequences, tokens, features, classes
+    "ignored": ["none", "prompts", "scattered"],
+    "tokens_per_chunk": [None, 1, 7, 18],
+    "gradients": ["both", "hidden", "weight", "none"],
     "bias": BOOLEAN,
     "softcap": [None, 3.0],
     "logit_scale": [1.0, 0.7],
     "ignore_index": [IGNORED, -1],
     "num_items": [None, 7, 2.5, "tensor"],
 }
-OF_LOGPS = {**OF_HEADS, "temperature": [1.0, 1.3]}
-OF_PAIRS = {**OF_LOGPS, "beta": [0.1, 0.7], "weights": BOOLEAN, "nll_weight": [0.0, 0.6]}
+LOGP_OPTIONS = {**HEAD_OPTIONS, "temperature": [1.0, 1.3]}
+PAIR_OPTIONS = {**LOGP_OPTIONS, "beta": [0.1, 0.7], "weights": BOOLEAN, "nll_weight": [0.0, 0.6]}
 
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "dpo": {
-        **OF_PAIRS, "variant": list(dpo.VARIANTS), "is_smoothed": BOOLEAN, "average_log_prob": BOOLEAN,
+        **PAIR_OPTIONS, "variant": list(dpo.VARIANTS), "is_smoothed": BOOLEAN, "average_log_prob": BOOLEAN,
         "reference": BOOLEAN, "discopop_tau": [0.05, 1.5],
     },
-    "cpo": {**OF_PAIRS, "variant": list(reference_free.CPO_VARIANTS), "is_smoothed": BOOLEAN},
-    "simpo": {**OF_PAIRS, "gamma": [1.0, 0.3], "is_smoothed": BOOLEAN},
-    "orpo": {**OF_PAIRS, "nll_target": BOOLEAN},
+    "cpo": {**PAIR_OPTIONS, "variant": list(reference_free.CPO_VARIANTS), "is_smoothed": BOOLEAN},
+    "simpo": {**PAIR_OPTIONS, "gamma": [1.0, 0.3], "is_smoothed": BOOLEAN},
+    "orpo": {**PAIR_OPTIONS, "nll_target": BOOLEAN},
     "kto": {
-        **OF_LOGPS, "variant": list(kto.VARIANTS), "beta": [0.1, 0.7], "average_log_prob": BOOLEAN,
+        **LOGP_OPTIONS, "variant": list(kto.VARIANTS), "beta": [0.1, 0.7], "average_log_prob": BOOLEAN,
         "reference": BOOLEAN, "kl": BOOLEAN, "weights": BOOLEAN, "desirable_weight": [1.0, 1.4],
         "undesirable_weight": [1.0, 0.6],
     },
     "grpo": {
-        **OF_LOGPS, "variant": list(grpo.VARIANTS), "level": [None, "token", "sequence"], "old": BOOLEAN,
+        **LOGP_OPTIONS, "variant": list(grpo.VARIANTS), "level": [None, "token", "sequence"], "old": BOOLEAN,
         "reference": [None, "metrics", "loss"], "correction": BOOLEAN, "epsilon": [0.2, 0.05],
         "epsilon_high": [None, 0.4], "delta": BOOLEAN, "is_kl_corrected": BOOLEAN, "entropy": [None, "metrics", 0.3],
-        "of_tokens": BOOLEAN, "sapo_temperatures": [(1.0, 1.05), (0.7, 2.0)],
+        "token_advantages": BOOLEAN, "sapo_temperatures": [(1.0, 1.05), (0.7, 2.0)],
         "vespo_shapes": [((2.0, 3.0), (3.0, 2.0)), ((1.0, 1.5), (2.0, 0.5))],
     },
-    "ppo": {**OF_LOGPS, "epsilon": [0.2, 0.05], "entropy": [None, 0.3]},
+    "ppo": {**LOGP_OPTIONS, "epsilon": [0.2, 0.05], "entropy": [None, 0.3]},
     "distillation": {
-        **OF_HEADS, "divergence": list(distillation.DIVERGENCES), "beta": [0.5, 0.2, 0.0, 1.0],
+        **HEAD_OPTIONS, "divergence": list(distillation.DIVERGENCES), "beta": [0.5, 0.2, 0.0, 1.0],
         "temperature": [1.0, 1.7], "teacher": ["hidden", "logits"], "teacher_bias": BOOLEAN,
         "teacher_softcap": [None, 2.0], "teacher_logit_scale": [1.0, 1.2], "soft_weight": [1.0, 0.4],
         "hard_weight": [0.0, 0.5],
@@ -71,13 +71,13 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
 
 
 @dataclass
-class Made:
-    """A loss with what it is given.
+class ProductCase:
+    """A loss, its inputs and its oracle.
 
     Attributes:
-        loss: of hidden states (or logits) and weight, on the device.
-        inputs: those two, and the bias if there is one; the second is None with logits.
-        oracle: (loss, metrics) of such inputs on the CPU, in any dtype.
+        loss: takes hidden states (or logits), weight and optionally bias, on the device.
+        inputs: these tensors; the weight is None with logits.
+        oracle: takes such inputs on the CPU in any dtype, returns loss and metrics.
     """
 
     loss: Callable[..., LossOutput]
@@ -87,7 +87,7 @@ class Made:
 
 @dataclass
 class Draw:
-    """Random numbers, the same for a seed; on the CPU, in the dtype of the choice, but fp64."""
+    """Random numbers from a seed: fp64 on the CPU, rounded to the dtype of the choice."""
 
     choice: Choice
     seed: int
@@ -95,13 +95,13 @@ class Draw:
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.rows, self.length, self.features, self.classes = self.choice["shape"]
-        self.target = torch.randint(self.classes, (self.rows, self.length), generator=self.generator)
-        if self.choice["counted"] == "prompts":
-            for row in range(self.rows):
-                self.target[row, : row % self.length] = IGNORED
-        elif self.choice["counted"] == "scattered":
-            self.target[self.uniform(self.rows, self.length) < 0.4] = IGNORED
+        self.batch, self.length, self.features, self.classes = self.choice["shape"]
+        self.target = torch.randint(self.classes, (self.batch, self.length), generator=self.generator)
+        if self.choice["ignored"] == "prompts":
+            for i in range(self.batch):
+                self.target[i, : i % self.length] = IGNORED
+        elif self.choice["ignored"] == "scattered":
+            self.target[self.uniform(self.batch, self.length) < 0.4] = IGNORED
 
     def normal(self, *shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -111,22 +111,22 @@ class Draw:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64).to(self.choice["dtype"]).double()
 
 
-def made(name: str, choice: Choice, seed: int, device: str) -> Made:
+def build_case(name: str, choice: Choice, seed: int, device: str) -> ProductCase:
     draw = Draw(choice, seed)
-    hidden, weight = draw.normal(draw.rows, draw.length, draw.features), draw.normal(draw.classes, draw.features)
+    hidden, weight = draw.normal(draw.batch, draw.length, draw.features), draw.normal(draw.classes, draw.features)
     weight = 1.5 * weight / draw.features**0.5
     inputs: list[Tensor | None] = [hidden, weight.to(choice["dtype"]).double()]
-    if choice["given"] == "logits":
+    if choice["input"] == "logits":
         inputs = [(hidden @ weight.T).to(choice["dtype"]).double(), None]
     elif choice["bias"]:
         inputs.append(draw.normal(draw.classes))
     transform = {option: choice[option] for option in ("softcap", "logit_scale")}
-    options, formula = MAKERS[name](draw, choice)
+    options, formula = BUILDERS[name](draw, choice)
     options |= {**transform, "backend": choice["backend"], "ignore_index": choice["ignore_index"]}
     if name != "distillation":
         options["temperature"] = choice["temperature"]
     target = draw.target.where(draw.target != IGNORED, choice["ignore_index"])
-    options = {option: _placed(value, choice["dtype"], device) for option, value in options.items()}
+    options = {option: _to_device(value, choice["dtype"], device) for option, value in options.items()}
     if "nll_target" in options:
         options["nll_target"] = options["nll_target"].where(options["nll_target"] != IGNORED, choice["ignore_index"])
     function = getattr(losses, f"{name}_loss" if name != "ppo" else "ppo_clip_loss")
@@ -148,22 +148,22 @@ def made(name: str, choice: Choice, seed: int, device: str) -> Made:
             metrics = {metric: m for metric, m in metrics.items() if not metric.startswith("logits/")}
         return value, metrics
 
-    wanted = {"both": (0, 1, 2), "hidden": (0,), "weight": (1, 2), "nothing": ()}[choice["wants"]]
-    placed = [_placed(t, choice["dtype"], device) for t in inputs]
-    for i, tensor in enumerate(placed):
-        if tensor is not None and i in wanted:
+    requires_grad = {"both": (0, 1, 2), "hidden": (0,), "weight": (1, 2), "none": ()}[choice["gradients"]]
+    leaves = [_to_device(t, choice["dtype"], device) for t in inputs]
+    for i, tensor in enumerate(leaves):
+        if tensor is not None and i in requires_grad:
             tensor.requires_grad_()
-    return Made(call, placed, oracle)
+    return ProductCase(call, leaves, oracle)
 
 
-def _placed(value: Any, dtype: torch.dtype, device: str) -> Any:
+def _to_device(value: Any, dtype: torch.dtype, device: str) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().to(device, dtype if value.is_floating_point() else None)
 
 
 Formula = Callable[[Tensor], tuple[Tensor, Metrics]]
-"""An oracle of the logits, scaled and bounded."""
+"""An oracle that takes scaled and capped logits."""
 
 
 def _items(choice: Choice) -> Any:
@@ -178,10 +178,10 @@ def _pairs(
     draw: Draw, choice: Choice, formula: Callable[[Tensor, Tensor], Tensor], average: bool, average_rewards: bool,
     options: Choice,
 ) -> tuple[Choice, Formula]:  # fmt: skip
-    """Adds what the losses of pairs have in common."""
-    n, items, nll_items = draw.rows // 2, _items(choice), None
+    """Adds the options and the oracle that all losses of pairs share."""
+    n, items, nll_items = draw.batch // 2, _items(choice), None
     weights = draw.uniform(n) + 0.5 if choice["weights"] else None
-    reference = 3 * draw.normal(draw.rows) - 8 if choice.get("reference") else None
+    reference = 3 * draw.normal(draw.batch) - 8 if choice.get("reference") else None
     nll_target = None
     if choice.get("nll_target"):
         nll_target = draw.target.where(draw.target != IGNORED, draw.uniform(*draw.target.shape).lt(0.5).long() - 1)
@@ -189,14 +189,14 @@ def _pairs(
     if items is not None and choice["nll_weight"]:
         nll_items = 5
     options |= {"beta": choice["beta"], "nll_weight": choice["nll_weight"], "num_items": items}
-    given = {"weights": weights, "ref_logps": reference, "num_nll_items": nll_items, "nll_target": nll_target}
-    options |= {option: value for option, value in given.items() if value is not None}
+    optional = {"weights": weights, "ref_logps": reference, "num_nll_items": nll_items, "nll_target": nll_target}
+    options |= {option: value for option, value in optional.items() if value is not None}
 
     def oracle(logits: Tensor) -> tuple[Tensor, Metrics]:
-        tempered, ref_logps = logits / choice["temperature"], _like(reference, logits)
-        logps, _ = oracles.logps_of_logits(tempered, draw.target)
-        counted = draw.target if nll_target is None else nll_target
-        nll = oracles.logps_of_logits(tempered, counted)[0], counted
+        scaled, ref_logps = logits / choice["temperature"], _like(reference, logits)
+        logps, _ = oracles.logps_of_logits(scaled, draw.target)
+        nll_targets = draw.target if nll_target is None else nll_target
+        nll = oracles.logps_of_logits(scaled, nll_targets)[0], nll_targets
         value = oracles.pairs(
             logps, draw.target, formula, average=average, ref_logps=ref_logps, weights=_like(weights, logits),
             nll_weight=choice["nll_weight"], nll=nll, num_items=items, num_nll_items=nll_items,
@@ -205,7 +205,7 @@ def _pairs(
             logps, logits, draw.target, choice["beta"], average=average_rewards, ref_logps=ref_logps
         )
         if choice["nll_weight"]:
-            metrics["nll_loss"] = -nll[0][:n].sum() / (counted[:n] != IGNORED).sum().clamp(min=1)
+            metrics["nll_loss"] = -nll[0][:n].sum() / (nll_targets[:n] != IGNORED).sum().clamp(min=1)
         return value, metrics
 
     return options, oracle
@@ -240,15 +240,15 @@ def _simpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
 
 
 def _orpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
-    draw.target[:, -1] = draw.target[:, -1].clamp(min=0)  # the odds of an answer without tokens are infinite
-    options, of_pairs = _pairs(draw, choice, oracles.orpo_formula(choice["beta"]), True, True, {})
+    draw.target[:, -1] = draw.target[:, -1].clamp(min=0)  # a completion without tokens has infinite odds
+    options, pair_oracle = _pairs(draw, choice, oracles.orpo_formula(choice["beta"]), True, True, {})
 
     def oracle(logits: Tensor) -> tuple[Tensor, Metrics]:
-        value, metrics = of_pairs(logits)
+        value, metrics = pair_oracle(logits)
         logps = oracles.logps_of_logits(logits / choice["temperature"], draw.target)[0]
         p = (logps.sum(-1) / (draw.target != IGNORED).sum(-1)).exp()
         log_odds = (p / (1 - p)).log()
-        difference = log_odds[: draw.rows // 2] - log_odds[draw.rows // 2 :]
+        difference = log_odds[: draw.batch // 2] - log_odds[draw.batch // 2 :]
         metrics["log_odds_chosen"] = difference.mean()
         metrics["log_odds_ratio"] = oracles.log_sigmoid(difference).mean()
         return value, metrics
@@ -257,26 +257,27 @@ def _orpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
 
 
 def _kto(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
-    desirable = draw.uniform(draw.rows) < 0.5
-    reference = 3 * draw.normal(draw.rows) - 8 if choice["reference"] else None
-    weights = draw.uniform(draw.rows) + 0.5 if choice["weights"] else None
+    desirable = draw.uniform(draw.batch) < 0.5
+    reference = 3 * draw.normal(draw.batch) - 8 if choice["reference"] else None
+    weights = draw.uniform(draw.batch) + 0.5 if choice["weights"] else None
     kl = torch.tensor(0.4, dtype=torch.float64) if choice["kl"] and choice["variant"] == "kto" else None
     items = _items(choice)
     names = ("variant", "beta", "average_log_prob", "desirable_weight", "undesirable_weight")
     options = {option: choice[option] for option in names}
-    given = {"ref_logps": reference, "weights": weights, "kl": kl, "num_items": items}
-    options |= {"desirable": desirable, **{option: value for option, value in given.items() if value is not None}}
+    optional = {"ref_logps": reference, "weights": weights, "kl": kl, "num_items": items}
+    options |= {"desirable": desirable, **{option: value for option, value in optional.items() if value is not None}}
 
     def oracle(logits: Tensor) -> tuple[Tensor, Metrics]:
         logps, _ = oracles.logps_of_logits(logits / choice["temperature"], draw.target)
-        ref_logps = logits.new_zeros(draw.rows) if reference is None else reference.to(logits.dtype)
+        ref_logps = logits.new_zeros(draw.batch) if reference is None else reference.to(logits.dtype)
         lengths = (draw.target != IGNORED).sum(-1) if choice["average_log_prob"] else None
         z = logits.new_zeros(()) if kl is None else kl.to(logits.dtype)
-        of_rows = oracles.kto(
+        sequence_losses = oracles.kto(
             logps, desirable, ref_logps, z, choice["beta"], choice["desirable_weight"], choice["undesirable_weight"],
             lengths,
         )  # fmt: skip
-        value = (of_rows if weights is None else of_rows * weights.to(logits.dtype)).sum() / (items or draw.rows)
+        weighted = sequence_losses if weights is None else sequence_losses * weights.to(logits.dtype)
+        value = weighted.sum() / (items or draw.batch)
         return value, {
             **oracles.kto_metrics(logps, logits, draw.target, desirable, ref_logps, choice["beta"]), "kl": z,
         }  # fmt: skip
@@ -286,14 +287,14 @@ def _kto(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
 
 def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
     shape, variant, items = draw.target.shape, choice["variant"], _items(choice)
-    advantages = draw.normal(*(shape if choice["of_tokens"] else shape[:1]))
+    advantages = draw.normal(*(shape if choice["token_advantages"] else shape[:1]))
     old = draw.normal(*shape) - 2 if choice["old"] else None
     reference = draw.normal(*shape) - 2 if choice["reference"] else None
     correction = (0.3 * draw.normal(*shape)).exp() if choice["correction"] else None
     epsilon, high = choice["epsilon"], choice["epsilon_high"]
     if variant == "cispo" and high is None:
         high = 0.6
-    numbers: Choice = {
+    scalars: Choice = {
         "variant": variant, "level": choice["level"], "epsilon": epsilon, "epsilon_high": high,
         "delta": 1.7 if choice["delta"] else None, "beta": 0.2 if choice["reference"] == "loss" else 0.0,
         "is_kl_corrected": choice["is_kl_corrected"], "max_length": 50, "num_items": items,
@@ -301,16 +302,16 @@ def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
         "num_tokens": 9 if items is not None else None, "sapo_temperatures": choice["sapo_temperatures"],
         "vespo_shapes": choice["vespo_shapes"],
     }  # fmt: skip
-    known = {"advantages": advantages, "old_logps": old, "ref_logps": reference, "correction": correction}
-    options = {**numbers, **known, "with_entropy": choice["entropy"] == "metrics"}
+    tensors = {"advantages": advantages, "old_logps": old, "ref_logps": reference, "correction": correction}
+    options = {**scalars, **tensors, "with_entropy": choice["entropy"] == "metrics"}
 
     def oracle(logits: Tensor) -> tuple[Tensor, Metrics]:
         logps, entropy = oracles.logps_of_logits(logits / choice["temperature"], draw.target)
-        typed: Choice = {name: _like(value, logits) for name, value in known.items()}
-        value = oracles.grpo(logps, entropy, draw.target, **numbers, **typed)
+        converted: Choice = {name: _like(value, logits) for name, value in tensors.items()}
+        value = oracles.grpo(logps, entropy, draw.target, **scalars, **converted)
         metrics = oracles.grpo_metrics(
-            logps, entropy, draw.target, typed["advantages"], variant=variant, level=choice["level"],
-            old_logps=typed["old_logps"], ref_logps=typed["ref_logps"], epsilon=epsilon,
+            logps, entropy, draw.target, converted["advantages"], variant=variant, level=choice["level"],
+            old_logps=converted["old_logps"], ref_logps=converted["ref_logps"], epsilon=epsilon,
             epsilon_high=epsilon if high is None else high, is_kl_corrected=choice["is_kl_corrected"],
         )  # fmt: skip
         if choice["entropy"] is None:
@@ -321,54 +322,57 @@ def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
 
 
 def _ppo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
-    """GRPO's with the options that it has."""
-    same = {
+    """The case of GRPO, restricted to the options of PPO."""
+    fixed = {
         "variant": "bnpo", "level": None, "old": True, "reference": None, "correction": False, "epsilon_high": None,
-        "delta": False, "is_kl_corrected": False, "of_tokens": True, "sapo_temperatures": (1.0, 1.05),
+        "delta": False, "is_kl_corrected": False, "token_advantages": True, "sapo_temperatures": (1.0, 1.05),
         "vespo_shapes": ((2.0, 3.0), (3.0, 2.0)),
     }  # fmt: skip
-    its = {**choice, **same}
-    options, oracle = _grpo(draw, its)
+    grpo_choice = {**choice, **fixed}
+    options, oracle = _grpo(draw, grpo_choice)
     names = ("advantages", "old_logps", "epsilon", "entropy_coef", "num_items")
-    if options["num_items"] is not None:  # divides the entropy too
+    if options["num_items"] is not None:  # PPO divides the entropy by it too
         items = options["num_items"]
-        known = {name: options[name] for name in ("advantages", "old_logps")}
+        tensors = {name: options[name] for name in ("advantages", "old_logps")}
 
-        def oracle(logits: Tensor, of_grpo: Formula = oracle) -> tuple[Tensor, Metrics]:
+        def oracle(logits: Tensor, grpo_oracle: Formula = oracle) -> tuple[Tensor, Metrics]:
             logps, entropy = oracles.logps_of_logits(logits / choice["temperature"], draw.target)
-            typed: Choice = {name: _like(value, logits) for name, value in known.items()}
+            converted: Choice = {name: _like(value, logits) for name, value in tensors.items()}
             value = oracles.grpo(
-                logps, entropy, draw.target, **typed, variant="bnpo", epsilon=choice["epsilon"], num_items=items,
+                logps, entropy, draw.target, **converted, variant="bnpo", epsilon=choice["epsilon"], num_items=items,
                 num_tokens=items, entropy_coef=options["entropy_coef"],
             )  # fmt: skip
-            return value, of_grpo(logits)[1]
+            return value, grpo_oracle(logits)[1]
 
     return {name: options[name] for name in names}, oracle
 
 
 def _distillation(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
-    of_teacher = {"softcap": choice["teacher_softcap"], "logit_scale": choice["teacher_logit_scale"]}
-    hidden = draw.normal(draw.rows, draw.length, 3)
+    teacher_transform = {"softcap": choice["teacher_softcap"], "logit_scale": choice["teacher_logit_scale"]}
+    hidden = draw.normal(draw.batch, draw.length, 3)
     weight, bias = draw.normal(draw.classes, 3), draw.normal(draw.classes) if choice["teacher_bias"] else None
-    given = F.linear(hidden, weight, bias).to(choice["dtype"]).double()
-    options: Choice = {"teacher_softcap": choice["teacher_softcap"], "teacher_logit_scale": of_teacher["logit_scale"]}
+    teacher_logits = F.linear(hidden, weight, bias).to(choice["dtype"]).double()
+    options: Choice = {
+        "teacher_softcap": choice["teacher_softcap"],
+        "teacher_logit_scale": teacher_transform["logit_scale"],
+    }
     if choice["teacher"] == "logits":
-        options |= {"teacher_logits": given}
+        options |= {"teacher_logits": teacher_logits}
     else:
         options |= {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
     names = ("divergence", "beta", "temperature", "soft_weight", "hard_weight")
     items = _items(choice)
     options |= {**{name: choice[name] for name in names}, "num_items": items}
-    counts, divergence = draw.target != IGNORED, choice["divergence"]
+    mask, divergence = draw.target != IGNORED, choice["divergence"]
     if divergence == "jsd":
-        divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(choice["beta"], "jsd")  # its limits, rescaled
+        divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(choice["beta"], "jsd")  # the rescaled limits
 
     def oracle(student: Tensor) -> tuple[Tensor, Metrics]:
-        teacher = given if choice["teacher"] == "logits" else F.linear(hidden, weight, bias)
-        teacher = transformed(teacher.to(student.dtype), **of_teacher)
-        of_tokens = oracles.distance(divergence, student, teacher, choice["beta"], choice["temperature"])
-        tokens = max(1, int(counts.sum()))
-        soft = torch.where(counts, of_tokens, 0.0).sum()
+        teacher = teacher_logits if choice["teacher"] == "logits" else F.linear(hidden, weight, bias)
+        teacher = transformed(teacher.to(student.dtype), **teacher_transform)
+        token_losses = oracles.distance(divergence, student, teacher, choice["beta"], choice["temperature"])
+        tokens = max(1, int(mask.sum()))
+        soft = torch.where(mask, token_losses, 0.0).sum()
         hard = -oracles.logps_of_logits(student, draw.target)[0].sum()
         metrics = {"soft_loss": soft / tokens, "hard_loss": hard / tokens}
         if not choice["hard_weight"]:
@@ -378,7 +382,7 @@ def _distillation(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
     return options, oracle
 
 
-MAKERS = {
+BUILDERS = {
     "dpo": _dpo, "cpo": _cpo, "simpo": _simpo, "orpo": _orpo, "kto": _kto, "grpo": _grpo, "ppo": _ppo,
     "distillation": _distillation,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Small models learn what the losses ask of them, and the recipes in docs/losses.md run."""
+"""Small models train with the losses, and the recipes in docs/losses.md run."""
 
 import re
 from pathlib import Path
@@ -12,32 +12,32 @@ from ligerzoo import AutoModel, losses
 from ligerzoo.losses import model_token_logps
 from tests.losses.test_models import IGNORED, batch_of, tiny
 
-LOSSES = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 RECIPES = {
-    name: re.search(rf"```python\n([^`]*import {name}\n[^`]*)```", LOSSES)[1]  # type: ignore[index]
+    name: re.search(rf"```python\n([^`]*import {name}\n[^`]*)```", PAGE)[1]  # type: ignore[index]
     for name in ("DPO", "GRPO")
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_recipes_in_the_docs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand, but for the model's size, its dtype, the device and the length of answers."""
+def test_recipes_in_docs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unchanged except for the model, its dtype, the device and the length of completions."""
     monkeypatch.setattr(AutoModel, "from_pretrained", lambda *_, device, **__: tiny().to(device))
     input_ids, labels = (t.to(device) for t in batch_of())
-    of_pairs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
-    known: dict[str, Any] = {"batches": [of_pairs] * 2}
+    pairs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
+    variables: dict[str, Any] = {"batches": [pairs] * 2}
     if name == "GRPO":
-        known = {"batches": [input_ids[:2, :3]] * 2, "reward": lambda texts: texts[:, -1].float(), "end": 2}
+        variables = {"batches": [input_ids[:2, :3]] * 2, "reward": lambda texts: texts[:, -1].float(), "end": 2}
     recipe = RECIPES[name].replace('"cuda"', repr(device)).replace("max_new_tokens=512", "max_new_tokens=5")
-    exec(recipe, known)  # noqa: S102
-    assert known["loss"].isfinite()
+    exec(recipe, variables)  # noqa: S102
+    assert variables["loss"].isfinite()
     before = tiny().to(device).state_dict()
-    assert all(not torch.equal(p, before[n]) for n, p in known["model"].state_dict().items())
+    assert all(not torch.equal(p, before[n]) for n, p in variables["model"].state_dict().items())
 
 
 def test_dpo_raises_the_margin() -> None:
     model, reference = tiny(), tiny()
-    input_ids, labels = batch_of(rows=8)
+    input_ids, labels = batch_of(batch=8)
     dpo = losses.DPO(beta=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     margins = []
@@ -53,14 +53,14 @@ def test_dpo_raises_the_margin() -> None:
 
 
 def test_grpo_raises_the_reward() -> None:
-    """Answers are rewarded for the tokens in them that are even."""
+    """The reward of a completion is its fraction of even tokens."""
     model = tiny()
     prompts = torch.randint(31, (4, 3)).repeat_interleave(8, 0)  # groups of eight
     grpo = losses.GRPO(variant="dapo", epsilon_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def reward_of(answers: Tensor) -> Tensor:
-        return (answers % 2 == 0).float().mean(1)
+    def reward_of(completions: Tensor) -> Tensor:
+        return (completions % 2 == 0).float().mean(1)
 
     rewards = []
     for _ in range(20):
@@ -83,7 +83,7 @@ def test_grpo_raises_the_reward() -> None:
 
 def test_distillation_lowers_the_divergence() -> None:
     student, teacher = tiny(), tiny(seed=5, width=32)
-    input_ids, labels = batch_of(rows=8)
+    input_ids, labels = batch_of(batch=8)
     distillation = losses.Distillation(divergence="jsd", beta=0.5)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
     divergences = []

@@ -1,4 +1,4 @@
-"""The losses of whole models, wrapped and not, on one process and on two."""
+"""The losses of models: plain and wrapped, on one process and on two."""
 
 import os
 import tempfile
@@ -34,18 +34,18 @@ def tiny(tied: bool = True, layers: int = 2, seed: int = 0, vocab: int = 31, wid
     return Llama(config)
 
 
-def batch_of(rows: int = 4, length: int = 7, vocab: int = 31, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Token ids, and labels of which prompts do not count."""
+def batch_of(batch: int = 4, length: int = 7, vocab: int = 31, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Token ids, and labels with ignored prompts."""
     generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(vocab, (rows, length), generator=generator)
+    input_ids = torch.randint(vocab, (batch, length), generator=generator)
     labels = input_ids.clone()
-    for row in range(rows):
-        labels[row, : 1 + row % 3] = IGNORED
+    for i in range(batch):
+        labels[i, : 1 + i % 3] = IGNORED
     return input_ids, labels
 
 
 def naive_logps(model: CausalLM, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probabilities out of all logits, and the shifted targets."""
+    """(B, T) log-probabilities from all logits, and the shifted targets."""
     logits = model(input_ids).logits
     target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     logps = logits.float().log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
@@ -70,7 +70,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 # References and teachers
 
 
-def test_a_reference_model_gives_constants() -> None:
+def test_reference_logps_are_constants() -> None:
     model, reference = tiny(), tiny(seed=5)
     input_ids, labels = batch_of()
     ref_logps = model_sequence_logps(reference, input_ids, labels)
@@ -80,12 +80,12 @@ def test_a_reference_model_gives_constants() -> None:
         expected = gradients_of(model, loss.of(model, input_ids, labels, ref_logps=ref_logps.detach()).loss)
         assert_close(gradients_of(model, loss.of(model, input_ids, labels, reference=reference).loss), expected, 1e-6)
     assert all(p.grad is None for p in reference.parameters())
-    with pytest.raises(TypeError, match="SimPO has no use for a reference model"):
+    with pytest.raises(TypeError, match="SimPO does not use a reference model"):
         losses.SimPO().of(model, input_ids, labels, reference=reference)
 
 
-def test_rollouts_of_a_model() -> None:
-    """Log-probabilities stand where the loss wants them, and know the temperature."""
+def test_grpo_with_temperature() -> None:
+    """`model_token_logps` returns log-probabilities aligned with the loss, at its temperature."""
     model, reference = tiny(), tiny(seed=5)
     input_ids, labels = batch_of()
     advantages = torch.tensor([1.0, -0.5, 0.3, 2.0])
@@ -93,56 +93,59 @@ def test_rollouts_of_a_model() -> None:
     ref = model_token_logps(reference, input_ids, labels, temperature=0.7).detach()
     loss = losses.GRPO(temperature=0.7, beta=0.2)
     out = loss.of(model, input_ids, labels, advantages, old_logps=old, reference=reference)
-    given = losses.GRPO(beta=0.2).of(
+    overridden = losses.GRPO(beta=0.2).of(
         model, input_ids, labels, advantages, old_logps=old, reference=reference, temperature=0.7
     )
-    torch.testing.assert_close(given.loss, out.loss, rtol=0, atol=0)
+    torch.testing.assert_close(overridden.loss, out.loss, rtol=0, atol=0)
     logits = model(input_ids).logits / 0.7
     target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     logps = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     expected = oracles.grpo(logps, logps, target, advantages, old_logps=old, ref_logps=ref, beta=0.2)
-    wanted = gradients_of(model, expected)
+    expected_gradients = gradients_of(model, expected)
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
-    assert_close(gradients_of(model, out.loss), wanted)
+    assert_close(gradients_of(model, out.loss), expected_gradients)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "cosine"])
-def test_a_teacher_of_another_size(divergence: str) -> None:
+def test_teacher_of_another_size(divergence: str) -> None:
     student, teacher = tiny(), tiny(seed=5, width=32, tied=False)
     teacher.lm_head.softcap, teacher.lm_head.logit_scale = 4.0, 0.8
     input_ids, labels = batch_of()
     target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    of_student, of_teacher = student(input_ids).logits[target != IGNORED], teacher(input_ids).logits[target != IGNORED]
+    student_logits, teacher_logits = (
+        student(input_ids).logits[target != IGNORED],
+        teacher(input_ids).logits[target != IGNORED],
+    )
     if divergence == "cosine":
-        expected = (1 - F.cosine_similarity(of_student, of_teacher, dim=-1)).mean()
+        expected = (1 - F.cosine_similarity(student_logits, teacher_logits, dim=-1)).mean()
     else:
         expected = F.kl_div(
-            of_student.log_softmax(-1), of_teacher.log_softmax(-1), log_target=True, reduction="batchmean"
+            student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), log_target=True, reduction="batchmean"
         )
-    expected = expected + 0.5 * F.cross_entropy(of_student, target[target != IGNORED])
-    wanted = gradients_of(student, expected)
+    expected = expected + 0.5 * F.cross_entropy(student_logits, target[target != IGNORED])
+    expected_gradients = gradients_of(student, expected)
     teacher.zero_grad()
     out = losses.Distillation(divergence=divergence, hard_weight=0.5).of_teacher(student, teacher, input_ids, labels)
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
-    assert_close(gradients_of(student, out.loss), wanted)
+    assert_close(gradients_of(student, out.loss), expected_gradients)
     assert all(p.grad is None for p in teacher.parameters())
     with torch.no_grad():
-        again = losses.Distillation(divergence=divergence, hard_weight=0.5).of_teacher(
+        without_gradient = losses.Distillation(divergence=divergence, hard_weight=0.5).of_teacher(
             student, teacher, input_ids, labels
         )
-    assert not again.loss.requires_grad
-    torch.testing.assert_close(again.loss, out.loss.detach())
+    assert not without_gradient.loss.requires_grad
+    torch.testing.assert_close(without_gradient.loss, out.loss.detach())
 
 
-def test_frozen_and_checkpointed() -> None:
+def test_frozen_head_and_activation_checkpointing() -> None:
     model = tiny(tied=False)
     input_ids, labels = batch_of()
     expected = gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss)
     model.gradient_checkpointing_enable()
     assert_close(gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss), expected, 1e-6)
     model.lm_head.requires_grad_(False)
-    found = gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss)
-    assert_close(found, {name: g for name, g in expected.items() if name != "lm_head.weight"}, 1e-6)
+    actual = gradients_of(model, losses.ORPO().of(model, input_ids, labels).loss)
+    assert_close(actual, {name: g for name, g in expected.items() if name != "lm_head.weight"}, 1e-6)
 
 
 def test_options() -> None:
@@ -155,32 +158,32 @@ def test_options() -> None:
     model = tiny()
     input_ids, labels = batch_of()
     expected = losses.DPO(variant="ipo", beta=0.2).of(model, input_ids, labels).loss
-    for loss, given in (
-        (losses.DPO(variant="ipo", beta=0.2, logits_budget=0), {}),  # not the head's
+    for loss, overrides in (
+        (losses.DPO(variant="ipo", beta=0.2, logits_budget=0), {}),  # overrides the model's budget
         (losses.DPO(variant="ipo"), {"beta": 0.2}),
     ):
-        torch.testing.assert_close(loss.of(model, input_ids, labels, **given).loss, expected)
-    taught = losses.Distillation(logits_budget=0).of_teacher(model, tiny(seed=5), input_ids, labels).loss
-    torch.testing.assert_close(taught, losses.Distillation().of_teacher(model, tiny(seed=5), input_ids, labels).loss)
-    with pytest.raises(ValueError, match="DPO: give a reference model or ref_logps, not both"):
+        torch.testing.assert_close(loss.of(model, input_ids, labels, **overrides).loss, expected)
+    distilled = losses.Distillation(logits_budget=0).of_teacher(model, tiny(seed=5), input_ids, labels).loss
+    torch.testing.assert_close(distilled, losses.Distillation().of_teacher(model, tiny(seed=5), input_ids, labels).loss)
+    with pytest.raises(ValueError, match="DPO: got both reference and ref_logps"):
         losses.DPO().of(model, input_ids, labels, reference=model, ref_logps=torch.zeros(len(labels)))
     with pytest.raises(ValueError, match="an objective needs labels, got None"):
         losses.DPO().of(model, input_ids, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="DPO: ignore_index=-1; of a model's labels it is always -100"):
+    with pytest.raises(ValueError, match="DPO: got ignore_index=-1; expected none, models ignore labels of -100"):
         losses.DPO(ignore_index=-1).of(model, input_ids, labels)
-    with pytest.raises(TypeError, match="a teacher is for Distillation"):
+    with pytest.raises(TypeError, match="for a teacher use Distillation"):
         losses.Distillation().of(model, input_ids, labels, reference=model)
-    with pytest.raises(TypeError, match="got a function, which returns a SimpleNamespace; expected a ligerzoo"):
+    with pytest.raises(TypeError, match="DPO: got a function, which returns a SimpleNamespace; expected a ligerzoo"):
         losses.DPO().of(lambda *_, **__: SimpleNamespace(logits=None), input_ids, labels)
     capped = losses.Distillation(teacher_softcap=3.0, divergence="forward_kl")
-    assert capped.of_teacher(model, tiny(seed=5), input_ids, labels).loss != taught
+    assert capped.of_teacher(model, tiny(seed=5), input_ids, labels).loss != distilled
 
 
 class Foreign(nn.Module):
-    """Somebody else's model: it must not even run."""
+    """A model of another library, which must not run."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> SimpleNamespace:
-        raise AssertionError("ran")
+        raise AssertionError("the model ran")
 
 
 class Wrapper(nn.Module):
@@ -192,37 +195,37 @@ class Wrapper(nn.Module):
         return self.base_model(*args, **inputs)
 
 
-def test_foreign_models_are_refused_before_anything_runs() -> None:
-    from transformers import LlamaConfig as TheirConfig
+def test_models_of_other_libraries_raise_before_any_forward() -> None:
+    from transformers import LlamaConfig as HFLlamaConfig
     from transformers import LlamaForCausalLM
 
-    theirs = LlamaForCausalLM(TheirConfig(
+    hf_model = LlamaForCausalLM(HFLlamaConfig(
         vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1,
     ))  # fmt: skip
-    ours, (input_ids, labels) = tiny(layers=1), batch_of()
-    for foreign in (theirs, Foreign(), Wrapper(theirs), Wrapper(Foreign()), nn.Linear(2, 2)):
+    model, (input_ids, labels) = tiny(layers=1), batch_of()
+    for foreign in (hf_model, Foreign(), Wrapper(hf_model), Wrapper(Foreign()), nn.Linear(2, 2)):
         message = rf"got a {type(foreign).__name__} \({type(foreign).__module__}\); expected a ligerzoo.models.CausalLM"
-        handles = [m.register_forward_pre_hook(lambda *_: pytest.fail("ran")) for m in (ours, theirs)]
+        handles = [m.register_forward_pre_hook(lambda *_: pytest.fail("the model ran")) for m in (model, hf_model)]
         for call in (
-            lambda model: losses.DPO().of(model, input_ids, labels),
-            lambda model: losses.DPO().of(ours, input_ids, labels, reference=model),
-            lambda model: losses.DPO().of(model, input_ids, labels, reference=ours),
-            lambda model: losses.GRPO().of(model, input_ids, labels, torch.ones(4)),
-            lambda model: losses.Distillation().of_teacher(ours, model, input_ids, labels),
-            lambda model: losses.Distillation().of_teacher(model, ours, input_ids, labels),
-            lambda model: model_token_logps(model, input_ids, labels),
-            lambda model: model_sequence_logps(model, input_ids, labels),
+            lambda m: losses.DPO().of(m, input_ids, labels),
+            lambda m: losses.DPO().of(model, input_ids, labels, reference=m),
+            lambda m: losses.DPO().of(m, input_ids, labels, reference=model),
+            lambda m: losses.GRPO().of(m, input_ids, labels, torch.ones(4)),
+            lambda m: losses.Distillation().of_teacher(model, m, input_ids, labels),
+            lambda m: losses.Distillation().of_teacher(m, model, input_ids, labels),
+            lambda m: model_token_logps(m, input_ids, labels),
+            lambda m: model_sequence_logps(m, input_ids, labels),
         ):
             with pytest.raises(TypeError, match=message):
                 call(foreign)
         for handle in handles:
             handle.remove()
-    wrapped = losses.DPO().of(Wrapper(Wrapper(ours)), input_ids, labels).loss
-    torch.testing.assert_close(wrapped, losses.DPO().of(ours, input_ids, labels).loss, rtol=0, atol=0)
+    wrapped = losses.DPO().of(Wrapper(Wrapper(model)), input_ids, labels).loss
+    torch.testing.assert_close(wrapped, losses.DPO().of(model, input_ids, labels).loss, rtol=0, atol=0)
 
 
-def test_a_temperature_reaches_model_and_reference() -> None:
+def test_temperature_reaches_model_and_reference() -> None:
     model, reference = tiny(), tiny(seed=5)
     input_ids, labels = batch_of()
 
@@ -235,26 +238,26 @@ def test_a_temperature_reaches_model_and_reference() -> None:
     expected = -F.logsigmoid(0.1 * (log_ratio[:2] - log_ratio[2:])).mean()
     out = losses.DPO(temperature=0.6).of(model, input_ids, labels, reference=reference)
     torch.testing.assert_close(out.loss, expected)
-    known = model_sequence_logps(reference, input_ids, labels, temperature=0.6).detach()
+    ref_logps = model_sequence_logps(reference, input_ids, labels, temperature=0.6).detach()
     assert_close(
-        gradients_of(model, losses.DPO(temperature=0.6, ref_logps=known).of(model, input_ids, labels).loss),
+        gradients_of(model, losses.DPO(temperature=0.6, ref_logps=ref_logps).of(model, input_ids, labels).loss),
         gradients_of(model, expected),
     )
 
 
-def test_a_reference_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_respects_logits_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[int | None] = []
 
-    def spy(*head: Tensor, **options: Any) -> Tensor:
+    def record_budget(*head: Tensor, **options: Any) -> Tensor:
         budgets.append(options["logits_budget"])
         return losses.sequence_logps(*head, **options)
 
-    monkeypatch.setattr(losses.DPO, "reference_logps", lambda *_: spy)
+    monkeypatch.setattr(losses.DPO, "reference_logps", lambda *_: record_budget)
     losses.DPO(logits_budget=1).of(tiny(), *batch_of(), reference=tiny(seed=2))
     assert budgets == [1]
 
 
-def test_the_loss_of_routers_is_told() -> None:
+def test_router_loss_is_reported() -> None:
     torch.manual_seed(0)
     model = Mixtral(MixtralConfig(
         vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -269,7 +272,7 @@ def test_the_loss_of_routers_is_told() -> None:
 
 
 def test_compiled() -> None:
-    """In one graph, by autograd alone."""
+    """Compiles to one graph, with plain autograd."""
     model = tiny(layers=1)
     input_ids, labels = batch_of()
     loss = losses.DPO()
@@ -284,17 +287,17 @@ def test_compiled() -> None:
 
 # Several processes
 
-OF_MODELS: dict[str, Callable[[nn.Module, Tensor, Tensor, int, int], Tensor]] = {
-    "dpo": lambda model, ids, labels, rows, tokens: losses.DPO(
-        nll_weight=0.3, num_items=rows // 2, num_nll_items=tokens
+MODEL_LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor, int, int], Tensor]] = {
+    "dpo": lambda model, ids, labels, batch, tokens: losses.DPO(
+        nll_weight=0.3, num_items=batch // 2, num_nll_items=tokens
     ).of(model, ids, labels).loss,
-    "kto": lambda model, ids, labels, rows, tokens: losses.KTO(num_items=rows).of(
+    "kto": lambda model, ids, labels, batch, tokens: losses.KTO(num_items=batch).of(
         model, ids, labels, ids[:, 0] % 2 == 0
     ).loss,
-    "grpo": lambda model, ids, labels, rows, tokens: losses.GRPO(
+    "grpo": lambda model, ids, labels, batch, tokens: losses.GRPO(
         variant="dapo", entropy_coef=0.1, num_items=tokens, num_tokens=tokens
     ).of(model, ids, labels, ids[:, 0] - 15.0).loss,
-    "distillation": lambda model, ids, labels, rows, tokens: losses.Distillation(
+    "distillation": lambda model, ids, labels, batch, tokens: losses.Distillation(
         hard_weight=0.5, num_items=tokens
     ).of_teacher(model, tiny(seed=5), ids, labels).loss,
 }  # fmt: skip
@@ -315,34 +318,34 @@ def on_all_processes(work: Callable[[int], None]) -> None:
         mp.spawn(_process, (directory, work), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
 
 
-def in_parallel(rank: int) -> None:
-    """Both average over the processes, so each divides by its part of the items."""
+def check_ddp_and_fsdp(rank: int) -> None:
+    """DDP and FSDP2 average over the processes, so each process divides by its share of the items."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    input_ids, labels = batch_of(rows=8)
-    mine = torch.arange(8).view(2, PROCESSES, 2)[:, rank].flatten()  # whole pairs, chosen answers first
+    input_ids, labels = batch_of(batch=8)
+    local = torch.arange(8).view(2, PROCESSES, 2)[:, rank].flatten()  # whole pairs, chosen answers first
     tokens = int((labels[:, 1:] != IGNORED).sum())
-    for name, loss_of in OF_MODELS.items():
+    for name, loss_of in MODEL_LOSSES.items():
         for tied in (True, False):
-            alone = tiny(tied, layers=1)
+            single = tiny(tied, layers=1)
             n_items = int((labels[:4, 1:] != IGNORED).sum()) if name == "dpo" else tokens
-            expected = gradients_of(alone, loss_of(alone, input_ids, labels, 8, n_items))
+            expected = gradients_of(single, loss_of(single, input_ids, labels, 8, n_items))
 
             model = tiny(tied, layers=1)
-            replicated = DistributedDataParallel(model)
-            loss_of(replicated, input_ids[mine], labels[mine], 8 // PROCESSES, n_items / PROCESSES).backward()
+            ddp = DistributedDataParallel(model)
+            loss_of(ddp, input_ids[local], labels[local], 8 // PROCESSES, n_items / PROCESSES).backward()
             assert_close({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
 
             sharded = tiny(tied, layers=1)
             for block in sharded.model.layers:
                 fully_shard(block, mesh=mesh)
             if not tied:
-                fully_shard(sharded.lm_head, mesh=mesh)  # whose weight is whole within its own forward alone
+                fully_shard(sharded.lm_head, mesh=mesh)  # its weight is only gathered within its own forward
             fully_shard(sharded, mesh=mesh)
-            loss_of(sharded, input_ids[mine], labels[mine], 8 // PROCESSES, n_items / PROCESSES).backward()
-            found = {n: p.grad.full_tensor() for n, p in sharded.named_parameters() if p.grad is not None}
-            assert_close(found, expected)
+            loss_of(sharded, input_ids[local], labels[local], 8 // PROCESSES, n_items / PROCESSES).backward()
+            actual = {n: p.grad.full_tensor() for n, p in sharded.named_parameters() if p.grad is not None}
+            assert_close(actual, expected)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.distributed itself, in every version others
-def test_replicated_and_sharded() -> None:
-    on_all_processes(in_parallel)
+@pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
+def test_ddp_and_fsdp() -> None:
+    on_all_processes(check_ddp_and_fsdp)

@@ -1,4 +1,4 @@
-"""Products of the losses' options: value, metrics and gradients equal the naive formulas in fp64."""
+"""Combinations of the losses' options: loss, metrics and gradients equal the naive formulas in fp64."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,37 +11,37 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ligerzoo.losses import objective as sweep
+from ligerzoo.losses import objective
 from tests.covering import covering
 from tests.kernels.machine import kernel_file
-from tests.losses.products import OPTIONS, made
+from tests.losses.products import OPTIONS, build_case
 
 ULPS = {torch.float64: 2.0**20, torch.float32: 2.0**7}
 
 
 @contextlib.contextmanager
-def tokens_at_a_time(tokens: int | None) -> Iterator[None]:
-    """Sets how many tokens' logits fit the budget, which itself counts in MiB; None leaves it."""
+def set_tokens_per_chunk(tokens: int | None) -> Iterator[None]:
+    """Patches the number of tokens whose logits fit the budget, which is in MiB; None keeps it."""
     with contextlib.ExitStack() as stack:
         if tokens is not None:
-            stack.enter_context(mock.patch.object(sweep, "max_rows", return_value=tokens))
-            for file in (sweep, kernel_file("linear_divergence"), kernel_file("linear_cross_entropy")):
+            stack.enter_context(mock.patch.object(objective, "max_rows", return_value=tokens))
+            for file in (objective, kernel_file("linear_divergence"), kernel_file("linear_cross_entropy")):
                 stack.enter_context(mock.patch.object(file, "rows_per_chunk", return_value=tokens))
         yield
 
 
 def gradients_of(loss: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    return list(torch.autograd.grad(loss, wanted, torch.full_like(loss, 1.7))) if wanted else []
+    leaves = [t for t in inputs if t is not None and t.requires_grad]
+    return list(torch.autograd.grad(loss, leaves, torch.full_like(loss, 1.7))) if leaves else []
 
 
 def compare(name: str, choice: dict[str, Any], seed: int, device: str) -> None:
-    case = made(name, choice, seed, device)
-    with tokens_at_a_time(choice["tokens_at_a_time"]):
+    case = build_case(name, choice, seed, device)
+    with set_tokens_per_chunk(choice["tokens_per_chunk"]):
         loss, metrics = case.loss(*case.inputs)
         found = [loss.detach(), *gradients_of(loss, case.inputs)]
     results = []
-    for dtype in (choice["dtype"], torch.float64):  # plain torch's own error shows how exact the loss can be
+    for dtype in (choice["dtype"], torch.float64):  # the error of plain torch is the scale of the tolerance
         inputs = [
             None if t is None else t.detach().cpu().to(dtype).requires_grad_(t.requires_grad) for t in case.inputs
         ]
@@ -58,20 +58,20 @@ def compare(name: str, choice: dict[str, Any], seed: int, device: str) -> None:
 def assert_as_exact(
     found: list[Tensor], plain: list[Tensor], truth: list[Tensor], what: str, dtype: torch.dtype
 ) -> None:  # fmt: skip
-    """At most twice plain torch's own error, plus some ulps of the truth's largest element, or of 1."""
+    """Allows twice the error of plain torch, plus ULPS ulps of the largest true element, at least of 1."""
     for a, p, t in zip(found, plain, truth, strict=True):
         assert a.shape == t.shape
         error, plain_error = ((x.detach().double().cpu() - t).abs().max().item() for x in (a, p))
         tolerance = ULPS[dtype] * torch.finfo(dtype).eps * max(1.0, t.abs().max().item())
-        assert error <= 2 * plain_error + tolerance, f"{what}: errs by {error:.3g}, plain torch by {plain_error:.3g}"
+        assert error <= 2 * plain_error + tolerance, f"{what}: error {error:.3g}, plain torch {plain_error:.3g}"
 
 
-PAIRS = {name: covering(options) for name, options in OPTIONS.items()}
+PAIRWISE_CHOICES = {name: covering(options) for name, options in OPTIONS.items()}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_pair_of_options(name: str, device: str) -> None:
-    for seed, choice in enumerate(PAIRS[name]):
+    for seed, choice in enumerate(PAIRWISE_CHOICES[name]):
         try:
             compare(name, choice, seed, device)
         except Exception as error:
@@ -93,5 +93,5 @@ def test_every_pair_of_options(name: str, device: str) -> None:
         )
     )
 )
-def test_a_thousand_products(device: str, product: tuple[str, dict[str, Any], int]) -> None:
-    compare(*product, device)
+def test_random_combinations(device: str, combination: tuple[str, dict[str, Any], int]) -> None:
+    compare(*combination, device)
