@@ -108,7 +108,7 @@ def _sweep(
     dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
     needs_products = needs.hidden or needs.weight
     # The row kernel sums the bias's gradient before it is rounded. The head would sum rounded gradients.
-    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, needs._replace(bias=False))
+    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, Needs(needs.hidden, needs.weight))
     for chunk in chunked.chunks:
         logits = chunked.logits(chunk)
         compute_rows_(
@@ -166,11 +166,12 @@ class _TokenResults(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, logsumexp: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         *head, target, class_weight = ctx.saved_tensors
-        upstream = Upstream(*upstreams[:4])
-        if not ctx.options.statistics:  # compiled code passes zeros for unused results
-            upstream = upstream._replace(entropy=None)
+        # Compiled code passes zeros for unused results.
+        upstream = Upstream(loss, logp, entropy if ctx.options.statistics else None, logsumexp)
         needs = Needs(*ctx.needs_input_grad[:3])
         options = ctx.options._replace(statistics=False)
         gradients = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs).gradients
