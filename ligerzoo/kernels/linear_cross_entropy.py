@@ -169,14 +169,24 @@ class _TokenResults(torch.autograd.Function):
     def backward(
         ctx: Any, loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, logsumexp: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        *head, target, class_weight = ctx.saved_tensors
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        ignore_index, budget, triton, statistics = ctx.options
         # Compiled code passes zeros for unused results.
-        upstream = Upstream(loss, logp, entropy if ctx.options.statistics else None, logsumexp)
+        upstream = Upstream(loss, logp, entropy if statistics else None, logsumexp)
         needs = Needs(*ctx.needs_input_grad[:3])
-        options = ctx.options._replace(statistics=False)
-        gradients = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs).gradients
-        needed = zip(gradients, head, needs, strict=True)
-        return *(g.to(t.dtype) if is_needed else None for g, t, is_needed in needed), None, None, None, None
+        results = _sweep(
+            HeadInputs(hidden, weight, bias), target, class_weight, upstream, ctx.terms,
+            SweepOptions(ignore_index, budget, triton, False), needs,
+        )  # fmt: skip
+        return (
+            results.dhidden if needs.hidden else None,
+            results.dweight.to(weight.dtype) if needs.weight else None,
+            results.dbias.to(bias.dtype) if needs.bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def prepare_inputs(
