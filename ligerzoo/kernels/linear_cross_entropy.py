@@ -108,7 +108,7 @@ def _sweep(
     dbias = weight.new_zeros(weight.shape[:1] if needs.bias else (0,), dtype=accumulation_dtype(weight.dtype))
     needs_products = needs.hidden or needs.weight
     # The row kernel sums the bias's gradient before it is rounded. The head would sum rounded gradients.
-    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, needs._replace(bias=False))
+    chunked = head_type(hidden.shape[0], weight)(head, valid, rows, Needs(needs.hidden, needs.weight))
     for chunk in chunked.chunks:
         logits = chunked.logits(chunk)
         compute_rows_(
@@ -166,16 +166,27 @@ class _TokenResults(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Tensor | None, ...]:
-        *head, target, class_weight = ctx.saved_tensors
-        upstream = Upstream(*upstreams[:4])
-        if not ctx.options.statistics:  # compiled code passes zeros for unused results
-            upstream = upstream._replace(entropy=None)
+    def backward(
+        ctx: Any, loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, logsumexp: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        hidden, weight, bias, target, class_weight = ctx.saved_tensors
+        ignore_index, budget, triton, statistics = ctx.options
+        # Compiled code passes zeros for unused results.
+        upstream = Upstream(loss, logp, entropy if statistics else None, logsumexp)
         needs = Needs(*ctx.needs_input_grad[:3])
-        options = ctx.options._replace(statistics=False)
-        gradients = _sweep(HeadInputs(*head), target, class_weight, upstream, ctx.terms, options, needs).gradients
-        needed = zip(gradients, head, needs, strict=True)
-        return *(g.to(t.dtype) if is_needed else None for g, t, is_needed in needed), None, None, None, None
+        results = _sweep(
+            HeadInputs(hidden, weight, bias), target, class_weight, upstream, ctx.terms,
+            SweepOptions(ignore_index, budget, triton, False), needs,
+        )  # fmt: skip
+        return (
+            results.dhidden if needs.hidden else None,
+            results.dweight.to(weight.dtype) if needs.weight else None,
+            results.dbias.to(bias.dtype) if needs.bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def prepare_inputs(
