@@ -211,7 +211,7 @@ def find_device(name: str | None) -> "torch.device":
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on the backend
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # depends on the backend
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         raise LigerzooError(
             "no such device", where="--device", got=name, expected=" or ".join(["cpu", *gpus])

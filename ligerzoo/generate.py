@@ -287,7 +287,7 @@ class _Sampler:
         repetition_penalty: float,
         generator: torch.Generator | None,
     ) -> None:
-        is_positive = 0 < repetition_penalty < math.inf
+        is_positive = _is_number(repetition_penalty) and 0 < repetition_penalty < math.inf
         _require(is_positive, "repetition_penalty", repetition_penalty, "a positive number; 1 has no effect")
         if filters is not None:
             _check_filters(**filters)
@@ -477,7 +477,9 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     descending, order = logits.sort(descending=True, stable=True)
     probabilities = descending.softmax(-1)
     mass_before = probabilities.cumsum(-1) - probabilities
-    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, mass_before >= top_p)
+    dropped_in_order = mass_before >= top_p
+    dropped_in_order[..., 0] = False  # a tiny top_p may round to 0
+    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, dropped_in_order)
     return logits.masked_fill(dropped, -math.inf)
 
 
@@ -596,16 +598,24 @@ def _token_ids(model: LanguageModel, name: str, argument: int | Sequence[int] | 
     sources = (argument, model.generation_config.get(name), getattr(model.config, name, None))
     value: Any = next((source for source in sources if source is not None), [])
     ids = value if isinstance(value, list | tuple) else [value]
-    _require(all(type(i) is int for i in ids), name, value, "a token id or a list of them")
+    valid = all(type(i) is int and abs(i) < 2**31 for i in ids)
+    _require(valid, name, value, "a token id below 2^31, or a list of them")
     return [i for i in ids if i >= 0]
 
 
 def _check_filters(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> None:
-    _require(0 < temperature < math.inf, "temperature", temperature, "a positive number, or do_sample=False")
-    is_count = top_k is None or (isinstance(top_k, int) and top_k > 0)
+    is_positive = _is_number(temperature) and 0 < temperature < math.inf
+    _require(is_positive, "temperature", temperature, "a positive number, or do_sample=False")
+    is_count = top_k is None or (isinstance(top_k, int) and not isinstance(top_k, bool) and top_k > 0)
     _require(is_count, "top_k", top_k, "a positive integer, or None")
-    _require(top_p is None or 0 < top_p <= 1, "top_p", top_p, "a number greater than 0 and at most 1, or None")
-    _require(min_p is None or 0 <= min_p <= 1, "min_p", min_p, "a number between 0 and 1, or None")
+    is_share = top_p is None or (_is_number(top_p) and 0 < top_p <= 1)
+    _require(is_share, "top_p", top_p, "a number greater than 0 and at most 1, or None")
+    is_share = min_p is None or (_is_number(min_p) and 0 <= min_p <= 1)
+    _require(is_share, "min_p", min_p, "a number between 0 and 1, or None")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(holds: bool, name: str, got: object, expected: str) -> None:

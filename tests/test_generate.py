@@ -709,3 +709,27 @@ def test_at_most_one_host_sync_per_token(rows: list[str] | None, eos: list[int],
                 torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("synchronizing" in str(warning.message) for warning in caught))
     assert counts[2] - counts[1] == waits * 16
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"eos_token_id": 10**20}, "eos_token_id: invalid value; got 100000000000000000000; expected a token id below"),
+        ({"pad_token_id": 2**63}, "pad_token_id"),
+        ({"do_sample": True, "top_k": True}, "top_k"),
+        ({"do_sample": True, "top_p": "0.9"}, "top_p"),
+        ({"do_sample": True, "min_p": "0.1"}, "min_p"),
+        ({"do_sample": True, "temperature": None}, "temperature"),
+        ({"repetition_penalty": None}, "repetition_penalty"),
+    ],
+)
+def test_options_of_the_wrong_type_or_size(options: dict[str, Any], named: str) -> None:
+    model = Llama(LlamaConfig(vocab_size=101, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                              num_attention_heads=2, num_key_value_heads=1))  # fmt: skip
+    with pytest.raises(LigerzooError, match=named):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, **options)
+
+
+def test_a_tiny_top_p_keeps_the_most_likely_token() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    assert keep_top_p(logits, 1e-320).tolist() == [[-math.inf, 2.0, -math.inf]]

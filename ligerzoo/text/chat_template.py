@@ -96,11 +96,19 @@ def _plain(value: Any) -> Any:
         case float():
             return float.__float__(value)
         case Mapping():
-            return {_plain(key): _plain(item) for key, item in value.items()}
+            return {_plain_key(key): _plain(item) for key, item in value.items()}
         case list() | tuple():
             return [_plain(item) for item in value]
         case _:
             return f"<{type(value).__name__}>"
+
+
+def _plain_key(key: Any) -> Any:
+    if not isinstance(key, str | int | float | None):
+        raise TokenizerError(
+            "not a JSON key", where="messages", got=f"a key of type {type(key).__name__}", expected="a string"
+        )
+    return _plain(key)
 
 
 class _Worker:

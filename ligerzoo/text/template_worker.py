@@ -174,8 +174,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))  # within the limits, unlike the reply that quotes it
 
 
 def _strftime_now(pattern: str) -> str:

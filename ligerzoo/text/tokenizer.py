@@ -6,6 +6,7 @@ token.
 """
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -477,13 +478,15 @@ def _read_files(directory: Path) -> dict[str, bytes]:
     files = {}
     for pattern in FILE_PATTERNS:
         limit = _MAX_VOCABULARY_BYTES if pattern == "tokenizer.json" else _MAX_FILE_BYTES
-        for path in sorted(directory.glob(pattern)):
-            if path.is_file():
-                with path.open("rb") as file:
-                    content = file.read(limit + 1)
-                if len(content) > limit:
-                    raise TokenizerError("the file is too large", where=path, expected=f"at most {limit} bytes")
-                files[path.relative_to(directory).as_posix()] = content
+        paths = sorted(directory.glob(pattern)) if "*" in pattern else [directory / pattern]
+        for path in filter(os.path.lexists, paths):
+            if not path.is_file():  # a broken link or a pipe is a damaged checkpoint, not an absent file
+                raise TokenizerError("is not a readable file", where=path, remedy="Download the checkpoint again.")
+            with path.open("rb") as file:
+                content = file.read(limit + 1)
+            if len(content) > limit:
+                raise TokenizerError("the file is too large", where=path, expected=f"at most {limit} bytes")
+            files[path.relative_to(directory).as_posix()] = content
     return files
 
 

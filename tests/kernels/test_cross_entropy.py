@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import cross_entropy, token_statistics
+from ligerzoo.kernels import cross_entropy, linear_cross_entropy, token_statistics
 from ligerzoo.kernels.dispatch import INTERPRETING
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
@@ -250,3 +250,16 @@ def test_incompatible_options(options: dict[str, Any], device: str) -> None:
 def test_invalid_shapes(target_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"cross_entropy: logits \(2, 3, 33\) and target .*; expected"):
         cross_entropy(torch.ones(2, 3, 33), torch.zeros(target_shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.3}])
+def test_a_mean_without_any_weight_is_zero(linear: bool, options: dict[str, float], device: str) -> None:
+    x, weight = numbers(5, 16, device=device), numbers(33, 16, device=device)
+    target = targets(5, classes=33, device=device, ignored=0.0)
+    class_weight = torch.ones(33, device=device)
+    class_weight[target] = 0
+    arguments = (x, weight, target) if linear else (x @ weight.T, target)
+    loss = (linear_cross_entropy if linear else cross_entropy)(*arguments, class_weight=class_weight, **options)
+    assert loss == 0
+    assert all(not gradient.any() for gradient in torch.autograd.grad(loss, [x, weight]))

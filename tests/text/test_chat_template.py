@@ -548,3 +548,14 @@ def test_a_megabyte_of_text_and_many_tools_equal_transformers(ours: Tokenizer, t
     expected = theirs.apply_chat_template(LENGTHS, **options)
     assert len(expected) > 10**6
     assert ours.apply_chat_template(LENGTHS, **options) == expected
+
+
+def test_an_exception_with_a_nested_list_ends_within_the_limits() -> None:
+    source = "{% set n = namespace(a=[0]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+    with pytest.raises(TokenizerError, match="the template exceeds"):
+        render(source + "{{ raise_exception(n.a) }}")
+
+
+def test_a_key_that_json_lacks_is_refused() -> None:
+    with pytest.raises(TokenizerError, match="messages: not a JSON key; got a key of type tuple; expected a string"):
+        render("{{ messages }}", messages={(1, 2): 3})

@@ -781,3 +781,19 @@ def test_only_the_tokenizer_s_files_are_downloaded(
 def test_a_missing_directory_is_refused() -> None:
     with pytest.raises(ValueError, match="no such directory"):
         Tokenizer.from_pretrained("./no/such/directory")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["broken link", "pipe", "directory"])
+def test_a_file_that_cannot_be_read_is_not_absent(name: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model", {})
+    (path / name).unlink(missing_ok=True)
+    match kind:
+        case "broken link":
+            (path / name).symlink_to("nowhere")
+        case "pipe":
+            os.mkfifo(path / name)
+        case "directory":
+            (path / name).mkdir()
+    with pytest.raises(TokenizerError, match=f"{name}: is not a readable file"):
+        Tokenizer.from_pretrained(path)

@@ -132,7 +132,7 @@ def denominator(
             if token_weight is not None:
                 weights = weights * token_weight
             total = weights.sum()
-            return torch.where(total == 0, 1.0, total)
+            return torch.where(total == 0, torch.inf, total)  # without any weight, the mean and its gradients are 0
     raise ValueError(
         f"{name}: reduction={reduction!r} with num_items={num_items!r}; "
         f'expected "mean", "sum" or "none", and num_items only with "mean"'
