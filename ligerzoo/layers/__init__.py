@@ -8,9 +8,10 @@ from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
-from ligerzoo.layers.embedding import ScaledEmbedding
+from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
+from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
@@ -39,6 +40,7 @@ __all__ = [
     "CrossAttentionInputs",
     "CrossAttentionLayerCache",
     "Decoder",
+    "Embedding",
     "Experts",
     "GatedMLP",
     "GatedPreNormBlock",
@@ -49,6 +51,7 @@ __all__ = [
     "LMHead",
     "LayerCache",
     "LayerNorm",
+    "Linear",
     "Mask",
     "MoE",
     "PatchEmbedding",

@@ -19,6 +19,7 @@ from ligerzoo.kernels import rope
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import AttentionMask, added
 from ligerzoo.layers.rotary import RotaryEmbedding
 
@@ -190,16 +191,11 @@ class Attention(nn.Module):
                 f"Attention: window={window} and softcap={softcap}; expected at least 1 and above 0, or None"
             )
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, q_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.o_proj = nn.Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
+        self.q_proj = Linear(hidden_size, q_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.k_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.v_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.o_proj = Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
-
-    def reset_parameters(self) -> None:
-        """Initializes the four projections anew."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            projection.reset_parameters()
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.norm import add_and_normalize
 
 
@@ -71,10 +72,10 @@ class GatedPreNormBlock(PreNormBlock):
         super().__init__(*parts)
         self.gate_attn = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.gate_ffn = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the gates from N(0, std^2)."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the gates from N(0, std^2)."""
         nn.init.normal_(self.gate_attn, std=std)
         nn.init.normal_(self.gate_ffn, std=std)
 

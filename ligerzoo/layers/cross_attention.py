@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.attention import Attention, attend
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.norm import add_and_normalize
 
 
@@ -98,10 +99,10 @@ class CrossAttentionBlock(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
         self.cross_attn_mlp_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Closes the gates."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the gates to 0. `std` is unused; it keeps the signature uniform."""
         nn.init.zeros_(self.cross_attn_attn_gate)
         nn.init.zeros_(self.cross_attn_mlp_gate)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
+from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.vision import PatchEmbedding
 
 
@@ -44,7 +46,7 @@ class ImageEmbedding(nn.Module):
         patch = channels, patch_size, patch_size
         self.patch_embedding = PatchEmbedding(patch, embed_dim, bias=True, device=device, dtype=dtype)
         places = (image_size // patch_size) ** 2
-        self.position_embedding = nn.Embedding(places, embed_dim, device=device, dtype=dtype)
+        self.position_embedding = Embedding(places, embed_dim, device=device, dtype=dtype)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """pixel_values: (n, C, S, S), of any floating dtype -> (n, L, E).
@@ -104,10 +106,10 @@ class PoolingProjector(nn.Module):
         self.pool_size = pool_size
         self.mm_soft_emb_norm = mm_soft_emb_norm
         self.mm_input_projection_weight = nn.Parameter(torch.empty(embed_dim, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the projection from N(0, std^2)."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the projection from N(0, std^2)."""
         nn.init.normal_(self.mm_input_projection_weight, std=std)
 
     def forward(self, x: Tensor) -> Tensor:

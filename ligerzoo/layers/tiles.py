@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
+from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.vision import PatchEmbedding
 
@@ -42,13 +44,12 @@ class TileEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tiles = tiles
-        self.embedding = nn.Embedding(arrangements + 1, tiles * embed_dim, device=device, dtype=dtype)
+        self.embedding = Embedding(arrangements + 1, tiles * embed_dim, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the embedding from N(0, std^2), and closes the gate."""
-        nn.init.normal_(self.embedding.weight, std=std)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the gate to 0. `std` is unused; it keeps the signature uniform."""
         nn.init.zeros_(self.gate)
 
     def forward(self, arrangement: Tensor) -> Tensor:
@@ -79,14 +80,13 @@ class TilePositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(length, embed_dim, device=device, dtype=dtype))
-        self.tile_embedding = nn.Embedding(arrangements + 1, tiles * length * embed_dim, device=device, dtype=dtype)
+        self.tile_embedding = Embedding(arrangements + 1, tiles * length * embed_dim, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws both embeddings from N(0, std^2), and closes the gate."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the positions within a tile from N(0, std^2) and sets the gate to 0."""
         nn.init.normal_(self.embedding, std=std)
-        nn.init.normal_(self.tile_embedding.weight, std=std)
         nn.init.zeros_(self.gate)
 
     def forward(self, x: Tensor, arrangement: Tensor) -> Tensor:
@@ -137,10 +137,10 @@ class TiledVisionTower(nn.Module):
         self.post_tile_positional_embedding = post_tile_positional_embedding
         self.global_transformer = global_transformer
         self.intermediate_layers = intermediate_layers
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the class embedding from N(0, std^2)."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the class embedding from N(0, std^2)."""
         nn.init.normal_(self.class_embedding, std=std)
 
     @property

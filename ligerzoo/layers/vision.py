@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
+from ligerzoo.layers.linear import INIT_STD
 
 
 class PatchEmbedding(nn.Module):
@@ -42,10 +43,10 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(embed_dim, *patch, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(embed_dim, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weight from N(0, std^2), and sets the bias to zero."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

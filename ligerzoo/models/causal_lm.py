@@ -14,26 +14,8 @@ from torch.utils import _pytree
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers import (
-    BlockStack,
-    Context,
-    CrossAttentionBlock,
-    Decoder,
-    Experts,
-    GatedPreNormBlock,
-    KVCache,
-    LayerNorm,
-    LMHead,
-    PatchEmbedding,
-    PoolingProjector,
-    RMSNorm,
-    Router,
-    TiledVisionTower,
-    TileEmbedding,
-    TilePositionEmbedding,
-    VisionTower,
-    shifted_labels,
-)
+from ligerzoo.layers import BlockStack, Context, Decoder, KVCache, LMHead, VisionTower, shifted_labels
+from ligerzoo.layers.linear import INIT_STD
 
 if TYPE_CHECKING:
     from ligerzoo.hub import Origin, Saves
@@ -71,11 +53,6 @@ _pytree.register_dataclass(CausalLMOutput)
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """(hidden states (B, T, H), the head's weight (V, H), targets (B, T), softcap, logit_scale, logits_budget, backend) ->
 (loss, 0-d or None, and details): what a model computes instead of the cross entropy."""
-
-_DRAWN = (
-    GatedPreNormBlock, PatchEmbedding, PoolingProjector, TileEmbedding, TilePositionEmbedding, TiledVisionTower
-)  # fmt: skip
-"""Layers with matrices that are no linear layers."""
 
 
 class CausalLMConfig(Protocol):
@@ -135,29 +112,26 @@ class CausalLM(nn.Module):
         self.generation_config: dict[str, Any] = {}
         self.origin: Origin | None = None
         self.tie_weights()
-        self.reset_parameters()
+        if config.initializer_range != INIT_STD:
+            self.init_weights()
 
     def tie_weights(self) -> None:
         """Makes the head's weight the embedding's, if the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Random initialization: matrices from N(0, initializer_range^2), biases zero, norms one, gates of new layers
-        closed."""
+    def init_weights(self, std: float | None = None) -> None:
+        """Initializes all weights again, as for a new model built on meta and moved with `to_empty`.
+
+        Calls `init_weights(std)` of every submodule that has this method. Other modules keep their weights.
+
+        Args:
+            std: standard deviation of the matrices. Default: `initializer_range` of the config.
+        """
+        std = self.config.initializer_range if std is None else std
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | LMHead | Router):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, Experts):
-                for weight in module.parameters():
-                    nn.init.normal_(weight, std=self.config.initializer_range)
-            elif isinstance(module, _DRAWN):
-                module.reset_parameters(self.config.initializer_range)
-            elif isinstance(module, RMSNorm | LayerNorm | CrossAttentionBlock):
-                module.reset_parameters()
+            if module is not self and hasattr(module, "init_weights"):
+                module.init_weights(std)  # type: ignore[operator]
 
     def forward(
         self,

@@ -28,10 +28,12 @@ from ligerzoo.layers import (
     CrossAttention,
     CrossAttentionBlock,
     Decoder,
+    Embedding,
     GatedMLP,
     GatedPreNormBlock,
     KVCache,
     LayerNorm,
+    Linear,
     LMHead,
     PatchEmbedding,
     PreNormBlock,
@@ -161,7 +163,7 @@ class Mllama(CausalLM):
 
     config: MllamaConfig
     vision_model: TiledVisionTower
-    multi_modal_projector: nn.Linear
+    multi_modal_projector: Linear
     inputs_per_token = ("cross_attention_mask",)
 
     def __init__(self, config: MllamaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
@@ -181,14 +183,14 @@ class Mllama(CausalLM):
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return CrossAttentionBlock(norm(), attention, norm(), mlp, **factory_kwargs)
 
-        embedding = nn.Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **factory_kwargs)
         layers = [cross_block() if i in c.cross_attention_layers else block() for i in range(c.num_hidden_layers)]
         super().__init__(
             config,
             Decoder(embedding, layers, norm()),
             LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
             vision_model=vision_tower(c.vision_config, **factory_kwargs),
-            multi_modal_projector=nn.Linear(c.vision_config.vision_output_dim, c.hidden_size, **factory_kwargs),
+            multi_modal_projector=Linear(c.vision_config.vision_output_dim, c.hidden_size, **factory_kwargs),
         )
 
     @property
