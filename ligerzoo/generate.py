@@ -213,7 +213,7 @@ def generate(
             streamer.put(shown.cpu())
         if is_last:
             break
-        is_read_anew = not use_cache or (cache is not None and not cache.serves(1))
+        is_read_anew = not use_cache or (cache is not None and not cache.is_valid_for(1))
         tokens, cache, beside = (text[:, :end], None, model_inputs) if is_read_anew else (token, cache, {})
     if streamer is not None:
         streamer.end()

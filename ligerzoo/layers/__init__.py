@@ -1,4 +1,4 @@
-"""The parts to compose a transformer from: plain numbers in, `nn.Module`s out."""
+"""Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
 from ligerzoo.layers.attention import Attention, attend
 from ligerzoo.layers.backend import set_backend
@@ -25,7 +25,7 @@ from ligerzoo.layers.vision import (
     VisionTower,
     WindowedVisionTower,
     grid_positions,
-    put_rows,
+    scatter_embeddings,
 )
 
 __all__ = [
@@ -78,7 +78,7 @@ __all__ = [
     "attend",
     "grid_positions",
     "load_balancing_loss",
-    "put_rows",
+    "scatter_embeddings",
     "sectioned",
     "set_backend",
     "shifted_labels",

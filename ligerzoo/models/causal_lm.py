@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers import BlockStack, Context, Decoder, KVCache, LMHead, VisionTower, shifted_labels
+from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
 
 if TYPE_CHECKING:
@@ -313,8 +313,8 @@ class CausalLM(nn.Module):
 
     def _set_gradient_checkpointing(self, on: bool) -> None:
         for module in self.modules():
-            if isinstance(module, BlockStack | Decoder | VisionTower):
-                module.gradient_checkpointing = on
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = on  # type: ignore[assignment]
 
     @classmethod
     def from_pretrained(

@@ -34,7 +34,7 @@ from ligerzoo.layers import (
     PoolingProjector,
     PreNormBlock,
     RMSNorm,
-    put_rows,
+    scatter_embeddings,
 )
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_fields
@@ -181,7 +181,7 @@ class Gemma3(CausalLM):
             together = here if together is None else together
             tokens = self.model.embed_tokens(x.masked_fill(here, 0))
             images = self.multi_modal_projector(self.vision_tower(pixel_values)).flatten(0, 1)
-            x = put_rows(tokens, here if real is None else here & real, images)
+            x = scatter_embeddings(tokens, here if real is None else here & real, images)
         if together is not None:
             context.allow_bidirectional_spans(together)
         return x

@@ -88,8 +88,8 @@ class Phi3(CausalLM):
         """Returns an empty KV cache; see `CausalLM.new_cache`.
 
         With LongRoPE, keys cached within the original context become invalid once the sequence grows beyond it, since
-        longer sequences are rotated by other frequencies. `useful_until` marks that length.
+        longer sequences are rotated by other frequencies. `max_valid_length` marks that length.
         """
         cache = super().new_cache(capacity)
-        cache.useful_until = self._longest_for_cache
+        cache.max_valid_length = self._longest_for_cache
         return cache

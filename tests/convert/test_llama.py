@@ -45,7 +45,7 @@ def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "entry, named",
     [
-        ({"vocab_size": 0}, "vocab_size: not a possible value; got 0; expected a positive whole number"),
+        ({"vocab_size": 0}, "vocab_size: invalid value; got 0; expected an integer, 1 or more"),
         ({"hidden_size": -32}, "hidden_size"),
         ({"hidden_size": 32.0}, "hidden_size"),
         ({"intermediate_size": "56"}, "intermediate_size"),

@@ -35,7 +35,7 @@ def test_the_original_context_counts_beside_the_dict(beside: dict[str, int], cou
     [
         (
             {"partial_rotary_factor": 1.25},
-            "partial_rotary_factor: more than all features; got 1.25; expected at most 1",
+            "partial_rotary_factor: invalid value; got 1.25; expected at most 1",
         ),
         ({"partial_rotary_factor": 1e300}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.0}, "head_dim: invalid number of rotated features; got 0"),

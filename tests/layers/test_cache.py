@@ -48,7 +48,7 @@ def test_a_static_cache_keeps_its_place(tokens: int) -> None:
             assert not whole[:, end:].any()
         places.add(got[0].data_ptr())
     assert len(places) == 1
-    with pytest.raises(ValueError, match="has room for 299 tokens and holds 297; 3 more do not fit"):
+    with pytest.raises(ValueError, match="cannot append 3 tokens to the 297 in the cache; expected at most 299 in all"):
         cache.append(keys[:, :3], values[:, :3])
     assert cache.length == 297
 
@@ -76,7 +76,7 @@ def test_a_cache_has_a_part_for_each_layer() -> None:
 def test_another_batch_is_refused_and_changes_nothing(cache: LayerCache) -> None:
     cache.append(torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4))
     for rows in (1, 3):
-        with pytest.raises(ValueError, match=f"holds 2 rows, and {rows} are to be added"):
+        with pytest.raises(ValueError, match=f"got keys of batch size {rows}; expected 2"):
             cache.append(torch.randn(rows, 1, 1, 4), torch.randn(rows, 1, 1, 4))
     assert cache.length == 5
     cache.append(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4))

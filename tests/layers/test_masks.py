@@ -48,7 +48,7 @@ def test_a_token_sees_the_real_tokens_up_to_itself(
     assert isinstance(mask, Mask)
     visible = expected(3, queries, keys, lambda r, q, k: k <= q and attention_mask[r, k] == 1)
     assert torch.equal(mask.visible(), visible)
-    added = mask.added(dtype)
+    added = mask.additive(dtype)
     assert added.dtype == dtype
     assert torch.equal(added, torch.where(visible, 0, torch.finfo(dtype).min).to(dtype))
 
@@ -168,7 +168,7 @@ def test_runs_when_compiled() -> None:
 @pytest.mark.parametrize("wrong", [{"attention_mask": torch.ones(1, 10)}, {"cache": KVCache([LayerCache()])}])
 def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
     for x, options in ((torch.zeros(1, 10), wrong), (torch.zeros(2, 10), {})):
-        with pytest.raises(ValueError, match="cu_seqlens say which tokens of one row"):
+        with pytest.raises(ValueError, match="cu_seqlens: got it with batch size [12], attention_mask or a cache; expected batch size 1 and neither"):
             Context(x, cu_seqlens=torch.tensor([0, 4]), **options)  # type: ignore[arg-type]
 
 
@@ -191,9 +191,9 @@ def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: 
     if "runs" in kind:
         here = torch.arange(tokens, device=device) % torch.tensor([[190], [30]], device=device)[:rows] > 20
         context.allow_bidirectional_spans(here)
-    mask = context.mask(tokens, window=window, is_causal=is_causal, even_if_plain=True)
+    mask = context.mask(tokens, window=window, is_causal=is_causal, force=True)
     assert isinstance(mask, Mask)
-    blocks, visible = mask.blocks(), mask.visible()[:, 0].cpu()
+    blocks, visible = mask.block_mask(), mask.visible()[:, 0].cpu()
     rows = len(visible)
     padded = torch.nn.functional.pad(visible, (0, 84, 0, 84)).view(rows, 3, 128, 3, 128)
     dense = blocks.to_dense()[:, 0].bool().cpu()
@@ -207,7 +207,7 @@ def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: 
 
     q, k, v = (torch.randn(2, tokens, 2, 16, device=device) for _ in "qkv")
     out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
-    expected = reference(q, k, v, mask.added(q.dtype))
+    expected = reference(q, k, v, mask.additive(q.dtype))
     if mask.fallback is not None:  # on a CPU the matrix lets a query that sees nothing attend to all keys equally
         expected = torch.where(mask.fallback[..., None, None] >= 0, v, expected)
     assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
@@ -285,7 +285,7 @@ def test_a_ready_mask_for_fewer_queries_would_show_the_future(shape: tuple[int, 
 
 
 def test_a_ready_mask_of_ones_and_zeros_is_refused() -> None:
-    with pytest.raises(ValueError, match="boolean or to be added; got torch"):
+    with pytest.raises(ValueError, match="got torch.int64; expected bool, or a floating dtype to be added"):
         mask_of(torch.ones(2, 1, 5, 5, dtype=torch.int64), 5, 5)
 
 

@@ -433,7 +433,7 @@ def test_new_weights() -> None:
                 assert parameter.mean().item() == pytest.approx(0, abs=2e-3)
                 assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
                 nn.init.constant_(parameter, math.nan)
-            module.reset_parameters()
+            module.init_weights()
 
 
 def test_it_says_what_it_is() -> None:

@@ -67,14 +67,14 @@ def test_device_and_dtype(make: Callable[..., Part]) -> None:
 
 
 @EVERY_PART
-def test_reset_parameters(make: Callable[..., Part]) -> None:
+def test_init_weights_replaces_all_parameters(make: Callable[..., Part]) -> None:
     part = make()
     means = [parameter.mean().item() for parameter in part.parameters()]
     for parameter in part.parameters():
         nn.init.constant_(parameter, float("nan"))
     for module in part.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        if hasattr(module, "init_weights"):
+            module.init_weights()
     for parameter, mean in zip(part.parameters(), means, strict=True):
         assert parameter.isfinite().all()
         assert (parameter == 1).all() or abs(parameter.mean().item() - mean) < 1

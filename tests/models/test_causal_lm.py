@@ -439,7 +439,7 @@ def test_built_on_meta_and_filled(device: str) -> None:
     assert out.logits.shape == (2, 10, VOCAB)
     model.to_empty(device=device)
     model.tie_weights()
-    model.reset_parameters()
+    model.init_weights()
     reference = llama(tie_word_embeddings=True).to(device)
     reference.load_state_dict(model.state_dict())
     tokens, _ = tokens_and_labels(2, 10, device)

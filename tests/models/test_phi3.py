@@ -50,4 +50,4 @@ def test_other_rotations_keep_their_caches() -> None:
     config = Phi3Config(vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
     cache = Phi3(config, device="meta").new_cache()
     cache.layers[0].length = 4096
-    assert cache.serves(1)
+    assert cache.is_valid_for(1)
