@@ -254,8 +254,10 @@ def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask 
     Values are checked on a CPU only; on a GPU the check would be a host sync.
     """
     if cache is not None or attention_mask is not None or len(x) != 1:
+        given = [name for name, value in (("attention_mask", attention_mask), ("cache", cache)) if value is not None]
         raise ValueError(
-            f"cu_seqlens: got it with batch size {len(x)}, attention_mask or a cache; expected batch size 1 and neither"
+            "cu_seqlens needs batch size 1, no attention_mask and no cache; got "
+            + " and ".join([f"batch size {len(x)}", *given])
         )
     is_vector = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and len(cu_seqlens) > 0
     if not is_vector or cu_seqlens.is_floating_point():

@@ -173,7 +173,7 @@ def test_length_counts_tokens_and_cross_attention_length_counts_states() -> None
 def test_cross_attention_without_states_fails() -> None:
     x, attention = torch.randn(1, 2, H), CrossAttention(H, 4)
     context = Context(x)
-    with pytest.raises(ValueError, match="context.cross_attention_inputs is None"):
+    with pytest.raises(ValueError, match=r"context\.cross_attention_inputs is None"):
         attention(x, context)
     context.cross_attention_inputs = CrossAttentionInputs()
     for cache in (None, LayerCache(), CrossAttentionLayerCache()):

@@ -189,5 +189,5 @@ def test_impossible_sizes(dim: int) -> None:
 
 @pytest.mark.parametrize("theta", [0, 1, -5.0, float("inf"), float("nan"), 10**400])
 def test_impossible_bases(theta: float) -> None:
-    with pytest.raises(ValueError, match="theta=.*; expected a number above 1"):
+    with pytest.raises(ValueError, match=r"theta=.*; expected a number above 1"):
         RotaryEmbedding(DIM, theta)

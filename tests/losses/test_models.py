@@ -164,7 +164,7 @@ def test_options() -> None:
     torch.testing.assert_close(taught, losses.Distillation().of_teacher(model, tiny(seed=5), input_ids, labels).loss)
     with pytest.raises(ValueError, match="DPO: give a reference model or ref_logps, not both"):
         losses.DPO().of(model, input_ids, labels, reference=model, ref_logps=torch.zeros(len(labels)))
-    with pytest.raises(ValueError, match="an objective needs labels, got None"):
+    with pytest.raises(ValueError, match="labels: got None with an objective"):
         losses.DPO().of(model, input_ids, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="DPO: ignore_index=-1; of a model's labels it is always -100"):
         losses.DPO(ignore_index=-1).of(model, input_ids, labels)

@@ -163,7 +163,7 @@ def test_the_values_of_inputs_are_looked_at_where_that_is_cheap_or_asked_for(mon
 def test_what_the_model_does_not_read(model: Llama, device: str, name: str) -> None:
     tokens, _ = tokens_and_labels(2, 10, device)
     for call in (model, lambda *ids, **options: model.generate(*ids, max_new_tokens=1, **options)):
-        with pytest.raises(LigerzooError, match=f"{name}: Llama does not read it; expected text alone"):
+        with pytest.raises(LigerzooError, match=f"{name}: not an input of Llama; expected text inputs only"):
             call(tokens, **{name: torch.zeros(2, 3)})
 
 
@@ -201,7 +201,7 @@ def test_embeddings_in_place_of_tokens(model: Llama, device: str) -> None:
     assert embeddings.grad is not None
     assert embeddings.grad.abs().sum(-1).gt(0).any()
     for wrong in ({}, {"input_ids": tokens, "inputs_embeds": embeddings}):
-        with pytest.raises(ValueError, match="give one of input_ids and inputs_embeds"):
+        with pytest.raises(ValueError, match="expected exactly one of input_ids and inputs_embeds; got"):
             model(**wrong)
 
 

@@ -384,29 +384,33 @@ def test_placeholders_without_images(model: Gemma3) -> None:
     )
     for call in (model.check_inputs, lambda ids: model.generate(ids, max_new_tokens=1)):
         with pytest.raises(
-            ValueError, match=r"input_ids: tokens that stand for images .* expected pixel_values with them"
+            ValueError, match=r"input_ids: placeholder tokens of images .* expected pixel_values as well"
         ):
             call(ids)
 
 
 def test_what_does_not_fit_together(model: Gemma3) -> None:
     p = prompt_for(model, PROMPTS["an image"])
-    with pytest.raises(ValueError, match="9 embeddings of images or videos; expected 8, one for each token there"):
+    with pytest.raises(ValueError, match="got 9 embeddings of images or videos; expected 8, the number of image"):
         model(p.ids.index_fill(1, torch.tensor([5], device=p.ids.device), 7), **p.images)
-    with pytest.raises(ValueError, match=r"pixel_values \(1, 3, 26, 25\); expected \(images, 3, 26, 26\)"):
+    with pytest.raises(ValueError, match=r"pixel_values has shape \(1, 3, 26, 25\); expected \(images, 3, 26, 26\)"):
         model(p.ids, pixel_values=torch.zeros(1, 3, 26, 25, device=p.ids.device))
-    with pytest.raises(ValueError, match="input_ids to tell their places"):
+    with pytest.raises(ValueError, match="got images with inputs_embeds; expected input_ids"):
         model(inputs_embeds=model.model.embed_tokens(p.ids), **p.images)
-    with pytest.raises(ValueError, match=r"token_type_ids \(1, 39\); expected \(1, 38\), one for each token"):
+    with pytest.raises(ValueError, match=r"token_type_ids has shape \(1, 39\); expected \(1, 38\), one per token"):
         model(p.ids, token_type_ids=F.pad(p.types, (1, 0)), **p.images)
 
 
 @pytest.mark.parametrize(
     "part, changes, named",
     [
-        ("", {"mm_tokens_per_image": 8}, "mm_tokens_per_image: .* got 8 tokens for 6 x 6 patches; expected the square"),
+        (
+            "",
+            {"mm_tokens_per_image": 8},
+            "mm_tokens_per_image: .* got 8 tokens for 6 x 6 patches; expected a perfect",
+        ),
         ("", {"mm_tokens_per_image": 16}, "got 16 tokens for 6 x 6 patches"),
-        ("", {"vision_config": None}, "got 9 tokens for 14 x 14 patches.* text alone.* model_type gemma3_text"),
+        ("", {"vision_config": None}, "got 9 tokens for 14 x 14 patches.* text-only .* model_type gemma3_text"),
         ("", {"vision_config": "large"}, "vision_config: not an object"),
         ("", {"text_config": 5}, "text_config: not an object"),
         ("", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),

@@ -17,7 +17,7 @@ from transformers.vision_utils import get_vision_window_index
 from ligerzoo.convert.qwen2_5_vl import config_from_hf
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context
-from ligerzoo.layers.vision import patch_places, window_order
+from ligerzoo.layers.vision import patch_positions, window_order
 from ligerzoo.models import Qwen2_5VL
 from tests.models.comparing import assert_close
 from tests.models.prompts import Prompt, Row, prompt, video
@@ -55,10 +55,10 @@ def frames_of(grid: Tensor) -> Tensor:
 def test_windows(grid: Tensor, side: int) -> None:
     """Of tokens in transformers, and here of their patches."""
     expected, bounds = get_vision_window_index(grid, spatial_merge_size=M, window_size=side * M * 14, patch_size=14)
-    begins, places = patch_places(grid, int(grid.prod(1).sum()), M)
-    assert begins.nonzero()[:, 0].tolist() == F.pad(frames_of(grid).cumsum(0), (1, -1)).tolist()
-    order, begins = window_order(begins, places, side * M)
-    sizes = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(order)).diff()
+    is_first, positions = patch_positions(grid, int(grid.prod(1).sum()), M)
+    assert is_first.nonzero()[:, 0].tolist() == F.pad(frames_of(grid).cumsum(0), (1, -1)).tolist()
+    order, is_first = window_order(is_first, positions, side * M)
+    sizes = F.pad(is_first.nonzero()[:, 0], (0, 1), value=len(order)).diff()
     assert order.tolist() == [M * M * token + i for token in expected.tolist() for i in range(M * M)]
     assert sizes.tolist() == bounds.diff().tolist()
 
@@ -142,10 +142,10 @@ def test_positions_in_time_go_by_seconds(
     p = prompt([row], VISION)
     p = Prompt(p.ids.to(device), p.mask.to(device), {name: tensor.to(device) for name, tensor in p.vision.items()})
     seconds = [seconds for _, seconds in videos]
-    told = [seconds, torch.tensor(seconds), None][kind]
+    given = [seconds, torch.tensor(seconds), None][kind]
     grid = p.vision["video_grid_thw"]
-    expected, _ = theirs.get_rope_index(p.ids, p.types, video_grid_thw=grid, second_per_grid_ts=told)
-    assert torch.equal(positions(ours, p, told), expected)
+    expected, _ = theirs.get_rope_index(p.ids, p.types, video_grid_thw=grid, second_per_grid_ts=given)
+    assert torch.equal(positions(ours, p, given), expected)
 
 
 def test_seconds_of_every_video(models: tuple[Qwen2_5VL, Any]) -> None:
