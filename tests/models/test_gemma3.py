@@ -161,8 +161,7 @@ def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path
 
 @torch.no_grad()
 def test_image_mask_from_ids_or_token_types(model: Gemma3) -> None:
-    """Or by types, where embeddings are given, or where one wants it otherwise: causal throughout, as transformers is
-    without them."""
+    """`token_type_ids` of 0 make image tokens causal, as in transformers without `token_type_ids`."""
     p = prompt_for(model, PROMPTS["a padded batch"])
     logits = model(p.ids, p.mask, **p.images).logits
     assert torch.equal(model(p.ids, p.mask, token_type_ids=p.types, **p.images).logits, logits)
@@ -195,18 +194,18 @@ def test_image_affects_only_visible_tokens(model: Gemma3) -> None:
 def test_conversation_with_a_cache(model: Gemma3) -> None:
     """Chunks, with a new image in a later one, a row without images, and padding: as in one forward."""
     rows: list[list[Row]] = [[[4, "image", 3], [9]], [[3], [3]], [[2, "image", 4], ["image", 2]], [[1], [1]]]
-    turns = [prompt_for(model, turn) for turn in rows]
-    ids, mask = (torch.cat([getattr(turn, name) for turn in turns], 1) for name in ("ids", "mask"))
-    first, _, *others = turns
+    chunks = [prompt_for(model, chunk) for chunk in rows]
+    ids, mask = (torch.cat([getattr(chunk, name) for chunk in chunks], 1) for name in ("ids", "mask"))
+    first, _, *others = chunks
     # All images in order: by row, then by chunk.
-    pixels = torch.cat([*(turn.pixels[:1] for turn in (first, others[0]) if turn.pixels is not None),
+    pixels = torch.cat([*(chunk.pixels[:1] for chunk in (first, others[0]) if chunk.pixels is not None),
                         *(chunk.pixels[1:] for chunk in others if chunk.pixels is not None)])  # fmt: skip
     whole = model(ids, mask, pixel_values=pixels).logits
     for cache in (model.new_cache(), model.new_cache(capacity=64)):
         end, pieces = 0, []
-        for turn in turns:
-            end += turn.ids.shape[1]
-            pieces.append(model(turn.ids, mask[:, :end], past_key_values=cache, **turn.images).logits)
+        for chunk in chunks:
+            end += chunk.ids.shape[1]
+            pieces.append(model(chunk.ids, mask[:, :end], past_key_values=cache, **chunk.images).logits)
         assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], "logits from a cache")
 
 

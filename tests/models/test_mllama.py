@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision against transformers: every tiny checkpoint on text, images in several tilings and padded batches."""
+"""Llama 3.2 Vision against transformers: every tiny checkpoint on text, tiled images and padded batches."""
 
 import json
 import math
@@ -224,8 +224,8 @@ def test_cross_attention_states_replace_pixels(pair: tuple[Mllama, PreTrainedMod
 def test_conversation_with_a_cache(pair: tuple[Mllama, PreTrainedModel], capacity: int | None) -> None:
     """As in transformers, a new image is appended to those in the cache; earlier tokens do not attend to it."""
     ours, theirs = pair
-    turns: list[list[Row]] = [[[4, (1, 2), 3], [8]], [[3], [3]], [[2, (2, 1), 4], [3, (1, 1), 3]]]
-    first, second, third = (prompt_for(ours, turn) for turn in turns)
+    chunks: list[list[Row]] = [[[4, (1, 2), 3], [8]], [[3], [3]], [[2, (2, 1), 4], [3, (1, 1), 3]]]
+    first, second, third = (prompt_for(ours, chunk) for chunk in chunks)
     before = first.vision["cross_attention_mask"]
     before = torch.cat([before, before[:, -1:].expand(-1, 3, -1, -1)], 1)
     after = torch.cat([before[:, -1:].expand(-1, 7, -1, -1), third.vision["cross_attention_mask"]], 2)

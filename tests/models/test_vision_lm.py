@@ -286,8 +286,11 @@ def test_under_another_default_device(model: VisionLM) -> None:
 
 @torch.no_grad()
 def test_conversation_with_a_cache(model: VisionLM) -> None:
-    """Chunks give the same as one forward. The first ends with a video of more frames than rows and columns, a later one
-    has a new image, and one row has padding and no image."""
+    """Chunks give the same as one forward.
+
+    The first ends with a video of more frames than rows and columns, a later one has a new image, and one row has
+    padding and no image.
+    """
     rows: list[list[Row]] = [
         [[4, image(2, 3), 3, video(7, 1, 1)], [9]],
         [[3], [3]],
