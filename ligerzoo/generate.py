@@ -223,7 +223,7 @@ class _Sequences:
 
         Recomputes all tokens without a cache, or if the cache cannot serve another token.
         """
-        if not self._use_cache or (self._cache is not None and not self._cache.serves(1)):
+        if not self._use_cache or (self._cache is not None and not self._cache.is_valid_for(1)):
             self._cache = None
             return self._forward(self._tokens[:, : self._end], self._inputs)
         return self._forward(self._newest, {})

@@ -26,7 +26,7 @@ ARROWS = {
     "text": ("errors files", "hub"),
     "vision": ("errors files text", "hub"),
     "kernels": ("", ""),
-    "layers": ("errors kernels", ""),
+    "layers": ("kernels", ""),
     "losses": ("kernels", ""),
     "parallel": ("kernels", ""),
     "models": ("errors kernels layers", "generate hub"),

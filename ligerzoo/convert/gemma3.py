@@ -88,6 +88,10 @@ ARCHITECTURE = Architecture(
                         Rename("layer_norm2", "post_attention_layernorm"),
                     ),
                 ),
+                Under(
+                    "multi_modal_projector.",
+                    (Rename("mm_soft_emb_norm", "norm"), Rename("mm_input_projection_weight", "projection")),
+                ),
             )
         ),
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_told, object_entry, refuse, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import Layout
+from ligerzoo.convert.weights import Layout, Rename, Under
 from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
 
 
@@ -51,6 +51,11 @@ def config_to_hf(config: MllamaConfig) -> dict[str, Any]:
     }
 
 
+_RULES = (
+    Under("model.", (Rename("cross_attn_attn_gate", "attn_gate"), Rename("cross_attn_mlp_gate", "mlp_gate"))),
+    Under("vision_model.", (Rename("gate_attn", "attn_gate"), Rename("gate_ffn", "mlp_gate"))),
+)
+
 ARCHITECTURE = Architecture(
     model_type="mllama",
     hf_class="MllamaForConditionalGeneration",
@@ -58,13 +63,14 @@ ARCHITECTURE = Architecture(
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     layouts=(
-        Layout(prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))),
+        Layout(_RULES, prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))),
         Layout(
+            _RULES,
             prefixes=(
                 ("model.", "model.language_model."),
                 ("vision_model.", "model.vision_model."),
                 ("multi_modal_projector.", "model.multi_modal_projector."),
-            )
+            ),
         ),
     ),
     prefixes={},

@@ -114,6 +114,7 @@ LAYOUTS = (
                     Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                     Rename("attn.proj", "self_attn.o_proj"),
                     Rename("norm2", "post_attention_layernorm"),
+                    Rename("merger.ln_q", "merger.norm"),
                     Rename("merger.mlp.0", "merger.mlp.fc1"),
                     Rename("merger.mlp.2", "merger.mlp.fc2"),
                 ),

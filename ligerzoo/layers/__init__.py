@@ -1,4 +1,4 @@
-"""The parts to compose a transformer from: plain numbers in, `nn.Module`s out."""
+"""Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
 from ligerzoo.layers.attention import Attention, attend
 from ligerzoo.layers.backend import set_backend
@@ -8,9 +8,10 @@ from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
-from ligerzoo.layers.embedding import ScaledEmbedding
+from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
+from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
@@ -24,7 +25,7 @@ from ligerzoo.layers.vision import (
     VisionTower,
     WindowedVisionTower,
     grid_positions,
-    put_rows,
+    scatter_embeddings,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "CrossAttentionInputs",
     "CrossAttentionLayerCache",
     "Decoder",
+    "Embedding",
     "Experts",
     "GatedMLP",
     "GatedPreNormBlock",
@@ -49,6 +51,7 @@ __all__ = [
     "LMHead",
     "LayerCache",
     "LayerNorm",
+    "Linear",
     "Mask",
     "MoE",
     "PatchEmbedding",
@@ -75,7 +78,7 @@ __all__ = [
     "attend",
     "grid_positions",
     "load_balancing_loss",
-    "put_rows",
+    "scatter_embeddings",
     "sectioned",
     "set_backend",
     "shifted_labels",

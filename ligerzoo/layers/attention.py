@@ -17,13 +17,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligerzoo.kernels import rope
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
-from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.masks import AttentionMask, added
+from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.masks import AttentionMask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
-# Asked for by name: which one a plain call gets differs between versions of torch, and cuDNN's is 1.7 times as fast on
-# Hopper.
+# Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
 _FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -32,7 +32,7 @@ _FASTEST_FIRST = [
 ]
 
 _MAX_SCORES = 1024 * 1024
-"""The largest T * S whose mask, or scores, are made as a matrix on a GPU."""
+"""Largest T * S for which a GPU materializes the mask or the scores as a matrix."""
 
 
 def reference(
@@ -44,7 +44,7 @@ def reference(
     softcap: float | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """`attend` in plain torch, with a mask to be added: scores in the inputs' dtype, softmax in fp32."""
+    """`attend` in plain torch, with an additive mask: scores in the dtype of the inputs, softmax in fp32."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -70,17 +70,17 @@ def attend(
     softcap: float | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """softmax(cap(q k^T * scale) + mask) v, with cap(s) = softcap * tanh(s / softcap) if there is a softcap.
+    """Computes softmax(cap(q k^T * scale) + mask) v, with cap(s) = softcap * tanh(s / softcap) or the identity.
 
     Args:
         q: (B, T, N, D).
-        k: (B, S, K, D) with K a divisor of N: key head j serves query heads j*N/K to (j+1)*N/K - 1.
+        k: (B, S, K, D), K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
         v: (B, S, K, D).
-        mask: what each query sees; or (B or 1, 1, T, S), boolean (True: visible) or to be added to the scores. None:
-            T = S, or one new token (T = 1) that sees all.
-        scale: D^-0.5 when None.
-        softcap: the bound of the scores (Gemma Team 2024, section 2); None for none.
-        is_causal: without a mask, a query sees the keys up to its own, or all.
+        mask: an `AttentionMask`, or (B or 1, 1, T, S): boolean (True: visible), or added to the scores. None requires
+            T = S, or a single query (T = 1), which attends to all keys.
+        scale: factor of the scores; None for D^-0.5.
+        softcap: soft cap of the scores (Gemma Team 2024, section 2); None for no cap.
+        is_causal: without a mask, a query attends to the keys up to its own; False: to all keys.
 
     Returns:
         (B, T, N, D).
@@ -90,16 +90,16 @@ def attend(
     if isinstance(mask, AttentionMask) and not on_cpu and not is_short and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
     if isinstance(mask, AttentionMask):
-        mask = mask.added(q.dtype)
+        mask = mask.additive(q.dtype)
     elif mask is not None:
-        mask = added(mask, q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
-    # On a CPU torch's fused kernel is good for fp32 without padding alone: in half precision it ends up to 5 ulps of a
-    # logit away from the plain steps, and it gives rows that see nothing gradients many times too large.
-    is_plain_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
-    if softcap is not None or (on_cpu and not is_plain_on_cpu):
+        mask = additive_mask(mask, q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
+    # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
+    # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
+    is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
+    if softcap is not None or (on_cpu and not is_accurate_on_cpu):
         return reference(q, k, v, mask, scale, softcap, is_causal)
     is_causal = is_causal and mask is None
-    if tokens == 1:  # branched on, because torch.compile would leave a comparison of the length symbolic
+    if tokens == 1:  # an `if`, since torch.compile would leave a comparison of the length symbolic
         is_causal = False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if q.is_cuda else nullcontext():
@@ -114,7 +114,7 @@ def _flex_attention(
 ) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out: Tensor = _compiled_flex_attention()(
-        q, k, v, _softcapped(softcap), mask.blocks(), scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, _softcapped(softcap), mask.block_mask(), scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2)
 
@@ -126,7 +126,7 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-@cached  # the same function for the same cap, so that it is compiled once
+@cached  # one function per cap, so that it is compiled once
 def _softcapped(softcap: float | None) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
@@ -139,21 +139,22 @@ class Attention(nn.Module):
     Args:
         hidden_size: H.
         num_heads: N.
-        num_kv_heads: K, a divisor of N; N when None.
-        head_dim: D; H / N when None.
-        rotary: turns queries and keys by their positions; None for no positions.
-        q_norm: applied to the queries (B, T, N, D) before they are turned; None for none.
-        k_norm: applied to the keys (B, T, K, D) likewise.
-        window: how many tokens a token sees, itself included; None for all.
-        scale: multiplies the scores; D^-0.5 when None.
+        num_kv_heads: K, a divisor of N; None for N.
+        head_dim: D; None for H / N.
+        rotary: rotary embedding of queries and keys; None for no positions.
+        q_norm: applied to the queries (B, T, N, D) before rotation; None for no norm.
+        k_norm: applied to the keys (B, T, K, D) before rotation; None for no norm.
+        window: tokens that a token attends to, including itself; None for full attention.
+        scale: factor of the scores; None for D^-0.5.
         softcap: see `attend`.
-        is_causal: no token sees one after it.
-        qkv_bias: biases on the projections to queries, keys and values.
-        output_bias: a bias on the output projection.
-        backend: of the rotation: "auto" (Triton where it can), "triton" or "torch" (the reference).
+        is_causal: mask later tokens.
+        qkv_bias: add biases to the query, key and value projections.
+        output_bias: add a bias to the output projection.
+        backend: of the rotation: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Raises:
-        ValueError: the numbers make no attention.
+        ValueError: N is not a multiple of K, H is not a multiple of N and `head_dim` is None, `window` or `softcap` is
+            not positive, or `backend` is unknown.
     """
 
     def __init__(
@@ -182,32 +183,29 @@ class Attention(nn.Module):
         self.window, self.scale, self.softcap, self.is_causal = window, scale, softcap, is_causal
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
-            raise ValueError(f"Attention: {num_heads} query heads cannot share {num_kv_heads} key-value heads evenly")
+            raise ValueError(f"Attention: num_heads={num_heads}; expected a multiple of num_kv_heads={num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"Attention: {hidden_size} features are no {num_heads} heads of a size; give head_dim")
+            raise ValueError(
+                f"Attention: hidden_size={hidden_size}; expected a multiple of num_heads={num_heads}, or head_dim"
+            )
         if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
             raise ValueError(
-                f"Attention: window={window} and softcap={softcap}; expected at least 1 and above 0, or None"
+                f"Attention: window={window}, softcap={softcap}; expected window >= 1 and softcap > 0, or None"
             )
         q_size, kv_size = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, q_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
-        self.o_proj = nn.Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
+        self.q_proj = Linear(hidden_size, q_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.k_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.v_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
+        self.o_proj = Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
-
-    def reset_parameters(self) -> None:
-        """Initializes the four projections anew."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            projection.reset_parameters()
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).
 
         Args:
             x: the hidden states of T new tokens.
-            context: where they stand.
-            cache: what came before; it takes up the new keys and values.
+            context: positions and mask of these tokens.
+            cache: keys and values of earlier tokens; the new ones are appended.
         """
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -224,13 +222,19 @@ class Attention(nn.Module):
             window=self.window,
             is_causal=self.is_causal,
             cache=cache,
-            even_if_plain=self.softcap is not None,  # no other fused kernel has softcaps
+            force=self.softcap is not None,  # only FlexAttention fuses soft caps, and it needs a mask
         )
         out = attend(q, k, v, mask, self.scale, self.softcap, self.is_causal)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
+    def new_cache(self, capacity: int | None = None) -> LayerCache:
+        """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""
+        if capacity is None and self.window is not None:
+            return RollingLayerCache(self.window)
+        return LayerCache() if capacity is None else StaticLayerCache(capacity)
+
     def apply_rotary(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Queries and keys, given their positions."""
+        """Returns queries (B, T, N, D) and keys (B, T, K, D), rotated by their positions."""
         if self.rotary is None:
             return q, k
         rotation = context.rotation(self.rotary, q.dtype)

@@ -1,7 +1,7 @@
-"""Residual blocks: how attention and feed-forward are put around the residual stream. A residual pattern is a class.
+"""Residual blocks of attention and MLP. Each residual pattern is a class.
 
-All are called as `block(x, context, cache)`, x: (B, T, H) -> (B, T, H), and call `self_attn(x, context, cache)`, as
-`Attention` is called, and `mlp(x, context)`, as `GatedMLP` and `MoE` are.
+Blocks are called as `block(x, context, cache)`, x: (B, T, H) -> (B, T, H). They call `self_attn(x, context, cache)`,
+such as `Attention`, and `mlp(x, context)`, such as `GatedMLP` or `MoE`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.cache import LayerCache, new_layer_cache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.norm import add_and_normalize
 
 
-class PreNormBlock(nn.Module):
-    """Each branch reads a normalized copy of the residual stream and adds to the stream itself (Xiong et al. 2020,
-    pre-LN).
+class ResidualBlock(nn.Module):
+    """Base class of blocks with self-attention.
+
+    Attributes:
+        self_attn: the attention.
+    """
+
+    self_attn: nn.Module
+
+    def new_cache(self, capacity: int | None = None) -> LayerCache:
+        """Returns an empty cache of the attention."""
+        return new_layer_cache(self.self_attn, capacity)
+
+
+class PreNormBlock(ResidualBlock):
+    """Pre-norm block (Xiong et al. 2020): `x += attention(norm(x)); x += mlp(norm(x))`.
 
     Args:
-        input_layernorm: before the attention.
+        input_layernorm: norm before attention.
         self_attn: the attention.
-        post_attention_layernorm: before the feed-forward.
-        mlp: the feed-forward.
+        post_attention_layernorm: norm before the MLP.
+        mlp: the MLP.
     """
 
     def __init__(
@@ -41,11 +55,11 @@ class PreNormBlock(nn.Module):
 
 
 class ScaledPreNormBlock(PreNormBlock):
-    """A pre-norm block whose branches are scaled before they are added (Granite; Yang et al. 2022, muP).
+    """Pre-norm block whose branches are multiplied by a constant (Granite; muP, Yang et al. 2022).
 
     Args:
-        multiplier: what the outputs of both branches are multiplied by.
-        parts: those of `PreNormBlock`.
+        multiplier: factor of the outputs of both branches.
+        parts: arguments of `PreNormBlock`.
     """
 
     def __init__(self, multiplier: float, *parts: nn.Module) -> None:
@@ -59,39 +73,39 @@ class ScaledPreNormBlock(PreNormBlock):
 
 
 class GatedPreNormBlock(PreNormBlock):
-    """A pre-norm block each branch of which is scaled by the tanh of a learned number (Llama 3.2 Vision).
+    """Pre-norm block whose branches are multiplied by the tanh of a learned gate each (Llama 3.2 Vision).
 
     Args:
-        parts: those of `PreNormBlock`.
+        parts: arguments of `PreNormBlock`.
     """
 
     def __init__(
         self, *parts: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(*parts)
-        self.gate_attn = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.gate_ffn = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.attn_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.mlp_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the gates from N(0, std^2)."""
-        nn.init.normal_(self.gate_attn, std=std)
-        nn.init.normal_(self.gate_ffn, std=std)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the gates from N(0, std^2)."""
+        nn.init.normal_(self.attn_gate, std=std)
+        nn.init.normal_(self.mlp_gate, std=std)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        attended = self.gate_attn.tanh() * self.self_attn(self.input_layernorm(x), context, cache)
+        attended = self.attn_gate.tanh() * self.self_attn(self.input_layernorm(x), context, cache)
         normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
-        return x + self.gate_ffn.tanh() * self.mlp(normalized, context)  # type: ignore[no-any-return]
+        return x + self.mlp_gate.tanh() * self.mlp(normalized, context)  # type: ignore[no-any-return]
 
 
-class PostNormBlock(nn.Module):
-    """Each branch reads the residual stream as it is, and is normalized before it is added (OLMo 2; Liu et al. 2022).
+class PostNormBlock(ResidualBlock):
+    """Block with norms after the branches (OLMo 2; Liu et al. 2022): `x += norm(attention(x)); x += norm(mlp(x))`.
 
     Args:
         self_attn: the attention.
-        post_attention_layernorm: after the attention.
-        mlp: the feed-forward.
-        post_feedforward_layernorm: after the feed-forward.
+        post_attention_layernorm: norm after attention.
+        mlp: the MLP.
+        post_feedforward_layernorm: norm after the MLP.
     """
 
     def __init__(
@@ -109,16 +123,16 @@ class PostNormBlock(nn.Module):
         return x + self.post_feedforward_layernorm(self.mlp(x, context))  # type: ignore[no-any-return]
 
 
-class SandwichBlock(nn.Module):
-    """Each branch is normalized before and after (Ding et al. 2021, section 2.4; Gemma 2 and 3, GLM-4).
+class SandwichBlock(ResidualBlock):
+    """Block with norms before and after each branch (Ding et al. 2021, section 2.4; Gemma 2 and 3, GLM-4).
 
     Args:
-        input_layernorm: before the attention.
+        input_layernorm: norm before attention.
         self_attn: the attention.
-        post_attention_layernorm: after the attention.
-        pre_feedforward_layernorm: before the feed-forward.
-        mlp: the feed-forward.
-        post_feedforward_layernorm: after the feed-forward.
+        post_attention_layernorm: norm after attention.
+        pre_feedforward_layernorm: norm before the MLP.
+        mlp: the MLP.
+        post_feedforward_layernorm: norm after the MLP.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Key-value caches: what attention keeps of the tokens it has already seen.
+"""Key-value caches: keys and values of earlier tokens, which attention reads again.
 
-They are written in place, so nothing can be differentiated through what was cached: a cache is for inference.
+Caches are updated in place, so autograd cannot differentiate through them: a cache is for inference.
 
-Shapes: B batch, T new tokens, S tokens handed to attention, K key-value heads, D head size.
+Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class LayerCache:
-    """The keys and values of one attention layer, growing: room is doubled when it runs out, so that appending costs
-    O(1) a token.
+    """Growing cache of one attention layer. Its buffers double when they are full: appending is O(1) per token.
 
     Attributes:
-        length: the number of tokens seen (those of padding included).
-        offset: the place among them of the first key that `append` returned last.
-        capacity: the most tokens it can hold; None for any number.
-        has_unwritten: whether `append` may also return room for tokens to come, behind those seen.
+        length: number of tokens appended so far, padding included.
+        offset: sequence index of the first key that `append` last returned.
+        capacity: maximum number of tokens; None for no limit.
+        has_unwritten: whether `append` may also return slots of future tokens, which attention must mask.
     """
 
     capacity: int | None = None
@@ -34,31 +33,37 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """(T,) int64: the places that the next T tokens will have."""
+        """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
         return torch.arange(self.length, self.length + tokens, device=device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens, each (B, T, K, D), and returns those to attend to, (B, S, K, D) each.
+        """Appends keys and values of new tokens, and returns those to attend to.
+
+        Args:
+            keys: (B, T, K, D).
+            values: (B, T, K, D).
+
+        Returns:
+            Keys and values, (B, S, K, D) each.
 
         Raises:
-            ValueError: the cache holds another batch than B rows, or has no room for so many tokens.
+            ValueError: the batch size differs from the cache's, or the capacity is exceeded.
         """
         self._check_batch(keys)
         start, self.length = self.length, self.length + keys.shape[1]
-        self._keys, self._values = _grown(self._keys, keys, start), _grown(self._values, values, start)
-        return _part(self._keys, 0, self.length), _part(self._values, 0, self.length)
+        self._keys, self._values = _append(self._keys, keys, start), _append(self._values, values, start)
+        return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
 
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is not None and len(self._keys) != len(keys):
-            raise ValueError(f"the cache holds {len(self._keys)} rows, and {len(keys)} are to be added")
+            raise ValueError(f"{type(self).__name__}: got keys of batch size {len(keys)}; expected {len(self._keys)}")
 
 
 class RollingLayerCache(LayerCache):
-    """Of a layer with a sliding window: keeps no more than the tokens that the next one sees, in room for twice as
-    many.
+    """Cache of a sliding-window layer. Holds at most 2 * `window` tokens.
 
     Args:
-        window: how many tokens a token sees, itself included.
+        window: tokens that a token attends to, including itself.
     """
 
     def __init__(self, window: int) -> None:
@@ -67,43 +72,46 @@ class RollingLayerCache(LayerCache):
         self._held = 0  # tokens in the buffers
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.append`; what is returned are the new tokens, and up to `window - 1` before them."""
+        """See `LayerCache.append`. Returns the new tokens and up to `window - 1` tokens before them."""
         self._check_batch(keys)
         kept = min(self._held, self.window - 1)
         start, end = self._held - kept, self._held + keys.shape[1]
         self.offset, self.length = self.length - kept, self.length + keys.shape[1]
         if self._keys is None or self._values is None or end > self._keys.shape[2]:
             if self._keys is not None and self._values is not None:
-                keys = torch.cat([_part(self._keys, start, self._held), keys], 1)
-                values = torch.cat([_part(self._values, start, self._held), values], 1)
+                keys = torch.cat([_slice(self._keys, start, self._held), keys], 1)
+                values = torch.cat([_slice(self._values, start, self._held), values], 1)
             self._held = min(keys.shape[1], self.window - 1)
-            self._keys, self._values = (_last(x, self._held, 2 * self.window) for x in (keys, values))
+            self._keys, self._values = (_new_buffer(x, self._held, 2 * self.window) for x in (keys, values))
             return keys, values
-        self._keys, self._values = _grown(self._keys, keys, self._held), _grown(self._values, values, self._held)
+        self._keys, self._values = _append(self._keys, keys, self._held), _append(self._values, values, self._held)
         self._held = end
-        return _part(self._keys, start, end), _part(self._values, start, end)
+        return _slice(self._keys, start, end), _slice(self._values, start, end)
 
 
 class CrossAttentionLayerCache(LayerCache):
-    """Of a cross-attention layer: the keys and values of a memory, such as images, projected once. They are no tokens
-    of the text, and their number does not count as its length."""
+    """Cache of a cross-attention layer: projected keys and values of states that are not tokens, such as images.
 
-    def held(self) -> tuple[Tensor, Tensor]:
-        """The keys and values to attend to, (B, S, K, D) each, of which there are some."""
+    These states do not count towards the length of the sequence.
+    """
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Returns all cached keys and values, (B, S, K, D) each. The cache must not be empty."""
         assert self._keys is not None
         assert self._values is not None
-        return _part(self._keys, 0, self.length), _part(self._values, 0, self.length)
+        return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
 
 
 class StaticLayerCache(LayerCache):
-    """Of a fixed size: the same memory and the same shapes at every step that adds one token, and its place a number on
-    the device, so that such steps can be captured in a CUDA graph.
+    """Cache of fixed size, for decode steps that are captured in a CUDA graph.
+
+    Its buffers are allocated once, decode steps have constant shapes, and the write position is a tensor on the device.
 
     Args:
-        capacity: the most tokens it holds.
+        capacity: maximum number of tokens.
 
     Raises:
-        ValueError: the capacity is less than 1.
+        ValueError: `capacity` is less than 1.
     """
 
     has_unwritten = True
@@ -111,7 +119,7 @@ class StaticLayerCache(LayerCache):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         if capacity < 1:
-            raise ValueError(f"a cache for {capacity} tokens; expected at least 1")
+            raise ValueError(f"StaticLayerCache: capacity={capacity}; expected at least 1")
         self.capacity: int = capacity
         self._end: Tensor | None = None  # 0-d: `length` as a replayed graph counts it
 
@@ -122,12 +130,13 @@ class StaticLayerCache(LayerCache):
         return self._end + torch.arange(tokens, device=device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.append`; one token gets all the room there is, several get what has been written to."""
+        """See `LayerCache.append`. Returns the whole buffers for a single token, else the slots written so far."""
         self._check_batch(keys)
         tokens = keys.shape[1]
         if self.length + tokens > self.capacity:
             raise ValueError(
-                f"the cache has room for {self.capacity} tokens and holds {self.length}; {tokens} more do not fit"
+                f"StaticLayerCache: cannot append {tokens} tokens to the {self.length} in the cache; "
+                f"expected at most {self.capacity} in all, the capacity"
             )
         if self._keys is None or self._values is None:
             self._keys, self._values = (
@@ -140,12 +149,25 @@ class StaticLayerCache(LayerCache):
         self._end += tokens
         self.length += tokens
         end = self.capacity if tokens == 1 else self.length
-        return _part(self._keys, 0, end), _part(self._values, 0, end)
+        return _slice(self._keys, 0, end), _slice(self._values, 0, end)
 
 
-def _grown(buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
-    """`new` at place `start` of the buffer (B, K, capacity, D), which is made, or made anew twice as large, when it is
-    too small."""
+def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
+    """Returns `layer.new_cache(capacity)`, or a cache of all tokens if the layer has no such method.
+
+    A cache of all tokens is correct for every kind of self-attention, and unused by a layer without attention.
+
+    Args:
+        layer: a block or attention.
+        capacity: maximum number of tokens, for a cache of fixed size; None for a growing or rolling cache.
+    """
+    if hasattr(layer, "new_cache"):
+        return layer.new_cache(capacity)  # type: ignore[operator, no-any-return]
+    return LayerCache() if capacity is None else StaticLayerCache(capacity)
+
+
+def _append(buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
+    """Writes `new`, (B, T, K, D), to the buffer (B, K, capacity, D) at index `start`. Returns it, or a larger copy."""
     new = new.transpose(1, 2)
     batch, heads, tokens, dim = new.shape
     end = start + tokens
@@ -158,64 +180,73 @@ def _grown(buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
     return buffer
 
 
-def _last(x: Tensor, count: int, capacity: int) -> Tensor:
-    """A buffer (B, K, capacity, D) that begins with the last `count` tokens of x (B, T, K, D)."""
+def _new_buffer(x: Tensor, count: int, capacity: int) -> Tensor:
+    """Returns a buffer (B, K, capacity, D) that starts with the last `count` tokens of x, (B, T, K, D)."""
     buffer = x.new_empty(x.shape[0], x.shape[2], capacity, x.shape[3])
     buffer[:, :, :count] = x[:, x.shape[1] - count :].transpose(1, 2)
     return buffer
 
 
-def _part(buffer: Tensor, start: int, end: int) -> Tensor:
+def _slice(buffer: Tensor, start: int, end: int) -> Tensor:
     """(B, K, capacity, D) -> (B, end - start, K, D)."""
     return buffer[:, :, start:end].transpose(1, 2)
 
 
 class KVCache:
-    """The caches of a decoder's layers.
+    """The caches of all layers of a decoder.
 
     Args:
-        layers: one for each attention layer, of any kinds. `Decoder.new_cache` makes those that fit.
+        layers: one per layer, of any classes. `Decoder.new_cache` chooses them by layer.
 
     Attributes:
-        useful_until: the length of a text up to which its keys are rotated as they were cached, and beyond which they
-            are rotated otherwise (LongRoPE); None where keys stay as they are.
-        position_offset: (B or 1, 1) int64, by how much the positions of tokens to come differ from their places in the
-            text, of which images take up more than they take up positions (M-RoPE); None for not at all.
-        last_image_mask: (B, 1, images, tiles) bool, what the last token sees of the images in the memory; None for all.
+        max_valid_length: sequence length up to which cached keys stay valid, since longer sequences use other rotary
+            frequencies (LongRoPE); None for no limit.
+        position_offset: (B or 1, 1) int64, position ids of future tokens minus their sequence indices (M-RoPE, where
+            images span fewer positions than tokens); None for 0.
+        last_image_mask: (B, 1, images, tiles) bool, the cross-attention mask of the last token; None for all images.
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
-        self.useful_until: int | None = None
+        self.max_valid_length: int | None = None
         self.position_offset: Tensor | None = None
         self.last_image_mask: Tensor | None = None
-        self._of_text = next((layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)), None)
-        self._of_memory = next((layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)), None)
+        self._self_attention = [layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)]
+        self._cross_attention = [layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)]
 
-    def serves(self, tokens: int) -> bool:
-        """Whether what it holds is of use to so many more tokens; if not, all are to be read anew, with a new cache."""
-        until = self.useful_until
-        return until is None or not 0 < self.length <= until < self.length + tokens
+    def is_valid_for(self, tokens: int) -> bool:
+        """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""
+        limit = self.max_valid_length
+        return limit is None or not 0 < self.length <= limit < self.length + tokens
+
+    @property
+    def _counter(self) -> LayerCache | None:
+        """The layer that counts tokens: the first with any, since a layer without attention appends none."""
+        for layer in self._self_attention:
+            if layer.length > 0:
+                return layer
+        return self._self_attention[0] if self._self_attention else None
 
     @property
     def length(self) -> int:
-        """The number of tokens the cache has seen (those of padding included)."""
-        return self._of_text.length if self._of_text else 0
+        """Number of tokens in the cache, padding included."""
+        return counter.length if (counter := self._counter) else 0
 
     @property
     def cross_attention_length(self) -> int:
-        """The number of states that each cross-attention layer holds keys and values of."""
-        return self._of_memory.length if self._of_memory else 0
+        """Number of states in the cache of each cross-attention layer."""
+        return self._cross_attention[0].length if self._cross_attention else 0
 
     @property
     def capacity(self) -> int | None:
-        """The most tokens the cache can hold; None for any number."""
-        return self._of_text.capacity if self._of_text else None
+        """Maximum number of tokens; None for no limit."""
+        return counter.capacity if (counter := self._counter) else None
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """(T,) int64: the places that the next T tokens will have."""
-        return self._of_text.positions(tokens, device) if self._of_text else torch.arange(tokens, device=device)
+        """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
+        counter = self._counter
+        return torch.arange(tokens, device=device) if counter is None else counter.positions(tokens, device)
 
     def get_seq_length(self) -> int:
-        """`length`, under the name that Hugging Face's caches have for it."""
+        """Returns `length`; the name that Hugging Face's caches use."""
         return self.length

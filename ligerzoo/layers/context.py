@@ -1,6 +1,6 @@
-"""What all layers of one forward share: where the tokens stand, what they may see, and the rotations made of that.
+"""What all layers of one forward share: positions, masks and rotary angles of the tokens.
 
-Shapes: B batch, T tokens in the call, S keys that attention is handed (cached and new), R rotated features of a head.
+Shapes: B batch, T tokens in the call, S keys that attention receives (cached and new), R rotated features of a head.
 """
 
 from __future__ import annotations
@@ -30,41 +30,47 @@ _ATTRIBUTES = (
     "cross_attention_inputs",
     "position_ids",
     "router_logits",
-    "_ready",
+    "_full_mask",
     "cache_position",
-    "_end",
+    "_packed_end",
     "_rotations",
     "_masks",
 )
-"""All that a context has."""
+"""All attributes of a context."""
 
 
 class Context:
-    """Made once a forward; rotations and masks are made when the first layer asks for them, and kept for the others.
+    """Positions and masks of one forward. The first layer that needs rotary angles or a mask creates them for all.
 
     Args:
-        x: (B, T) token ids or (B, T, H) embeddings, of which only the shape and the device matter.
-        attention_mask: (B, S), 1 for a token and 0 for padding, cached tokens included; or a ready mask (B, 1, T, S)
-            for every layer, boolean (True: visible) or to be added, each row of which sees something; or a `Mask` for
-            every layer, without a cache; or None.
-        position_ids: (B or 1, T), or (A, B or 1, T) on several axes; by default the tokens' places, counted from the
-            start of their text. Without a cache and padding, a position on a single axis that is not the one before it
-            plus 1 begins another text, as in transformers.
-        cu_seqlens: (n + 1,) int, where n texts packed into one row begin and end: 0, ..., at most T. What follows the
-            last of them is padding.
-        cache: what came before; it will take up these tokens.
+        x: (B, T) token ids or (B, T, H) embeddings. Only shape and device are used.
+        attention_mask: one of
+            - (B, S) padding mask: 1 for a token, 0 for padding; cached tokens included;
+            - (B, 1, T, S) attention mask for all layers: boolean (True: visible), or added to the scores. Each query
+              must see a key;
+            - a `Mask` for all layers, without a cache;
+            - None: no padding.
+        position_ids: (B or 1, T), or (A, B or 1, T) on A axes. Default: the index of each token in its segment. Without
+            cache and padding, a new segment starts wherever an id is not its predecessor plus 1, as in transformers.
+        cu_seqlens: (n + 1,) int, boundaries of n segments packed into one row: 0, ..., at most T. Tokens after the last
+            boundary are padding.
+        cache: the KV cache of earlier tokens; layers append the new tokens to it.
 
     Attributes:
+        rows: B.
+        tokens: T.
         cache: as given.
         position_ids: (B or 1, T) or (A, B or 1, T) int64.
-        segment_start: (B or 1, T) int64, where the text begins that a token belongs to; None if all begin at 0.
-        padding_mask: (B, S) bool, False for padding; None where all tokens are known to be real.
-        last_visible: (B, T) int64, the place up to which each token sees with causality; None for its own.
-        memory: what cross-attention looks at; None, which it is at first, for nothing.
-        router_logits: of each mixture of experts, (B * T, E), in the order of the layers.
+        cache_position: (T,) int64, index of each token in its row, cached tokens included.
+        segment_start: (B or 1, T) int64, index of the first token of each token's segment; None if all are 0.
+        padding_mask: (B, S) bool, False for padding; None without padding.
+        last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
+            token itself.
+        cross_attention_inputs: what cross-attention layers attend to; initially None, for nothing.
+        router_logits: (B * T, E) of each MoE layer, in order.
 
     Raises:
-        ValueError: the inputs do not fit together.
+        ValueError: the shapes, dtypes or values of the inputs are inconsistent.
     """
 
     def __init__(
@@ -76,43 +82,45 @@ class Context:
         cache: KVCache | None = None,
     ) -> None:
         if x.ndim not in (2, 3) or x.shape[1] == 0:
-            raise ValueError(f"tokens of shape {tuple(x.shape)}; expected (B, T) ids or (B, T, H) embeddings, T > 0")
+            raise ValueError(
+                f"Context: x has shape {tuple(x.shape)}; expected (B, T) token ids or (B, T, H) embeddings with T > 0"
+            )
         if not (cache is None or isinstance(cache, KVCache)):
-            raise ValueError(f"a cache of type {type(cache).__name__}; expected one that the model's new_cache() made")
+            raise ValueError(f"cache: got {type(cache).__name__}; expected a KVCache, from the model's new_cache()")
         self.rows, self.tokens = x.shape[:2]
         self.cache = cache
-        if cache is not None and not cache.serves(self.tokens):
+        if cache is not None and not cache.is_valid_for(self.tokens):
             raise ValueError(
-                f"the cache holds {cache.length} tokens whose keys are rotated for at most {cache.useful_until}: "
-                "read all tokens anew, with a new cache"
+                f"cache: got {cache.length} cached and {self.tokens} new tokens; expected at most "
+                f"{cache.max_valid_length} in all, since longer sequences use other rotary frequencies. "
+                "Process all tokens with a new cache."
             )
         if cu_seqlens is not None:
             _check_packing(cu_seqlens, x, attention_mask, cache)
-        self._ready: Tensor | Mask | None = None
+        self._full_mask: Tensor | Mask | None = None
         self.padding_mask: Tensor | None = None
         if isinstance(attention_mask, Mask) or (
-            attention_mask is not None and _checked(attention_mask, self.rows, self.tokens, cache).ndim == 4
+            attention_mask is not None and _check_mask(attention_mask, self.rows, self.tokens, cache).ndim == 4
         ):
-            self._ready = attention_mask
+            self._full_mask = attention_mask
         elif attention_mask is not None:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
-            # Looking at the mask makes the host wait for a GPU, once a prompt; without padding that buys attention
-            # kernels which take no mask.
+            # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
             if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.padding_mask.all()):
                 self.padding_mask = None
-        self.cache_position = places = (cache or _NO_CACHE).positions(self.tokens, x.device)
+        self.cache_position = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.segment_start: Tensor | None = None
         self.last_visible: Tensor | None = None
-        self._end: Tensor | None = None  # 0-d: of packed texts
+        self._packed_end: Tensor | None = None  # 0-d: last boundary of packed segments
         if cu_seqlens is not None:
             bounds = cu_seqlens.to(x.device, torch.int64)
-            self._end = bounds[-1]
-            text = torch.searchsorted(bounds, places, right=True) - 1
-            self.segment_start = bounds[text][None]
+            self._packed_end = bounds[-1]
+            segment = torch.searchsorted(bounds, self.cache_position, right=True) - 1
+            self.segment_start = bounds[segment][None]
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             self.segment_start = _segment_starts(position_ids)
         if position_ids is None:
-            position_ids = self._places_in_text()
+            position_ids = self._segment_positions()
         self.position_ids = position_ids
         self.cross_attention_inputs: CrossAttentionInputs | None = None
         self.router_logits: list[Tensor] = []
@@ -120,51 +128,49 @@ class Context:
         self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
 
     def fork(self) -> Context:
-        """A context whose notes are not this one's, for a layer that is computed again in the backward pass."""
+        """Returns a copy with separate `router_logits`, for a layer that is recomputed in the backward pass."""
         fork = object.__new__(Context)
-        for name in _ATTRIBUTES:  # which torch.compile can follow in all versions, other than copy.copy
+        for name in _ATTRIBUTES:  # unlike copy.copy, traceable by all versions of torch.compile
             setattr(fork, name, getattr(self, name))
         fork.router_logits = []
-        if torch.compiler.is_compiling():  # which lets nothing out of such a layer but what it returns
+        if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork
 
     def call_padding_mask(self) -> Tensor | None:
-        """(B, T) bool: which of the call's tokens are no padding; None where all are known to be real."""
-        if self._end is not None:
-            return (self.cache_position < self._end)[None]
+        """Returns the padding mask of the call's tokens, (B or 1, T) bool, False for padding; None without padding."""
+        if self._packed_end is not None:
+            return (self.cache_position < self._packed_end)[None]
         return None if self.padding_mask is None else self.padding_mask[:, self.cache_position]
 
     def token_positions(self) -> Tensor:
-        """(B or 1, T) int64: how many tokens of its text, padding not counted, stand before each token."""
+        """Returns the index of each token in its segment, padding not counted, (B or 1, T) int64."""
         if self.padding_mask is not None:
             return (self.padding_mask.cumsum(1) - 1).clamp(min=0)[:, self.cache_position]
-        return self._places_in_text()
+        return self._segment_positions()
 
-    def _places_in_text(self) -> Tensor:
-        """(B or 1, T) int64: how many tokens of its text, padding counted, stand before each token."""
-        return (self.cache_position if self.segment_start is None else self.cache_position - self.segment_start).view(
-            -1, self.tokens
-        )
+    def _segment_positions(self) -> Tensor:
+        """Returns the index of each token in its segment, padding counted, (B or 1, T) int64."""
+        start = self.segment_start
+        return (self.cache_position if start is None else self.cache_position - start).view(-1, self.tokens)
 
-    def allow_bidirectional_spans(self, here: Tensor) -> None:
-        """Lets tokens side by side for which `here` is true, such as those of an image, see those of them that come
-        after, too. A run of them ends with its text.
+    def allow_bidirectional_spans(self, in_span: Tensor) -> None:
+        """Lets the tokens of each span, such as an image, also attend to later tokens of the same span.
 
         Args:
-            here: (B, T) bool.
+            in_span: (B, T) bool. Adjacent True tokens of one segment are a span.
         """
-        goes_on = here[:, :-1] & here[:, 1:]
+        continues = in_span[:, :-1] & in_span[:, 1:]
         if self.segment_start is not None:
-            goes_on = goes_on & (self.segment_start[:, :-1] == self.segment_start[:, 1:])
-        # As with the attention mask, looking makes the host wait for a GPU, and may save the layers a mask.
-        if torch.compiler.is_compiling() or bool(goes_on.any()):
-            goes_on = F.pad(goes_on, (0, 1), value=False)
-            ends = self.cache_position.masked_fill(goes_on, torch.iinfo(torch.int64).max)
+            continues = continues & (self.segment_start[:, :-1] == self.segment_start[:, 1:])
+        # A host sync, as for the padding mask: without spans no mask is needed.
+        if torch.compiler.is_compiling() or bool(continues.any()):
+            continues = F.pad(continues, (0, 1), value=False)
+            ends = self.cache_position.masked_fill(continues, torch.iinfo(torch.int64).max)
             self.last_visible = ends.flip(1).cummin(1).values.flip(1)
 
     def rotation(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the tokens' angles, (B or 1, T, R/2) each, for queries and keys of this dtype."""
+        """Returns cosines and sines of the rotary angles, (B or 1, T, R/2) each, for queries and keys of `dtype`."""
         if (rotary, dtype) not in self._rotations:
             self._rotations[rotary, dtype] = rotary(self.position_ids, dtype)
         return self._rotations[rotary, dtype]
@@ -176,42 +182,40 @@ class Context:
         window: int | None = None,
         is_causal: bool = True,
         cache: LayerCache | None = None,
-        even_if_plain: bool = False,
+        force: bool = False,
     ) -> Mask | Tensor | None:
-        """What the tokens see of S = `keys` keys, the last that the layer's cache returned.
+        """Returns the attention mask over the last S = `keys` keys.
 
         Args:
             keys: S.
-            window: how many tokens a token sees, itself included: from i - window + 1 on, and without causality up to
-                i + window - 1.
-            is_causal: no token sees one after it.
-            cache: the layer's.
-            even_if_plain: make a mask even where `attend` needs none.
+            window: tokens that a token attends to, including itself: token i attends from i - window + 1 on and, in
+                bidirectional attention, up to i + window - 1. None for no window.
+            is_causal: mask later tokens.
+            cache: the layer's cache, after the new keys were appended.
+            force: return a mask even where `attend` needs none.
 
         Returns:
-            A mask, or the ready one that was given; None where `attend` needs none: tokens that see all before them
-            and themselves, or, without causality, everything.
+            A mask, or the (B, 1, T, S) mask given to the constructor. None if `attend` needs none: causal attention
+            without window and padding, or bidirectional attention to all keys.
         """
         offset = cache.offset if cache is not None else 0
-        kind = window, is_causal, even_if_plain
-        made_for, mask = self._masks.get(kind, (None, None))
-        if made_for != (keys, offset):  # no part of the dict's key, for torch.compile would take them for constants
+        kind = window, is_causal, force
+        size, mask = self._masks.get(kind, (None, None))
+        if size != (keys, offset):  # not part of the key: torch.compile would treat them as constants
             has_unwritten = cache is not None and cache.has_unwritten and self.tokens == 1
-            mask = self._mask(keys, offset, window, is_causal, even_if_plain or has_unwritten)
+            mask = self._mask(keys, offset, window, is_causal, force or has_unwritten)
             self._masks[kind] = (keys, offset), mask
         return mask
 
-    def _mask(
-        self, keys: int, offset: int, window: int | None, is_causal: bool, even_if_plain: bool
-    ) -> Mask | Tensor | None:
-        if isinstance(self._ready, Mask):
-            return self._ready
-        if self._ready is not None:
-            return _of_keys(self._ready, offset, keys)
+    def _mask(self, keys: int, offset: int, window: int | None, is_causal: bool, force: bool) -> Mask | Tensor | None:
+        if isinstance(self._full_mask, Mask):
+            return self._full_mask
+        if self._full_mask is not None:
+            return _slice_keys(self._full_mask, offset, keys)
         is_windowed = window is not None and keys > window
         is_chunk = is_causal and 1 < self.tokens < keys
         is_plain = self.padding_mask is None and self.segment_start is None and self.last_visible is None
-        if is_plain and not (is_windowed or is_chunk or even_if_plain):
+        if is_plain and not (is_windowed or is_chunk or force):
             return None
         query = self.cache_position - offset
         first = torch.zeros_like(query)[None] if self.segment_start is None else self.segment_start
@@ -225,53 +229,58 @@ class Context:
         if window is not None:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)
-        real = None if self.padding_mask is None else _of_keys(self.padding_mask, offset, keys)
-        return Mask(query, first, last, keys, real)
+        padding_mask = None if self.padding_mask is None else _slice_keys(self.padding_mask, offset, keys)
+        return Mask(query, first, last, keys, padding_mask)
 
 
-def shifted_labels(labels: Tensor, starts: Tensor | None = None, ignored: int = -100) -> Tensor:
-    """What each token should predict: the label of the next one, and nothing at the end of a text.
+def shifted_labels(labels: Tensor, segment_start: Tensor | None = None, ignore_index: int = -100) -> Tensor:
+    """Returns the target of each token: the label of the next token, or `ignore_index` at the end of a segment.
 
     Args:
         labels: (B, T) token ids.
         segment_start: see `Context`.
-        ignored: the label of a token that predicts nothing.
+        ignore_index: target of a token that predicts nothing.
     """
-    shifted = F.pad(labels[..., 1:], (0, 1), value=ignored)
-    if starts is not None:
-        is_last = F.pad(starts[..., 1:] != starts[..., :-1], (0, 1), value=True)
-        shifted = shifted.masked_fill(is_last, ignored)
+    shifted = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    if segment_start is not None:
+        is_last = F.pad(segment_start[..., 1:] != segment_start[..., :-1], (0, 1), value=True)
+        shifted = shifted.masked_fill(is_last, ignore_index)
     return shifted
 
 
 def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask | None, cache: KVCache | None) -> None:
-    """Raises ValueError unless these are the bounds of texts in one row. Their values are looked at on a CPU alone, for
-    it would make the host wait for a GPU."""
+    """Raises ValueError unless `cu_seqlens` are segment boundaries of one row.
+
+    Values are checked on a CPU only; on a GPU the check would be a host sync.
+    """
     if cache is not None or attention_mask is not None or len(x) != 1:
-        raise ValueError("cu_seqlens say which tokens of one row belong together: no batch, mask or cache with it")
-    is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and len(cu_seqlens) > 0
-    if not is_list or cu_seqlens.is_floating_point():
+        given = [name for name, value in (("attention_mask", attention_mask), ("cache", cache)) if value is not None]
+        raise ValueError(
+            "cu_seqlens needs batch size 1, no attention_mask and no cache; got "
+            + " and ".join([f"batch size {len(x)}", *given])
+        )
+    is_vector = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and len(cu_seqlens) > 0
+    if not is_vector or cu_seqlens.is_floating_point():
         got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens)
-        raise ValueError(f"cu_seqlens: {got}; expected a tensor of integers, (n + 1,)")
+        raise ValueError(f"cu_seqlens: got {got}; expected an integer tensor of shape (segments + 1,)")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > x.shape[1]:
-            shown = f"{bounds[:8]}{' and so on' if len(bounds) > 8 else ''}"
-            raise ValueError(f"cu_seqlens: {shown}; expected to ascend from 0 to at most {x.shape[1]}")
+            shown = f"{bounds[:8]}{' and more' if len(bounds) > 8 else ''}"
+            raise ValueError(f"cu_seqlens: got {shown}; expected ascending values from 0 to at most {x.shape[1]}")
 
 
-def _checked(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache | None) -> Tensor:
-    """The mask, if it covers the cached and the new tokens.
-
-    Raises:
-        ValueError: it does not.
-    """
+def _check_mask(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache | None) -> Tensor:
+    """Returns the mask if it covers the cached and the new tokens, else raises ValueError."""
     shape, keys = tuple(attention_mask.shape), tokens + (cache.length if cache is not None else 0)
     if attention_mask.ndim == 4:
         if shape[2:] != (tokens, keys):
             raise ValueError(f"attention_mask has shape {shape}; expected (batch, 1, {tokens}, {keys})")
         if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
-            raise ValueError(f"a ready attention_mask is boolean or to be added; got {attention_mask.dtype}")
+            raise ValueError(
+                f"attention_mask of 4 dimensions: got {attention_mask.dtype}; "
+                "expected bool, or a floating dtype to be added to the scores"
+            )
     elif (
         attention_mask.ndim != 2
         or shape[0] not in (1, rows)
@@ -283,16 +292,16 @@ def _checked(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache | No
     return attention_mask
 
 
-def _of_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
-    """The mask's last dimension for so many keys from `offset` on; those it does not tell of are hidden."""
+def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
+    """Returns `keys` entries of the mask's last dimension from `offset` on; entries past its end are masked."""
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
 
 
 def _segment_starts(position_ids: Tensor) -> Tensor | None:
-    """(B or 1, T): the place at which the positions last began anew; None if they nowhere do."""
-    begins = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
-    if not torch.compiler.is_compiling() and not bool(begins.any()):
+    """Returns the index of the first token of each token's segment, (B or 1, T); None if there is one segment."""
+    is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
+    if not torch.compiler.is_compiling() and not bool(is_start.any()):
         return None
-    places = torch.arange(begins.shape[1], device=begins.device)
-    return (places * begins).cummax(1).values
+    index = torch.arange(is_start.shape[1], device=is_start.device)
+    return (index * is_start).cummax(1).values

@@ -1,6 +1,6 @@
-"""Gated cross-attention: layers in which the tokens of a text look at images (Alayrac et al. 2022, "Flamingo").
+"""Gated cross-attention: tokens attend to images (Alayrac et al. 2022, "Flamingo").
 
-Shapes: B batch, T tokens in the call, S states of the memory, H features of either, K key-value heads, D head size.
+Shapes: B batch, T tokens in the call, S image states, H features of both, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.attention import Attention, attend
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, new_layer_cache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.norm import add_and_normalize
 
 
 class CrossAttention(Attention):
-    """Attention to the context's memory: its states make the keys and values, without positions.
+    """Attention to the states in `Context.cross_attention_inputs`, without positions.
 
     Args:
         hidden_size: H.
         num_heads: N.
         num_kv_heads: K, a divisor of N; N when None.
         head_dim: D; H / N when None.
-        q_norm: applied to the queries (B, T, N, D); None for none.
-        k_norm: applied to the keys (B, S, K, D); None for none.
+        q_norm: applied to the queries (B, T, N, D); None for no norm.
+        k_norm: applied to the keys (B, S, K, D); None for no norm.
 
     Raises:
-        ValueError: the numbers make no attention; or, when it is called, there is nothing to attend to.
+        ValueError: `num_heads` is not a multiple of `num_kv_heads`, or `hidden_size` is not a multiple of `num_heads`
+            and `head_dim` is None. In forward: the context and the cache hold no states.
     """
 
     def __init__(
@@ -51,25 +53,29 @@ class CrossAttention(Attention):
 
         Args:
             x: the hidden states of T new tokens.
-            context: has the memory.
-            cache: a `CrossAttentionLayerCache`, which takes up the keys and values of new states.
+            context: holds the image states, `cross_attention_inputs`.
+            cache: a `CrossAttentionLayerCache`; keys and values of new states are appended to it.
         """
-        memory = context.cross_attention_inputs
-        if memory is None:
-            raise ValueError("CrossAttention: the context has no memory to attend to")
+        inputs = context.cross_attention_inputs
+        if inputs is None:
+            raise ValueError("CrossAttention: context.cross_attention_inputs is None; expected CrossAttentionInputs")
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
-        k, v = self._keys_and_values(memory.states, cache)
-        out = attend(q, k, v, memory.mask, is_causal=False)
+        k, v = self._keys_and_values(inputs.states, cache)
+        out = attend(q, k, v, inputs.mask, is_causal=False)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
+    def new_cache(self, capacity: int | None = None) -> CrossAttentionLayerCache:
+        """Returns an empty cache. `capacity` is unused: it limits tokens, and this cache holds image states."""
+        return CrossAttentionLayerCache()
+
     def _keys_and_values(self, states: Tensor | None, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
-        """Those of the whole memory, (B, S, K, D) each."""
+        """Returns keys and values of all states, cached and new, (B, S, K, D) each."""
         if states is None:
             if not isinstance(cache, CrossAttentionLayerCache) or cache.length == 0:
-                raise ValueError("CrossAttention: a memory without states, and none in the cache")
-            return cache.held()
+                raise ValueError("CrossAttention: got no states; expected new ones, or a cache that holds some")
+            return cache.read()
         k, v = (projection(states).unflatten(-1, (-1, self.head_dim)) for projection in (self.k_proj, self.v_proj))
         if self.k_norm is not None:
             k = self.k_norm(k)
@@ -77,14 +83,16 @@ class CrossAttention(Attention):
 
 
 class CrossAttentionBlock(nn.Module):
-    """A pre-norm block around cross-attention, each branch of which is scaled by the tanh of a learned number, at first
-    0 (Flamingo, section 2.2). Without a memory it does nothing.
+    """Pre-norm block with gated cross-attention (Flamingo, section 2.2).
+
+    Each branch is multiplied by the tanh of a learned gate. Gates start at 0, so that a new block has no effect.
+    Without cross-attention inputs it returns `x`.
 
     Args:
-        input_layernorm: before the attention.
-        cross_attn: the attention.
-        post_attention_layernorm: before the feed-forward.
-        mlp: the feed-forward, which is left out for the memory's blind tokens.
+        input_layernorm: norm before attention.
+        cross_attn: `CrossAttention`.
+        post_attention_layernorm: norm before the MLP.
+        mlp: the MLP, whose output is dropped for tokens in `CrossAttentionInputs.no_states`.
     """
 
     def __init__(
@@ -94,25 +102,29 @@ class CrossAttentionBlock(nn.Module):
         super().__init__()
         self.input_layernorm = input_layernorm
         self.cross_attn = cross_attn
-        self.cross_attn_attn_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.attn_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
-        self.cross_attn_mlp_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.mlp_gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Closes the gates."""
-        nn.init.zeros_(self.cross_attn_attn_gate)
-        nn.init.zeros_(self.cross_attn_mlp_gate)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the gates to 0. `std` is unused; it keeps the signature uniform."""
+        nn.init.zeros_(self.attn_gate)
+        nn.init.zeros_(self.mlp_gate)
+
+    def new_cache(self, capacity: int | None = None) -> LayerCache:
+        """Returns an empty cache of the attention."""
+        return new_layer_cache(self.cross_attn, capacity)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        memory = context.cross_attention_inputs
-        if memory is None:
+        inputs = context.cross_attention_inputs
+        if inputs is None:
             return x
-        attended = self.cross_attn_attn_gate.tanh() * self.cross_attn(self.input_layernorm(x), context, cache)
+        attended = self.attn_gate.tanh() * self.cross_attn(self.input_layernorm(x), context, cache)
         normalized, attended = add_and_normalize(x, attended, self.post_attention_layernorm)
-        fed = self.cross_attn_mlp_gate.tanh() * self.mlp(normalized, context)
-        if memory.blind is not None:
-            fed = fed.masked_fill(memory.blind, 0)
-        out = attended + fed
-        return out if memory.outside is None else x.where(memory.outside, out)
+        mlp_out = self.mlp_gate.tanh() * self.mlp(normalized, context)
+        if inputs.no_states is not None:
+            mlp_out = mlp_out.masked_fill(inputs.no_states, 0)
+        out = attended + mlp_out
+        return out if inputs.bypass is None else x.where(inputs.bypass, out)

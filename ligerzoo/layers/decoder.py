@@ -8,22 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligerzoo.layers.cache import CrossAttentionLayerCache, KVCache, LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.cache import KVCache, new_layer_cache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.cross_attention import CrossAttentionBlock
 
 
 class Decoder(nn.Module):
-    """Token ids (or embeddings) to final hidden states.
+    """Embedding, blocks and final norm: token ids or embeddings to final hidden states.
 
     Args:
         embed_tokens: token ids to embeddings.
-        layers: the blocks, each called as `PreNormBlock` is.
-        norm: applied to the last block's output.
-        input_scale: what the embeddings are multiplied by, those given as such as well.
+        layers: blocks, called as `PreNormBlock`.
+        norm: applied to the output of the last block.
+        input_scale: factor of the embeddings, including those given instead of token ids.
 
     Attributes:
-        gradient_checkpointing: keep only each block's input for the backward pass and compute the block again there.
+        gradient_checkpointing: save only the inputs of blocks for the backward pass, and recompute the blocks there.
     """
 
     def __init__(
@@ -37,11 +36,11 @@ class Decoder(nn.Module):
         self.gradient_checkpointing = False
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """x: (B, T) token ids, or (B, T, H) embeddings in their place -> (B, T, H).
+        """x: (B, T) token ids, or (B, T, H) embeddings -> (B, T, H).
 
         Args:
             x: the new tokens.
-            context: where they stand, and what came before; by default one behind the other, and nothing.
+            context: positions, mask and cache. Default: positions 0 to T - 1, no padding, no cache.
         """
         context = context if context is not None else Context(x)
         x = x if x.is_floating_point() else self.embed_tokens(x)
@@ -51,21 +50,27 @@ class Decoder(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
-        """An empty cache: rolling for layers with a sliding window and growing for the others, or, given a capacity,
-        of that fixed size for all. (What cross-attention looks at takes what room it needs, and stays.)"""
-        # A list and no generator, which torch.compile cannot make again when it returns the cache.
-        return KVCache([_new_layer_cache(layer, capacity) for layer in self.layers])
+        """Returns an empty KV cache, with the cache that each layer's `new_cache` returns.
+
+        A layer without `new_cache` gets a cache of all tokens.
+
+        Args:
+            capacity: maximum number of tokens. None: caches grow, and those of sliding-window layers keep their window
+                only. Caches of cross-attention always grow.
+        """
+        # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
+        return KVCache([new_layer_cache(layer, capacity) for layer in self.layers])
 
 
 def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: bool) -> Tensor:
-    """x: (B, T, H) -> (B, T, H), through one block after the other.
+    """Runs blocks in order, x: (B, T, H) -> (B, T, H).
 
     Args:
-        layers: the blocks, each called as `PreNormBlock` is.
-        x: what the first block reads.
-        context: where the tokens stand, and what came before.
-        recompute: keep only each block's input for the backward pass and compute the block again there. (Nothing is
-            differentiated through a cache, so that with one there is nothing to compute again.)
+        layers: blocks, called as `PreNormBlock`.
+        x: input of the first block.
+        context: positions, mask and cache of the tokens.
+        recompute: save only the inputs of blocks for the backward pass, and recompute the blocks there. Ignored with a
+            cache, which has no backward pass.
     """
     recompute = recompute and torch.is_grad_enabled() and context.cache is None
     for index, layer in enumerate(layers):
@@ -78,10 +83,10 @@ def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, reco
 
 
 class BlockStack(nn.Module):
-    """Blocks, one after the other.
+    """A sequence of blocks, without embedding and norm.
 
     Args:
-        layers: the blocks, each called as `PreNormBlock` is.
+        layers: blocks, called as `PreNormBlock`.
 
     Attributes:
         gradient_checkpointing: see `Decoder`.
@@ -92,26 +97,19 @@ class BlockStack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.gradient_checkpointing = False
 
-    def forward(self, x: Tensor, context: Context, kept: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """x: (B, T, E) -> (B, T, E), and as much after each of the blocks whose numbers are `kept`."""
-        after: dict[int, Tensor] = {}
-        for number, layer in enumerate(self.layers):
+    def forward(
+        self, x: Tensor, context: Context, intermediate_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """x: (B, T, E) -> (B, T, E), and the outputs of the blocks with the indices `intermediate_layers`."""
+        outputs: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
             x = run_blocks([layer], x, context, recompute=self.gradient_checkpointing)
-            if number in kept:
-                after[number] = x
-        return x, [after[number] for number in kept]
+            if index in intermediate_layers:
+                outputs[index] = x
+        return x, [outputs[index] for index in intermediate_layers]
 
 
 def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:
-    """What the layer makes of x, and what it notes in the context, which stays as it is."""
+    """Returns the layer's output and its router logits; leaves `context` unchanged."""
     context = context.fork()
     return layer(x, context), context.router_logits
-
-
-def _new_layer_cache(layer: nn.Module, capacity: int | None) -> LayerCache:
-    if isinstance(layer, CrossAttentionBlock):
-        return CrossAttentionLayerCache()
-    if capacity is not None:
-        return StaticLayerCache(capacity)
-    window = getattr(getattr(layer, "self_attn", None), "window", None)
-    return LayerCache() if window is None else RollingLayerCache(window)

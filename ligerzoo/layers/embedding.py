@@ -5,8 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.layers.linear import INIT_STD
 
-class ScaledEmbedding(nn.Embedding):
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding` whose weight is initialized with a smaller standard deviation, 0.02 instead of 1."""
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2), and sets the row of `padding_idx`, if any, to 0."""
+        nn.init.normal_(self.weight, std=std)
+        self._fill_padding_idx_with_zero()
+
+    def reset_parameters(self) -> None:
+        """Calls `init_weights`; the constructor of `torch.nn.Embedding` calls this method."""
+        self.init_weights()
+
+
+class ScaledEmbedding(Embedding):
     """Embedding multiplied by a constant (Gemma: the square root of the hidden size).
 
     Args:

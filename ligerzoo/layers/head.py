@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.layers.linear import INIT_STD
 
 
 class LMHead(nn.Module):
@@ -44,11 +45,11 @@ class LMHead(nn.Module):
         self.softcap, self.logit_scale, self.logits_budget = softcap, logit_scale, logits_budget
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Samples the weight from N(0, 0.02^2)."""
-        nn.init.normal_(self.weight, std=0.02)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2)."""
+        nn.init.normal_(self.weight, std=std)
 
     def forward(
         self,

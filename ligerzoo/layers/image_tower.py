@@ -1,8 +1,7 @@
-"""Images of one size to features of their patches, as a vision transformer has them (Dosovitskiy et al. 2021; SigLIP,
-Zhai et al. 2023), and from those to embeddings for a decoder.
+"""Vision transformer for images of one size (Dosovitskiy et al. 2021; SigLIP, Zhai et al. 2023), and its projector.
 
-Shapes: n images, C channels, S pixels a side, P pixels a side of a patch, L = (S / P)^2 patches of an image, E features
-of a patch, H the decoder's.
+Shapes: n images, C channels, S side of an image in pixels, P side of a patch in pixels, L = (S / P)^2 patches per
+image, E features of a patch, H features of the decoder.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
+from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.vision import PatchEmbedding
 
 
 class ImageEmbedding(nn.Module):
-    """Square images to features of their patches, row by row, with a learned vector for each place.
+    """Patch embedding of square images, row by row, plus a learned position embedding.
 
     Args:
         image_size: S.
-        patch_size: P. What is left of S beyond a multiple of it is not looked at.
+        patch_size: P. Pixels beyond the largest multiple of P are ignored.
         embed_dim: E.
         channels: C.
     """
@@ -43,30 +44,30 @@ class ImageEmbedding(nn.Module):
         self.patch_size = patch_size
         patch = channels, patch_size, patch_size
         self.patch_embedding = PatchEmbedding(patch, embed_dim, bias=True, device=device, dtype=dtype)
-        places = (image_size // patch_size) ** 2
-        self.position_embedding = nn.Embedding(places, embed_dim, device=device, dtype=dtype)
+        patches = (image_size // patch_size) ** 2
+        self.position_embedding = Embedding(patches, embed_dim, device=device, dtype=dtype)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """pixel_values: (n, C, S, S), of any floating dtype -> (n, L, E).
+        """pixel_values: (n, C, S, S), any floating dtype -> (n, L, E).
 
         Raises:
-            ValueError: the images have another shape.
+            ValueError: `pixel_values` has another shape.
         """
         if pixel_values.shape[1:] != self.image_shape:
             expected = ", ".join(map(str, self.image_shape))
-            raise ValueError(f"pixel_values {tuple(pixel_values.shape)}; expected (images, {expected})")
+            raise ValueError(f"pixel_values has shape {tuple(pixel_values.shape)}; expected (images, {expected})")
         patches = F.unfold(pixel_values, self.patch_size, stride=self.patch_size).transpose(1, 2)
-        # Contiguous, or torch would round the product before it adds the bias.
+        # Contiguous: otherwise torch rounds the product before adding the bias.
         return self.patch_embedding(patches.contiguous()) + self.position_embedding.weight  # type: ignore[no-any-return]
 
 
 class ImageTower(nn.Module):
-    """Images to features of their patches: every patch sees those of its own image.
+    """Images to patch features; patches attend to all patches of their image.
 
     Args:
-        embeddings: images to features.
+        embeddings: images to patch features.
         encoder: the blocks.
-        post_layernorm: applied to the last block's output.
+        post_layernorm: applied to the output of the last block.
     """
 
     def __init__(self, embeddings: ImageEmbedding, encoder: BlockStack, post_layernorm: nn.Module) -> None:
@@ -81,18 +82,18 @@ class ImageTower(nn.Module):
 
 
 class PoolingProjector(nn.Module):
-    """The mean of each square of neighbouring patches, normalized, to an embedding (Gemma 3).
+    """Patch features to embeddings: mean over squares of patches, norm and projection (Gemma 3).
 
     Args:
-        mm_soft_emb_norm: the norm, of E features.
+        norm: norm of E features.
         embed_dim: E.
         hidden_size: H.
-        pool_size: k, the side of such a square in patches, a divisor of the image's side in patches.
+        pool_size: k, side of a square in patches; divides the side of an image in patches.
     """
 
     def __init__(
         self,
-        mm_soft_emb_norm: nn.Module,
+        norm: nn.Module,
         embed_dim: int,
         hidden_size: int,
         *,
@@ -102,20 +103,20 @@ class PoolingProjector(nn.Module):
     ) -> None:
         super().__init__()
         self.pool_size = pool_size
-        self.mm_soft_emb_norm = mm_soft_emb_norm
-        self.mm_input_projection_weight = nn.Parameter(torch.empty(embed_dim, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.norm = norm
+        self.projection = nn.Parameter(torch.empty(embed_dim, hidden_size, device=device, dtype=dtype))
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the projection from N(0, std^2)."""
-        nn.init.normal_(self.mm_input_projection_weight, std=std)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the projection from N(0, std^2)."""
+        nn.init.normal_(self.projection, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (n, L, E), a square of patches row by row -> (n, L / k^2, H)."""
+        """x: (n, L, E), patches row by row -> (n, L / k^2, H)."""
         k, side = self.pool_size, math.isqrt(x.shape[1]) // self.pool_size
         pooled = x.view(len(x), side, k, side, k, x.shape[-1]).mean((2, 4)).flatten(1, 2)
-        return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight  # type: ignore[no-any-return]
+        return self.norm(pooled) @ self.projection  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        embed_dim, hidden_size = self.mm_input_projection_weight.shape
+        embed_dim, hidden_size = self.projection.shape
         return f"{embed_dim}, {hidden_size}, pool_size={self.pool_size}"

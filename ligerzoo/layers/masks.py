@@ -1,9 +1,9 @@
-"""Attention masks: which keys each query sees.
+"""Attention masks: which keys each query attends to.
 
-Causality, sliding windows, packed texts, images whose tokens all see each other, and any of these together let a query
-see one interval of keys. So a mask is the intervals' two ends, a number each per query, and what padding takes out of
-them. A matrix of T x S is made from that only for short texts and on a CPU; for long ones on a GPU FlexAttention gets a
-mask of blocks. Only what cross-attention sees of images is told otherwise.
+With causality, sliding windows, packed segments, bidirectional image spans, or any combination of these, a query sees
+one interval of keys. So a mask stores the two ends of each interval, plus the padding mask. The T x S matrix is only
+created for short sequences and on a CPU; long ones on a GPU use FlexAttention's block mask. Cross-attention to images
+uses a mask of tiles instead of intervals.
 
 Shapes: B batch, T queries, S keys.
 """
@@ -21,7 +21,7 @@ _BLOCK = 128
 
 
 class AttentionMask(ABC):
-    """Which keys each query sees, made into what an attention kernel takes when it asks.
+    """Which keys each query attends to, converted on demand to the form that an attention kernel needs.
 
     Args:
         queries: T.
@@ -30,57 +30,56 @@ class AttentionMask(ABC):
 
     def __init__(self, queries: int, keys: int) -> None:
         self.queries, self.keys = queries, keys
-        self._added: dict[torch.dtype, Tensor] = {}
-        self._blocks: Any = None
+        self._additive: dict[torch.dtype, Tensor] = {}
+        self._block_mask: Any = None
 
     @abstractmethod
     def visible(self) -> Tensor:
-        """(B or 1, 1, T, S) bool."""
+        """Returns the mask as a matrix, (B or 1, 1, T, S) bool."""
 
-    def added(self, dtype: torch.dtype) -> Tensor:
-        """(B or 1, 1, T, S): what to add to scores of this dtype, for hidden keys its most negative finite number."""
-        if torch.compiler.is_compiling():  # which keeps what is used again, and refuses to keep it across checkpoints
-            return added(self.visible(), dtype)
-        if dtype not in self._added:
-            self._added[dtype] = added(self.visible(), dtype)
-        return self._added[dtype]
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """Returns the matrix to add to the scores, (B or 1, 1, T, S); see `additive_mask`."""
+        if torch.compiler.is_compiling():  # it reuses the result itself, and cannot store it across checkpoints
+            return additive_mask(self.visible(), dtype)
+        if dtype not in self._additive:
+            self._additive[dtype] = additive_mask(self.visible(), dtype)
+        return self._additive[dtype]
 
-    def blocks(self) -> Any:
-        """FlexAttention's mask: the blocks of keys that each block of queries sees in full, and those it sees parts
-        of."""
+    def block_mask(self) -> Any:
+        """Returns FlexAttention's `BlockMask`: which blocks of keys each block of queries sees fully or partly."""
         if torch.compiler.is_compiling():
-            return self._block_mask()
-        if self._blocks is None:
-            self._blocks = self._block_mask()
-        return self._blocks
+            return self._new_block_mask()
+        if self._block_mask is None:
+            self._block_mask = self._new_block_mask()
+        return self._block_mask
 
-    def _block_mask(self) -> Any:
+    def _new_block_mask(self) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
 
-        seen, seen_in_full = self._seen_blocks()
+        visible, fully_visible = self._visible_blocks()
         return BlockMask.from_kv_blocks(
-            *_listed(seen & ~seen_in_full),
-            *_listed(seen_in_full),
+            *_block_indices(visible & ~fully_visible),
+            *_block_indices(fully_visible),
             BLOCK_SIZE=_BLOCK,
-            mask_mod=self._sees,
+            mask_mod=self._is_visible,
             seq_lengths=(self.queries, self.keys),
         )
 
     @abstractmethod
-    def _seen_blocks(self) -> tuple[Tensor, Tensor]:
-        """(B or 1, blocks of queries, blocks of keys) bool: what is seen at all, and what in full."""
+    def _visible_blocks(self) -> tuple[Tensor, Tensor]:
+        """Returns whether each block has visible keys, and only visible keys: (B or 1, query blocks, key blocks)."""
 
     @abstractmethod
-    def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        """Whether the query sees the key, as FlexAttention asks: for 0-d numbers of the row, head, query and key."""
+    def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        """FlexAttention's `mask_mod`: whether the query sees the key; all arguments are 0-d indices."""
 
     def _queries_in_blocks(self, x: Tensor) -> Tensor:
-        """(B, T, ...) -> (B, blocks, 128, ...); the last query again where the last block is not full."""
-        places = torch.arange(-(-self.queries // _BLOCK) * _BLOCK, device=x.device).clamp(max=self.queries - 1)
-        return x[:, places].view(len(x), -1, _BLOCK, *x.shape[2:])
+        """(B, T, ...) -> (B, blocks, 128, ...); repeats the last query to fill the last block."""
+        index = torch.arange(-(-self.queries // _BLOCK) * _BLOCK, device=x.device).clamp(max=self.queries - 1)
+        return x[:, index].view(len(x), -1, _BLOCK, *x.shape[2:])
 
     def _key_blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(blocks,) each: the first and the last key of each block of keys."""
+        """Returns the first and the last key of each block of keys, (blocks,) each."""
         begin = torch.arange(0, self.keys, _BLOCK, device=device)
         return begin, begin + _BLOCK - 1
 
@@ -88,10 +87,10 @@ class AttentionMask(ABC):
 class Mask(AttentionMask):
     """Query t sees the keys from `first[t]` to `last[t]` that are not padding.
 
-    A query that sees no key at all, as padding on the left, sees its own key on a GPU. A fused kernel would give a row
-    of equal scores gradients many times too large, because it recomputes probabilities as exp(score - lse). On a CPU
-    such a query attends to all keys equally, as in transformers' eager attention. All other queries, those of padding
-    on the right included, see the same keys on both.
+    On a GPU, a query without any visible key (such as left padding) sees its own key. A fused kernel recomputes
+    probabilities as exp(score - lse), which gives rows of equal scores gradients many times too large. On a CPU such a
+    query attends to all keys equally, as in transformers' eager attention. All other queries, including right padding,
+    see the same keys on both.
 
     Args:
         query: (T,) int64, the index of each query's own key.
@@ -101,22 +100,24 @@ class Mask(AttentionMask):
         padding_mask: (B, S) bool, False for padding; None for no padding.
 
     Attributes:
-        fallback: (B, T) int64, the own key of a query that sees no key, and -1 for the others; None without padding.
+        fallback: (B, T) int64, the own key of a query without visible keys, and -1 for others; None without padding.
     """
 
-    def __init__(self, query: Tensor, first: Tensor, last: Tensor, keys: int, real: Tensor | None = None) -> None:
+    def __init__(
+        self, query: Tensor, first: Tensor, last: Tensor, keys: int, padding_mask: Tensor | None = None
+    ) -> None:
         super().__init__(len(query), keys)
-        self.query, self.first, self.last, self.padding_mask = query, first, last, real
-        self.fallback = None if real is None else query.where(~self._sees_any(real), -1)
+        self.query, self.first, self.last, self.padding_mask = query, first, last, padding_mask
+        self.fallback = None if padding_mask is None else query.where(~self._sees_any(padding_mask), -1)
 
-    def _sees_any(self, real: Tensor) -> Tensor:
-        """(B, T) bool: whether a key between `first` and `last` is not padding, by counting such keys up to each."""
-        up_to = F.pad(real.cumsum(1), (1, 0))
-        row = torch.arange(len(real), device=real.device)[:, None]
-        return up_to[row, (self.last + 1).clamp(max=self.keys)] > up_to[row, self.first.clamp(min=0)]
+    def _sees_any(self, padding_mask: Tensor) -> Tensor:
+        """Returns whether a key from `first` to `last` is not padding, (B, T) bool, by counting such keys."""
+        count = F.pad(padding_mask.cumsum(1), (1, 0))
+        row = torch.arange(len(padding_mask), device=padding_mask.device)[:, None]
+        return count[row, (self.last + 1).clamp(max=self.keys)] > count[row, self.first.clamp(min=0)]
 
     def visible(self) -> Tensor:
-        """(B or 1, 1, T, S) bool."""
+        """Returns the mask as a matrix, (B or 1, 1, T, S) bool."""
         key = torch.arange(self.keys, device=self.query.device)
         visible = (key >= self.first[..., None]) & (key <= self.last[..., None])
         if self.padding_mask is not None and self.fallback is not None:
@@ -125,21 +126,19 @@ class Mask(AttentionMask):
                 visible = visible | (key == self.fallback[..., None])
         return visible[:, None]
 
-    def _seen_blocks(self) -> tuple[Tensor, Tensor]:
+    def _visible_blocks(self) -> tuple[Tensor, Tensor]:
         first, last = map(self._queries_in_blocks, (self.first, self.last))
         begin, end = self._key_blocks(self.query.device)
-        seen = (end >= first.amin(-1)[..., None]) & (begin <= last.amax(-1)[..., None])
-        seen_in_full = (begin >= first.amax(-1)[..., None]) & (end <= last.amin(-1)[..., None])
+        visible = (end >= first.amin(-1)[..., None]) & (begin <= last.amax(-1)[..., None])
+        fully_visible = (begin >= first.amax(-1)[..., None]) & (end <= last.amin(-1)[..., None])
         if self.padding_mask is not None:
-            real = (
-                F.pad(self.padding_mask, (0, len(begin) * _BLOCK - self.keys))
-                .view(len(self.padding_mask), -1, _BLOCK)
-                .all(-1)
-            )
-            seen, seen_in_full = seen.expand(len(real), -1, -1), seen_in_full & real[:, None]
-        return seen, seen_in_full
+            padded = F.pad(self.padding_mask, (0, len(begin) * _BLOCK - self.keys))
+            unpadded_blocks = padded.view(len(padded), -1, _BLOCK).all(-1)
+            visible = visible.expand(len(padded), -1, -1)
+            fully_visible = fully_visible & unpadded_blocks[:, None]
+        return visible, fully_visible
 
-    def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+    def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
         row = b if len(self.first) > 1 else 0
         visible = (key >= self.first[row, q]) & (key <= self.last[row, q])
         if self.padding_mask is not None and self.fallback is not None:
@@ -148,39 +147,39 @@ class Mask(AttentionMask):
 
 
 class TileMask(AttentionMask):
-    """Keys that are seen in pieces of one length, such as the tiles of images.
+    """Each query sees some tiles of keys, such as the tiles of images, and every key of these tiles.
 
     Args:
-        sees: (B, T, N) bool, whether each query sees each piece.
-        length: the keys of a piece.
+        visible_tiles: (B, T, N) bool, whether each query sees each tile.
+        tile_length: number of keys per tile; S = N * tile_length.
     """
 
-    def __init__(self, sees: Tensor, length: int) -> None:
-        super().__init__(sees.shape[1], sees.shape[2] * length)
-        self.sees, self.length = sees, length
+    def __init__(self, visible_tiles: Tensor, tile_length: int) -> None:
+        super().__init__(visible_tiles.shape[1], visible_tiles.shape[2] * tile_length)
+        self.visible_tiles, self.tile_length = visible_tiles, tile_length
 
     def visible(self) -> Tensor:
-        """(B, 1, T, S) bool."""
-        return self.sees.repeat_interleave(self.length, -1)[:, None]
+        """Returns the mask as a matrix, (B, 1, T, S) bool."""
+        return self.visible_tiles.repeat_interleave(self.tile_length, -1)[:, None]
 
-    def _seen_blocks(self) -> tuple[Tensor, Tensor]:
-        sees = self._queries_in_blocks(self.sees)
-        begin, end = self._key_blocks(self.sees.device)
-        piece = self.length * torch.arange(self.sees.shape[2], device=self.sees.device)
-        touched = (piece <= end[:, None]) & (piece + self.length > begin[:, None])  # (blocks of keys, N)
-        seen = (sees.any(2)[:, :, None] & touched).any(-1)
-        return seen, (sees.all(2)[:, :, None] | ~touched).all(-1) & (end < self.keys)
+    def _visible_blocks(self) -> tuple[Tensor, Tensor]:
+        tiles = self._queries_in_blocks(self.visible_tiles)
+        begin, end = self._key_blocks(self.visible_tiles.device)
+        start = self.tile_length * torch.arange(self.visible_tiles.shape[2], device=self.visible_tiles.device)
+        overlaps = (start <= end[:, None]) & (start + self.tile_length > begin[:, None])  # (key blocks, N)
+        visible = (tiles.any(2)[:, :, None] & overlaps).any(-1)
+        return visible, (tiles.all(2)[:, :, None] | ~overlaps).all(-1) & (end < self.keys)
 
-    def _sees(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        return self.sees[b, q, key // self.length]
+    def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        return self.visible_tiles[b, q, key // self.tile_length]
 
 
-def added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores of this dtype: 0, and for hidden keys its most negative finite number."""
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what to add to scores of `dtype`: 0 for visible keys, the lowest finite number for masked keys."""
     return torch.zeros((), dtype=dtype, device=visible.device).where(visible, torch.finfo(dtype).min)
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are chosen for each block of queries, and their numbers, the chosen ones first."""
-    chosen = chosen[:, None].int()
-    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
+def _block_indices(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of selected key blocks of each query block, and block indices with the selected ones first."""
+    selected = selected[:, None].int()
+    return selected.sum(-1, dtype=torch.int32), selected.argsort(dim=-1, descending=True, stable=True).int()

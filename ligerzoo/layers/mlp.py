@@ -7,6 +7,7 @@ from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.plain import is_plain
 
 
@@ -35,19 +36,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.activation: Activation = check_activation(activation)
         self.backend: Backend = check_backend(backend)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Re-initializes the three projections."""
-        for projection in (self.gate_proj, self.up_proj, self.down_proj):
-            projection.reset_parameters()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if is_plain(self.down_proj, nn.Linear):
+        if is_plain(self.down_proj, Linear, nn.Linear):
             weight, bias = self.down_proj.weight, self.down_proj.bias
             return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
         gated = glu(gate, up, activation=self.activation, backend=self.backend)
@@ -79,18 +75,13 @@ class MLP(nn.Module):
         super().__init__()
         self.activation: Activation = check_activation(activation)
         self.backend: Backend = check_backend(backend)
-        self.fc1 = nn.Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(intermediate_size, output_size or hidden_size, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Re-initializes both projections."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
+        self.fc1 = Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.fc2 = Linear(intermediate_size, output_size or hidden_size, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., O). `context` is unused; it keeps the block signature uniform."""
         x = self.fc1(x)
-        if is_plain(self.fc2, nn.Linear):
+        if is_plain(self.fc2, Linear, nn.Linear):
             weight, bias = self.fc2.weight, self.fc2.bias
             return activation_linear(x, weight, bias, activation=self.activation, backend=self.backend)
         return self.fc2(ACTIVATIONS[self.activation](x))  # type: ignore[no-any-return]

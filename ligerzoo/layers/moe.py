@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ligerzoo.kernels import experts_mlp
 from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
+from ligerzoo.layers.linear import INIT_STD
 
 
 class RouterLogits(Protocol):
@@ -58,11 +59,11 @@ class Router(nn.Module):
         self.num_experts_per_token = num_experts_per_token
         self.renormalize = renormalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Samples the weight from N(0, 0.02^2)."""
-        nn.init.normal_(self.weight, std=0.02)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2)."""
+        nn.init.normal_(self.weight, std=std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).
@@ -121,12 +122,12 @@ class Experts(nn.Module):
         gate_up, down = (num_experts, 2 * intermediate_size, hidden_size), (num_experts, hidden_size, intermediate_size)
         self.gate_up_proj = nn.Parameter(torch.empty(gate_up, device=device, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Samples the weights from N(0, 0.02^2)."""
-        nn.init.normal_(self.gate_up_proj, std=0.02)
-        nn.init.normal_(self.down_proj, std=0.02)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weights from N(0, std^2)."""
+        nn.init.normal_(self.gate_up_proj, std=std)
+        nn.init.normal_(self.down_proj, std=std)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""

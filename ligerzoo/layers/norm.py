@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import add_rms_norm, layer_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import is_plain
 
 
@@ -39,10 +40,10 @@ class RMSNorm(nn.Module):
         self.round_before_scale = round_before_scale
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Sets the scale to 1."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the scale to 1. `std` is unused; it keeps the signature uniform."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
@@ -99,10 +100,10 @@ class LayerNorm(nn.Module):
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self) -> None:
-        """Sets the scale to 1 and the bias to 0."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the scale to 1 and the bias to 0. `std` is unused; it keeps the signature uniform."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -1,18 +1,16 @@
 """Context extension ("rope scaling"): changes the frequencies of a rotary embedding for longer sequences.
 
-Each method is a function of frequencies. Names and parameters are those of the `rope_scaling` entry of config.json.
+Each method is a function of frequencies. Rope types and parameters have the names that Hugging Face uses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
-
-from ligerzoo.errors import ConfigError
 
 REQUIRED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -28,8 +26,8 @@ _OPTIONAL_PARAMETERS = (
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim",
 )  # fmt: skip
-_MAX_FEATURES = 2**16
-_KNOWN = "one of " + ", ".join(REQUIRED_PARAMETERS)
+MAX_ROTARY_DIM = 2**16
+"""Largest number of rotated features per head."""
 
 
 def default_frequencies(dim: int, theta: float | Tensor) -> Tensor:
@@ -66,8 +64,8 @@ def llama3_frequencies(
     A frequency is low if it completes fewer than `low_freq_factor` rotations within the original context, and high if
     it completes more than `high_freq_factor`.
     """
-    turns = original_max_position * frequencies / (2 * math.pi)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    rotations = original_max_position * frequencies / (2 * math.pi)
+    kept = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
@@ -82,10 +80,10 @@ def yarn_frequencies(
     """
     dim = 2 * frequencies.shape[0]
 
-    def index_turning(times: float) -> float:
-        return dim * math.log(original_max_position / (times * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_index(rotations: float) -> float:
+        return dim * math.log(original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = index_turning(beta_fast), index_turning(beta_slow)
+    first, last = pair_index(beta_fast), pair_index(beta_slow)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -118,53 +116,47 @@ def longrope_attention_factor(factor: float, original_max_position: int) -> floa
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position)) if extended else 1.0
 
 
-def check_rope_scaling(scaling: Mapping[str, Any], dim: int) -> str:
-    """Checks a `rope_scaling` entry for R = `dim` rotated features, and returns its rope type.
-
-    Raises:
-        ConfigError: the rope type is unknown, a parameter is missing or invalid, or `dim` is odd or out of range.
-    """
+def scaling_error(scaling: object, dim: int) -> str | None:
+    """Returns what is wrong with a scaling of R = `dim` rotated features, or None if it is valid."""
     if not isinstance(scaling, Mapping):
-        raise ConfigError("not an object", where="rope_scaling", got=repr(scaling), expected="an object")
+        return f"not a mapping; got {_short(scaling)}; expected a mapping with rope_type and its parameters"
     rope_type = scaling.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in REQUIRED_PARAMETERS:
-        raise ConfigError("unknown rope type", where="rope_scaling", got=repr(rope_type), expected=_KNOWN)
-    if dim % 2 or not 0 < dim <= _MAX_FEATURES:
-        raise ConfigError(
-            "invalid number of rotated features",
-            where="head_dim",
-            got=dim,
-            expected=f"an even number, 2 to {_MAX_FEATURES}",
-        )
+        return f"unknown rope type; got {_short(rope_type)}; expected one of {', '.join(REQUIRED_PARAMETERS)}"
     required = REQUIRED_PARAMETERS[rope_type]
     for name in (*required, *_OPTIONAL_PARAMETERS):
         value = scaling.get(name)
         if value is None and name not in required:
             continue
         if name in ("short_factor", "long_factor"):
-            right = isinstance(value, list | tuple) and len(value) == dim // 2 and all(is_positive(v) for v in value)
+            is_valid = isinstance(value, list | tuple) and len(value) == dim // 2 and all(map(is_positive, value))
             expected = f"a list of {dim // 2} positive numbers, one per pair of rotated features"
         else:
-            right, expected = is_positive(value), "a positive number"
-        if not right:
-            where = f"rope_scaling of type {rope_type}, {name}"
-            raise ConfigError("missing or invalid", where=where, got=repr(value), expected=expected)
+            is_valid, expected = is_positive(value), "a positive number"
+        if not is_valid:
+            return f"invalid {name} of rope type {rope_type}; got {_short(value)}; expected {expected}"
     if not isinstance(scaling.get("truncate"), bool | None):
-        where, value = f"rope_scaling of type {rope_type}, truncate", scaling["truncate"]
-        raise ConfigError("invalid value", where=where, got=repr(value), expected="true or false")
+        return f"invalid truncate of rope type {rope_type}; got {_short(scaling['truncate'])}; expected true or false"
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        where = "rope_scaling of type llama3, low_freq_factor"
-        raise ConfigError("not below high_freq_factor", where=where, got=low, expected=f"less than {high}")
-    return rope_type
+        return f"invalid low_freq_factor of rope type llama3; got {low}; expected less than high_freq_factor, {high}"
+    return None
 
 
-def check_theta(theta: object, where: str = "rope_theta") -> None:
-    """Raises ConfigError unless `theta` can be the base of a rotary embedding."""
-    if not (is_positive(theta) and theta > 1):
-        raise ConfigError("invalid base", where=where, got=repr(theta), expected="a number above 1, up to 1e30")
+def is_rotary_dim(dim: int) -> bool:
+    """Whether `dim` can be the number of rotated features per head: even, positive, at most `MAX_ROTARY_DIM`."""
+    return dim % 2 == 0 and 0 < dim <= MAX_ROTARY_DIM
+
+
+def is_theta(theta: object) -> bool:
+    """Whether `theta` can be the base of a rotary embedding: a number above 1, up to 1e30."""
+    return is_positive(theta) and theta > 1
 
 
 def is_positive(value: object) -> TypeGuard[int | float]:
     """Whether `value` is a positive number, within limits that keep the formulas above from overflowing."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30
+
+
+def _short(value: object) -> str:
+    return repr(value)[:200]

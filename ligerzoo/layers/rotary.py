@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers.rope_scaling import (
-    check_rope_scaling,
-    check_theta,
+    MAX_ROTARY_DIM,
     default_frequencies,
     dynamic_frequencies,
+    is_rotary_dim,
+    is_theta,
     linear_frequencies,
     llama3_frequencies,
     longrope_attention_factor,
     longrope_frequencies,
+    scaling_error,
     yarn_attention_factor,
     yarn_frequencies,
 )
@@ -33,15 +35,15 @@ class RotaryEmbedding(nn.Module):
     Args:
         dim: R, number of rotated features per head; even.
         theta: base of the frequencies; above 1.
-        scaling: context extension ("rope scaling") as in config.json, `{"rope_type": ..., its parameters}`. Types:
-            default, linear, dynamic, llama3, yarn and longrope. None for no scaling.
+        scaling: context extension ("rope scaling"), `{"rope_type": ..., its parameters}`. Types: default, linear,
+            dynamic, llama3, yarn and longrope. None for no scaling.
         max_position_embeddings: context length of the model, in tokens; some methods only change longer sequences.
         interleaved: rotate features 2i and 2i + 1 as a pair, instead of i and i + R/2.
         in_fp32: rotate queries and keys in fp32 for every dtype.
 
     Raises:
-        ConfigError: `theta` is not above 1, the rope type is unknown, a parameter is missing or invalid, or a list of
-            factors does not have R/2 entries.
+        ValueError: `dim` is odd or out of range, `theta` is not above 1, or `scaling` has an unknown type or an invalid
+            parameter.
     """
 
     def __init__(
@@ -56,10 +58,15 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         scaling = {} if scaling is None else scaling
-        check_theta(theta)
+        if not is_rotary_dim(dim):
+            raise ValueError(f"RotaryEmbedding: dim={dim}; expected an even number, 2 to {MAX_ROTARY_DIM}")
+        if not is_theta(theta):
+            raise ValueError(f"RotaryEmbedding: theta={theta!r}; expected a number above 1, up to 1e30")
+        if error := scaling_error(scaling, dim):
+            raise ValueError(f"RotaryEmbedding: scaling: {error}")
         self.interleaved, self.in_fp32 = interleaved, in_fp32
         theta = float(theta)  # torch accepts integers of at most 64 bits
-        self.dim, self.theta, self.rope_type = dim, theta, check_rope_scaling(scaling, dim)
+        self.dim, self.theta, self.rope_type = dim, theta, scaling.get("rope_type", "default")
         self.max_position = max_position_embeddings
         self.original_max_position = scaling.get("original_max_position_embeddings") or max_position_embeddings
         self.factor: float = scaling.get("factor") or max_position_embeddings / self.original_max_position

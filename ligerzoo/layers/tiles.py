@@ -1,11 +1,10 @@
-"""Images in tiles of one size: a vision tower in which all patches of an image see each other, whatever their tile.
+"""Vision tower for images in tiles of one size; patches attend to all tiles of their image (Llama 3.2 Vision).
 
-An image has one to t tiles in one of R arrangements (rows and columns), which a number tells: 1 to R, or 0 for no
-image. Tiles that it does not have are there all the same, with pixels of 0, and so are some rows that once made the
-number of patches a multiple of 8: both are called padding, and both are seen.
+An image has 1 to t tiles in one of R arrangements of rows and columns. Arrangements are numbered from 1 to R; 0 means
+no image. Images with fewer tiles are padded with zero pixels, and each tile with states up to a multiple of 8. States
+of images attend to padding too.
 
-Shapes: n images, t tiles, C channels, P states of a tile: its patches and, before them, one of the class embedding, E
-features.
+Shapes: n images, t tiles, C channels, P states per tile (the class embedding, then the patches), E features.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import BlockStack
+from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.vision import PatchEmbedding
 
 
 class TileEmbedding(nn.Module):
-    """A vector for each tile of each arrangement, scaled by the tanh of a learned number, at first 0.
+    """One learned vector per tile and arrangement, multiplied by the tanh of a learned gate that starts at 0.
 
     Args:
         arrangements: R.
@@ -42,23 +43,23 @@ class TileEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tiles = tiles
-        self.embedding = nn.Embedding(arrangements + 1, tiles * embed_dim, device=device, dtype=dtype)
+        self.embedding = Embedding(arrangements + 1, tiles * embed_dim, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the embedding from N(0, std^2), and closes the gate."""
-        nn.init.normal_(self.embedding.weight, std=std)
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the gate to 0. `std` is unused; it keeps the signature uniform."""
         nn.init.zeros_(self.gate)
 
     def forward(self, arrangement: Tensor) -> Tensor:
-        """(n,) int -> (n, t, E)."""
+        """arrangement: (n,) int -> (n, t, E)."""
         return self.gate.tanh() * self.embedding(arrangement).view(len(arrangement), self.tiles, -1)  # type: ignore[no-any-return]
 
 
 class TilePositionEmbedding(nn.Module):
-    """Learned positions within a tile, and such as differ by tile and arrangement; the tanh of a learned number, at
-    first 0, says how much of each.
+    """Learned positions within a tile, and positions that also depend on tile and arrangement.
+
+    Adds `(1 - g) * embedding + g * tile_embedding`, where g is the tanh of a learned gate that starts at 0.
 
     Args:
         arrangements: R.
@@ -79,14 +80,13 @@ class TilePositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(length, embed_dim, device=device, dtype=dtype))
-        self.tile_embedding = nn.Embedding(arrangements + 1, tiles * length * embed_dim, device=device, dtype=dtype)
+        self.tile_embedding = Embedding(arrangements + 1, tiles * length * embed_dim, device=device, dtype=dtype)
         self.gate = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws both embeddings from N(0, std^2), and closes the gate."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the positions within a tile from N(0, std^2) and sets the gate to 0."""
         nn.init.normal_(self.embedding, std=std)
-        nn.init.normal_(self.tile_embedding.weight, std=std)
         nn.init.zeros_(self.gate)
 
     def forward(self, x: Tensor, arrangement: Tensor) -> Tensor:
@@ -97,21 +97,21 @@ class TilePositionEmbedding(nn.Module):
 
 
 class TiledVisionTower(nn.Module):
-    """Tiles to the features of their patches: of the last block, and of some before (Llama 3.2 Vision).
+    """Tiles to patch features: the output of the last block, and of some intermediate blocks (Llama 3.2 Vision).
 
     Args:
         patch_embedding: patches to features.
         pre_tile_positional_embedding: added to all patches of a tile.
-        gated_positional_embedding: added to each patch, the class embedding's included.
-        layernorm_pre: before the first blocks.
+        gated_positional_embedding: added to each state, including the class embedding.
+        layernorm_pre: norm before the first blocks.
         transformer: the first blocks.
-        layernorm_post: after them.
-        post_tile_positional_embedding: then added to all states of a tile.
+        layernorm_post: norm after the first blocks.
+        post_tile_positional_embedding: added to all states of a tile after that norm.
         global_transformer: the last blocks.
-        intermediate_layers: the numbers of those among the first blocks (from 0) whose outputs are features too.
+        intermediate_layers: indices of the first blocks, counted from 0, whose outputs are features too.
     """
 
-    MULTIPLE = 8  # of which a tile's states are padded to be one, as the weights were trained
+    MULTIPLE = 8  # each tile is padded to a multiple of 8 states, as in training
 
     def __init__(
         self,
@@ -137,10 +137,10 @@ class TiledVisionTower(nn.Module):
         self.post_tile_positional_embedding = post_tile_positional_embedding
         self.global_transformer = global_transformer
         self.intermediate_layers = intermediate_layers
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the class embedding from N(0, std^2)."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the class embedding from N(0, std^2)."""
         nn.init.normal_(self.class_embedding, std=std)
 
     @property
@@ -152,12 +152,12 @@ class TiledVisionTower(nn.Module):
         """tiles: (n, t, C, height, width) -> (n, t * P, E * (1 + intermediate layers)).
 
         Args:
-            tiles: pixels, of any floating dtype.
+            tiles: pixels, any floating dtype.
             arrangement: (n,) int, 0 to R.
-            is_tile: (n, t), 1 for the tiles that the image has, which are its first; one at least.
+            is_tile: (n, t), 1 for the tiles of an image, which come first, and 0 for padding; at least one tile.
 
         Raises:
-            ValueError: `is_tile` has holes, or no tile at all (which torch.compile does not look at).
+            ValueError: an image has no tile, or padding before a tile; not checked under torch.compile.
         """
         n, t = tiles.shape[:2]
         patches = _patches(tiles, self.patch_embedding.weight.shape[-1])
@@ -166,15 +166,17 @@ class TiledVisionTower(nn.Module):
         x = self.layernorm_pre(self.gated_positional_embedding(x, arrangement))
 
         length, padding = self.tile_length, -self.tile_length % self.MULTIPLE
-        x = F.pad(x.flatten(1, 2), (0, 0, 0, t * padding))  # behind all tiles: to attention that is as behind each
-        context = Context(x, _real_states_see_all(is_tile, length, keys=x.shape[1]))
-        x, between = self.transformer(x, context, self.intermediate_layers)
-        of_tiles = self.post_tile_positional_embedding(arrangement)
-        of_states = torch.cat([of_tiles.repeat_interleave(times, 1) for times in (length, padding)], 1)
-        x, _ = self.global_transformer(self.layernorm_post(x) + of_states, context)
+        x = F.pad(
+            x.flatten(1, 2), (0, 0, 0, t * padding)
+        )  # after all tiles; equal to padding each tile, since attention ignores order
+        context = Context(x, _tile_padding_mask(is_tile, length, keys=x.shape[1]))
+        x, intermediate = self.transformer(x, context, self.intermediate_layers)
+        by_tile = self.post_tile_positional_embedding(arrangement)
+        by_state = torch.cat([by_tile.repeat_interleave(times, 1) for times in (length, padding)], 1)
+        x, _ = self.global_transformer(self.layernorm_post(x) + by_state, context)
 
-        x, *between = (state[:, : t * length] for state in (x, *between))
-        return torch.cat([x, torch.stack(between, -1).flatten(2)], -1) if between else x
+        x, *intermediate = (state[:, : t * length] for state in (x, *intermediate))
+        return torch.cat([x, torch.stack(intermediate, -1).flatten(2)], -1) if intermediate else x
 
 
 def _patches(images: Tensor, side: int) -> Tensor:
@@ -184,16 +186,15 @@ def _patches(images: Tensor, side: int) -> Tensor:
     return blocks.movedim((-4, -2), (-5, -4)).reshape(*outer, -1, channels * side * side)
 
 
-def _real_states_see_all(is_tile: Tensor, length: int, keys: int) -> Mask:
-    """The mask by which padding sees what is real, and what is real sees everything, padding included.
+def _tile_padding_mask(is_tile: Tensor, length: int, keys: int) -> Mask:
+    """Returns the mask in which padding does not attend to padding; all other pairs of states are visible.
 
-    As Llama 3.2 Vision was trained, it hides a state from another if both are padding. What is real comes first, so
-    that each state sees the keys up to some last one.
+    Llama 3.2 Vision was trained with this mask. Padding comes last, so that each state sees the keys up to a last one.
     """
     tiles = is_tile.bool().sum(-1, keepdim=True)
     first = torch.arange(is_tile.shape[1], device=is_tile.device) < tiles.clamp(min=1)
     if not torch.compiler.is_compiling() and not torch.equal(first, is_tile.bool()):
-        raise ValueError(f"tiles {is_tile.int().tolist()}; expected 1 for the first of each image, and then 0")
-    place = torch.arange(keys, device=is_tile.device)
-    last = torch.where(place < tiles * length, keys - 1, tiles * length - 1)
-    return Mask(place, torch.zeros_like(last), last, keys)
+        raise ValueError(f"is_tile: got {is_tile.int().tolist()}; expected rows of at least one 1, then 0")
+    state = torch.arange(keys, device=is_tile.device)
+    last = torch.where(state < tiles * length, keys - 1, tiles * length - 1)
+    return Mask(state, torch.zeros_like(last), last, keys)

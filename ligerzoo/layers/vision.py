@@ -1,10 +1,10 @@
-"""Images and videos among the tokens of a text: from pixels to embeddings, and where those stand in the text.
+"""Vision towers for images and videos of any size, and the positions of their tokens in the sequence (Qwen2-VL).
 
-An image or a video is a grid of t frames of h x w patches. Its patches come frame by frame, and in a frame by blocks of
-m x m, which are merged into one token each; so of a frame there are h/m x w/m tokens, row by row.
+An image or video is a grid of t frames of h x w patches. Patches are ordered by frame, then by block of m x m patches.
+Each block is merged into one token, so that a frame has h/m x w/m tokens, row by row.
 
-Shapes: N patches of all images, n images, C channels, P the side of a patch, F the frames of images that a patch has of
-them, E the tower's features, H the decoder's; B batch, T tokens.
+Shapes: N patches of all images, n images, C channels, P side of a patch, F frames per patch, E features of the tower, H
+features of the decoder; B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
+from ligerzoo.layers.linear import INIT_STD
 
 
 class PatchEmbedding(nn.Module):
-    """A linear map of patches, which is a convolution whose stride is its kernel's size (Dosovitskiy et al. 2021).
+    """Linear map of patches: a convolution whose stride equals its kernel size (Dosovitskiy et al. 2021).
 
     Args:
-        patch: the sizes of a patch: channels, then frames if it has several, height and width.
+        patch: shape of a patch: channels, frames (for videos only), height, width.
         embed_dim: E.
-        bias: whether there is one.
+        bias: add a bias.
     """
 
     def __init__(
@@ -42,16 +43,16 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(embed_dim, *patch, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(embed_dim, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
+        self.init_weights()
 
-    def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weight from N(0, std^2), and sets the bias to zero."""
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """patches: (..., C * F * P * P), of any floating dtype -> (..., E)."""
+        """patches: (..., C * F * P * P), any floating dtype -> (..., E)."""
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
     def extra_repr(self) -> str:
@@ -60,62 +61,65 @@ class PatchEmbedding(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Neighbouring patches, normalized, side by side in one vector, to one embedding (Qwen2-VL).
+    """Merges blocks of patches into one embedding each: norm, concatenation, MLP (Qwen2-VL).
 
     Args:
-        ln_q: the norm, of E features.
+        norm: norm of E features.
         mlp: m^2 * E features to H.
+        merged: m^2, patches per block.
     """
 
-    def __init__(self, ln_q: nn.Module, mlp: nn.Module, *, merged: int) -> None:
+    def __init__(self, norm: nn.Module, mlp: nn.Module, *, merged: int) -> None:
         super().__init__()
         self.merged = merged
-        self.ln_q, self.mlp = ln_q, mlp
+        self.norm, self.mlp = norm, mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., E), N in all, blocks one after the other -> (N / m^2, H)."""
-        return self.mlp(self.ln_q(x).reshape(-1, self.merged * x.shape[-1]))  # type: ignore[no-any-return]
+        """x: (..., E), N patches in all, ordered by block -> (N / m^2, H)."""
+        return self.mlp(self.norm(x).reshape(-1, self.merged * x.shape[-1]))  # type: ignore[no-any-return]
 
 
-class Segments:
-    """Runs of patches, each of which sees itself alone. Runs of one size are the rows of a batch, in which attention
-    needs no mask; runs of several sizes, and in a compiled graph all runs, are packed into a single row.
+class PatchSegments:
+    """Consecutive patches in segments, such as frames or windows, that do not attend to each other.
+
+    Segments of equal size become the rows of a batch, which needs no mask. Segments of different sizes, and all
+    segments under torch.compile, are packed into one row.
 
     Args:
-        begins: (N,) bool, where a run begins; best on the CPU.
-        places: (A, N) int64, where the patches stand on each axis.
-        device: of the patches.
+        is_first: (N,) bool, the first patch of each segment; on the CPU to avoid a host sync.
+        positions: (A, N) int64, positions of the patches on A axes.
+        device: device of the patches.
 
     Attributes:
-        shape: (B, T) of the rows.
-        context: what their attention sees.
+        shape: (B, T) of the batch.
+        context: positions and mask for the blocks.
     """
 
-    def __init__(self, begins: Tensor, places: Tensor, device: torch.device) -> None:
-        index = torch.arange(len(begins), device=begins.device)
-        starts: Tensor | None = (index * begins).cummax(0).values
-        self.shape = (1, len(begins))
+    def __init__(self, is_first: Tensor, positions: Tensor, device: torch.device) -> None:
+        index = torch.arange(len(is_first), device=is_first.device)
+        segment_start: Tensor | None = (index * is_first).cummax(0).values
+        self.shape = (1, len(is_first))
         if not torch.compiler.is_compiling():
-            sizes = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(begins)).diff()
+            sizes = F.pad(is_first.nonzero()[:, 0], (0, 1), value=len(is_first)).diff()
             if bool((sizes == sizes[0]).all()):
-                self.shape, starts = (len(sizes), int(sizes[0])), None
-        position_ids = places.to(device).view(-1, *self.shape)
+                self.shape, segment_start = (len(sizes), int(sizes[0])), None
+        position_ids = positions.to(device).view(-1, *self.shape)
         self.context = Context(position_ids[0], position_ids=position_ids)
-        if starts is not None:
-            self.context.segment_start = starts.to(device)[None]
+        if segment_start is not None:
+            self.context.segment_start = segment_start.to(device)[None]
 
-    def rows(self, x: Tensor) -> Tensor:
-        """x: (..., E), N in all -> (B, T, E)."""
+    def batch(self, x: Tensor) -> Tensor:
+        """x: (..., E), N patches in all -> (B, T, E)."""
         return x.view(*self.shape, x.shape[-1])
 
 
 class VisionTower(nn.Module):
-    """Patches to embeddings for a decoder: every patch sees those of its own frame.
+    """Patches to embeddings for a decoder; patches attend to all patches of their frame.
 
     Args:
         patch_embed: patches to features.
-        blocks: the blocks, each called as `PreNormBlock` is.
-        merger: features of blocks of patches to embeddings.
+        blocks: blocks, called as `PreNormBlock`.
+        merger: patch features to embeddings, such as `PatchMerger`.
         merge_size: m.
 
     Attributes:
@@ -136,47 +140,50 @@ class VisionTower(nn.Module):
         """patches: (N, C * F * P * P) -> (N / m^2, H).
 
         Args:
-            patches: of all images, one after the other.
-            grid_thw: (n, 3) int, t, h and w of each; on the CPU, for there the sizes are needed.
+            patches: patches of all images, in order.
+            grid_thw: (n, 3) int, t, h and w of each image; on the CPU to avoid a host sync.
 
         Raises:
-            ValueError: the grids do not fit the patches.
+            ValueError: the number of patches or a side does not match the grids.
         """
-        patches, begins, places = self._frames(patches, grid_thw)
-        frames = Segments(begins, places, patches.device)
-        x = frames.rows(self.patch_embed(patches))
+        patches, is_first, positions = self._check_frames(patches, grid_thw)
+        frames = PatchSegments(is_first, positions, patches.device)
+        x = frames.batch(self.patch_embed(patches))
         x = run_blocks(self.blocks, x, frames.context, recompute=self.gradient_checkpointing)
         return self.merger(x)  # type: ignore[no-any-return]
 
-    def _frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The patches, see `checked`, and where they stand, see `patch_places`: on the CPU, but in a compiled graph on
-        the patches' device."""
+    def _check_frames(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Checks the grids. Returns the patches, see `check`, and their `patch_positions`.
+
+        Positions are on the CPU, except under torch.compile.
+        """
         if grid_thw.ndim != 2 or grid_thw.shape[1] != 3:
-            raise ValueError(f"grids of shape {tuple(grid_thw.shape)}; expected (images, 3): t, h and w of each")
+            raise ValueError(f"grid_thw has shape {tuple(grid_thw.shape)}; expected (images, 3): t, h and w of each")
         count, compiles = len(patches), torch.compiler.is_compiling()
         grid = grid_thw.to(patches.device if compiles else "cpu", torch.int64)
         fits = ((grid > 0) & (grid <= count)).all() & (grid[:, 1:] % self.merge_size == 0).all()
-        patches = checked(
+        patches = check(
             patches,
             fits & (grid.clamp(0, count).prod(1).sum() == max(count, 1)),
             lambda: (
-                f"{count} patches for grids of {grid.tolist()}; expected t * h * w of each together, "
+                f"got {count} patches with grids {grid.tolist()}; expected the sum of t * h * w, "
                 f"and h and w to be multiples of {self.merge_size}"
             ),
         )
-        return patches, *patch_places(grid, count, self.merge_size)
+        return patches, *patch_positions(grid, count, self.merge_size)
 
 
 class WindowedVisionTower(VisionTower):
-    """A tower most of whose blocks show a patch no more than a square window of its frame (Qwen2.5-VL, Bai et al. 2025,
-    section 2.1). Windows at the right and the lower edge are what is left there.
+    """Vision tower with windowed attention (Qwen2.5-VL, Bai et al. 2025, section 2.1).
 
-    Patches go through the blocks window by window: so those of a window, and those of a frame, are neighbours.
+    In most blocks a patch attends only within a square window of its frame. Windows at the right and bottom edges are
+    cropped. Patches are reordered by window, so that those of a window, and those of a frame, are consecutive.
 
     Args:
-        window: the side of a window, in tokens: m patches each.
-        full_blocks: the numbers of the blocks in which a patch sees all of its frame.
-        parts: those of `VisionTower`.
+        window: side of a window in tokens, of m x m patches each.
+        full_blocks: indices of the blocks in which a patch attends to its whole frame.
+        parts: positional arguments of `VisionTower`.
+        options: keyword arguments of `VisionTower`.
     """
 
     def __init__(self, *parts: Any, window: int, full_blocks: Iterable[int], **options: Any) -> None:
@@ -185,43 +192,45 @@ class WindowedVisionTower(VisionTower):
 
     def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
         """See `VisionTower.forward`."""
-        patches, begins, places = self._frames(patches, grid_thw)
-        order, window_begins = window_order(begins, places, self.window * self.merge_size)
-        frames, windows = (Segments(first, places[:, order], patches.device) for first in (begins, window_begins))
+        patches, is_first, positions = self._check_frames(patches, grid_thw)
+        order, is_first_in_window = window_order(is_first, positions, self.window * self.merge_size)
+        frames, windows = (
+            PatchSegments(first, positions[:, order], patches.device) for first in (is_first, is_first_in_window)
+        )
         order = order.to(patches.device)
         token_order = order[:: self.merge_size**2] // self.merge_size**2
 
         x = self.patch_embed(patches[order])
-        for number, block in enumerate(self.blocks):
-            seen = frames if number in self.full_blocks else windows
-            x = run_blocks([block], seen.rows(x), seen.context, recompute=self.gradient_checkpointing)
+        for index, block in enumerate(self.blocks):
+            segments = frames if index in self.full_blocks else windows
+            x = run_blocks([block], segments.batch(x), segments.context, recompute=self.gradient_checkpointing)
         tokens = self.merger(x)
         return torch.empty_like(tokens).index_copy(0, token_order, tokens)
 
 
-def checked(x: Tensor, holds: Tensor, message: Callable[[], str]) -> Tensor:
-    """x, if `holds`, 0-d bool, is true.
+def check(x: Tensor, is_valid: Tensor, message: Callable[[], str]) -> Tensor:
+    """Returns `x` if `is_valid`, 0-d bool, is true.
 
     Raises:
-        ValueError: it is not, with this message. A compiled graph cannot raise and returns NaN.
+        ValueError: with `message()`, if it is false. A compiled graph cannot raise: there the result is NaN.
     """
     if torch.compiler.is_compiling():
-        return x.where(holds.to(x.device), math.nan)
-    if not bool(holds):
+        return x.where(is_valid.to(x.device), math.nan)
+    if not bool(is_valid):
         raise ValueError(message())
     return x
 
 
-def patch_places(grid: Tensor, count: int, merge_size: int) -> tuple[Tensor, Tensor]:
-    """Where each patch stands in its frame, in the patches' order.
+def patch_positions(grid: Tensor, count: int, merge_size: int) -> tuple[Tensor, Tensor]:
+    """Returns the position of each patch in its frame, in the order of the patches.
 
     Args:
-        grid: (n, 3) int64.
-        count: N, the patches in all.
+        grid: (n, 3) int64, t, h and w of each image.
+        count: N, number of patches in all.
         merge_size: m.
 
     Returns:
-        (N,) bool, the first patch of each frame; and (2, N) int64, the row and the column of each patch.
+        (N,) bool, whether a patch is the first of its frame; and (2, N) int64, row and column of each patch.
     """
     m, index = merge_size, torch.arange(count, device=grid.device)
     frames, height, width = grid.clamp(min=1).unbind(1)
@@ -229,113 +238,121 @@ def patch_places(grid: Tensor, count: int, merge_size: int) -> tuple[Tensor, Ten
     image = torch.searchsorted(ends, index, right=True).clamp(max=len(grid) - 1)
     in_frame = (index - F.pad(ends, (1, 0))[image]) % (height * width)[image]
     block, in_block = in_frame // m**2, in_frame % m**2
-    blocks = (width // m).clamp(min=1)[image]  # side by side
-    places = [block // blocks * m + in_block // m, block % blocks * m + in_block % m]
-    return in_frame == 0, torch.stack(places)
+    blocks = (width // m).clamp(min=1)[image]  # per row
+    positions = [block // blocks * m + in_block // m, block % blocks * m + in_block % m]
+    return in_frame == 0, torch.stack(positions)
 
 
-def window_order(begins: Tensor, places: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The patches frame by frame, and in a frame window by window, row by row of windows.
+def window_order(is_first: Tensor, positions: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Returns the order of the patches by frame, then by window, row by row of windows.
 
     Args:
-        begins: (N,) bool, the first patch of each frame.
-        places: (2, N) int64, see `patch_places`.
-        side: of a window, in patches; a multiple of m.
+        is_first: (N,) bool, the first patch of each frame.
+        positions: (2, N) int64, see `patch_positions`.
+        side: side of a window in patches; a multiple of m.
 
     Returns:
-        (N,) int64, the numbers of the patches in that order, those of a window as they came; and (N,) bool, the first
-        patch of each window in that order.
+        (N,) int64, indices of the patches in that order, stable within a window; and (N,) bool, whether a patch in that
+        order is the first of its window.
     """
-    row, column = places // side
-    number = (begins.cumsum(0) * (row.max() + 1) + row) * (column.max() + 1) + column
+    row, column = positions // side
+    number = (is_first.cumsum(0) * (row.max() + 1) + row) * (column.max() + 1) + column
     number, order = number.sort(stable=True)
     return order, F.pad(number[1:] != number[:-1], (1, 0), value=True)
 
 
-def put_rows(x: Tensor, here: Tensor, rows: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """x: (B, T, H) -> (B, T, H) with other rows in some places, in their order.
+def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Replaces the embeddings of masked tokens, in order; x: (B, T, H) -> (B, T, H).
 
     Args:
-        x: the embeddings of all tokens.
-        here: (B, T) bool, as many of them true as there are rows.
-        rows: (N, H).
-        sizes: (n,) int64, how many of the rows each image or video has, whose places lie side by side; None if that
-            does not matter.
+        x: embeddings of all tokens.
+        mask: (B, T) bool, True for N tokens.
+        embeddings: (N, H).
+        sizes: (n,) int64, number of tokens of each image or video, which must be adjacent; None to skip this check.
 
     Raises:
-        ValueError: there are more or fewer rows than places, or those of an image do not lie side by side. See
-            `checked`.
+        ValueError: the number of masked tokens is not N, or the tokens of an image are not adjacent. See `check`.
     """
-    count = here.sum()
-    rows = checked(
-        rows,
-        count == len(rows),
-        lambda: f"{len(rows)} embeddings of images or videos; expected {int(count)}, one for each token there",
+    count = mask.sum()
+    embeddings = check(
+        embeddings,
+        count == len(embeddings),
+        lambda: (
+            f"got {len(embeddings)} embeddings of images or videos; expected {int(count)}, "
+            "the number of image or video tokens in input_ids"
+        ),
     )
-    where = (~here).flatten().to(torch.uint8).argsort(stable=True)[: len(rows)]  # `nonzero` has no size to compile
+    index = (~mask).flatten().to(torch.uint8).argsort(stable=True)[: len(embeddings)]  # static shape, unlike `nonzero`
     if sizes is not None:
-        sizes = sizes.to(where.device)
+        sizes = sizes.to(index.device)
         ends = sizes.cumsum(0)
-        first, last = (where[index.clamp(0, len(rows) - 1)] for index in (ends - sizes, ends - 1))
-        rows = checked(
-            rows,
+        first, last = (index[i.clamp(0, len(embeddings) - 1)] for i in (ends - sizes, ends - 1))
+        embeddings = check(
+            embeddings,
             ((last - first == sizes - 1) & (first // x.shape[1] == last // x.shape[1])).all(),
-            lambda: f"images or videos in parts; expected {sizes.tolist()} tokens side by side, in this order",
+            lambda: (
+                "input_ids: the tokens of an image or video are not adjacent; "
+                f"expected runs of {sizes.tolist()} tokens, in this order"
+            ),
         )
-    return x.flatten(0, 1).index_copy(0, where, rows.to(x.dtype)).view_as(x)
+    return x.flatten(0, 1).index_copy(0, index, embeddings.to(x.dtype)).view_as(x)
 
 
 class Grids(NamedTuple):
-    """All images of a batch, or all its videos, as the text has them.
+    """All images of a batch, or all its videos, as grids of tokens.
 
     Attributes:
-        here: (B, T) bool, where their tokens are.
-        sizes: (n, 3) int, of each in its turn how many frames, rows and columns of tokens it has.
-        interval: (n,) or 0-d, by how much the position in time grows from frame to frame; it is rounded down.
+        mask: (B, T) bool, True for their tokens.
+        sizes: (n, 3) int, number of frames, rows and columns of tokens of each.
+        interval: (n,) or 0-d, increase of the temporal position from frame to frame; the product with the frame index
+            is rounded down.
     """
 
-    here: Tensor
+    mask: Tensor
     sizes: Tensor
     interval: Tensor
 
 
 def grid_positions(
-    places: Tensor, grids: Iterable[Grids], starts: Tensor | None = None, *, frames_advance: bool = False
+    token_positions: Tensor,
+    grids: Iterable[Grids],
+    segment_start: Tensor | None = None,
+    *,
+    frames_advance: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Positions on three axes (time, height, width) of the tokens of texts with images (Wang et al. 2024, section 2.1).
+    """Computes positions on three axes: time, height and width (M-RoPE, Wang et al. 2024, section 2.1).
 
-    The tokens of an image have the coordinates of their frame, row and column, counted from the position p at which the
-    image begins. The text goes on at p + max(h, w) on all axes. So each image leaves its number of tokens, less
-    max(h, w), out of the count of positions.
+    Tokens of an image that starts at position p have the coordinates of their frame, row and column, plus p. The tokens
+    after it continue at p + max(h, w) on all axes. So each image skips t * h * w - max(h, w) positions.
 
     Args:
-        places: (B or 1, T) int64, see `Context.token_positions`.
-        grids: one for each kind of image.
+        token_positions: (B or 1, T) int64, see `Context.token_positions`.
+        grids: one for the images, one for the videos.
         segment_start: see `Context`.
-        frames_advance: the text goes on behind the last frame of a video, too.
+        frames_advance: tokens after a video also continue after its last frame.
 
     Returns:
-        The positions, (3, B, T) int64; and by how much those of tokens to come differ from their places, (B, 1) int64.
+        The positions, (3, B, T) int64; and the offset of positions of future tokens, (B, 1) int64.
     """
-    positions, left_out = places.expand(3, -1, -1), torch.zeros_like(places)
-    for here, grid, interval in grids:
-        t, h, w = grid.to(places.device, torch.int64).unbind(1)
-        interval = interval.to(places.device).expand_as(t)
-        sizes = t * h * w
-        ends = sizes.cumsum(0)
-        count = (here.flatten().cumsum(0) - 1).view(here.shape)  # of such tokens up to this
-        image = torch.searchsorted(ends, count, right=True).clamp(max=len(sizes) - 1)
-        token = count - (ends - sizes)[image]
+    positions, skipped = token_positions.expand(3, -1, -1), torch.zeros_like(token_positions)
+    for mask, sizes, interval in grids:
+        t, h, w = sizes.to(token_positions.device, torch.int64).unbind(1)
+        interval = interval.to(token_positions.device).expand_as(t)
+        tokens = t * h * w
+        ends = tokens.cumsum(0)
+        count = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # masked tokens before each masked token
+        image = torch.searchsorted(ends, count, right=True).clamp(max=len(tokens) - 1)
+        token = count - (ends - tokens)[image]
         h_, w_ = h[image], w[image]
         time = (token // (h_ * w_) * interval[image]).long()
         coordinates = torch.stack([time, token // w_ % h_, token % w_])
-        positions = positions + (coordinates - token) * here
+        positions = positions + (coordinates - token) * mask
         advance = torch.maximum(h, w)
         if frames_advance:
             advance = torch.maximum(advance, ((t - 1) * interval).long() + 1)
-        is_last = here & (token == sizes[image] - 1)
-        left_out = left_out + (sizes - advance)[image] * is_last
-    before = left_out.cumsum(1) - left_out
-    if starts is not None:
-        before = before - before.gather(1, starts.expand_as(before))
-    return positions - before, -(before + left_out)[:, -1:]
+        is_last = mask & (token == tokens[image] - 1)
+        skipped = skipped + (tokens - advance)[image] * is_last
+    before = skipped.cumsum(1) - skipped
+    if segment_start is not None:
+        before = before - before.gather(1, segment_start.expand_as(before))
+    return positions - before, -(before + skipped)[:, -1:]

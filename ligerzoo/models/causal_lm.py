@@ -1,4 +1,4 @@
-"""What every causal language model shares: a decoder, a head, and Hugging Face's calling convention around them."""
+"""Base class of causal language models: a decoder and a head, called with Hugging Face's arguments."""
 
 from __future__ import annotations
 
@@ -14,26 +14,8 @@ from torch.utils import _pytree
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import DEBUG
-from ligerzoo.layers import (
-    BlockStack,
-    Context,
-    CrossAttentionBlock,
-    Decoder,
-    Experts,
-    GatedPreNormBlock,
-    KVCache,
-    LayerNorm,
-    LMHead,
-    PatchEmbedding,
-    PoolingProjector,
-    RMSNorm,
-    Router,
-    TiledVisionTower,
-    TileEmbedding,
-    TilePositionEmbedding,
-    VisionTower,
-    shifted_labels,
-)
+from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
+from ligerzoo.layers.linear import INIT_STD
 
 if TYPE_CHECKING:
     from ligerzoo.hub import Origin, Saves
@@ -41,15 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class CausalLMOutput:
-    """What a causal language model returns; read a field as `out.loss`, `out["loss"]`, or by its place among those that
-    are not None.
+    """Output of a causal language model.
+
+    Fields are also available as `out["loss"]`, or as `out[0]` among those that are not None.
 
     Attributes:
-        loss: 0-d fp32, when labels were given.
-        logits: (B, T, V) in the model's dtype; None when labels were given, for they are never all made.
-        past_key_values: the cache, when one was passed or asked for.
-        aux_loss: 0-d, of architectures with a router.
-        details: what an objective returned besides the loss.
+        loss: 0-d fp32, if labels were given.
+        logits: (B, T, V) in the model's dtype; None if labels were given, since they are never materialized then.
+        past_key_values: the KV cache, if one was passed or `use_cache` was set.
+        aux_loss: 0-d load-balancing loss of MoE architectures.
+        details: second result of the objective, if one was given.
     """
 
     loss: Tensor | None = None
@@ -69,17 +52,16 @@ _pytree.register_dataclass(CausalLMOutput)
 
 
 Objective = Callable[..., tuple[Tensor | None, Any]]
-"""(hidden states (B, T, H), the head's weight (V, H), targets (B, T), softcap, logit_scale, logits_budget, backend) ->
-(loss, 0-d or None, and details): what a model computes instead of the cross entropy."""
+"""Replacement for the cross entropy.
 
-_DRAWN = (
-    GatedPreNormBlock, PatchEmbedding, PoolingProjector, TileEmbedding, TilePositionEmbedding, TiledVisionTower
-)  # fmt: skip
-"""Layers with matrices that are no linear layers."""
+Called as `objective(hidden, weight, target, softcap=..., logit_scale=..., logits_budget=..., backend=...)` with hidden
+states (B, T, H), the weight of the head (V, H) and target token ids (B, T). Returns the loss, 0-d or None, and details
+of any type.
+"""
 
 
 class CausalLMConfig(Protocol):
-    """What the shared code reads of an architecture's config."""
+    """Config fields that `CausalLM` reads."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -90,11 +72,11 @@ class CausalLMConfig(Protocol):
 
 
 class FactoryKwargs(TypedDict, total=False):
-    """How the weights of a new model are made.
+    """Device and dtype of the weights of a new model.
 
     Attributes:
-        device: where ("meta" makes none).
-        dtype: of what numbers.
+        device: device; "meta" allocates no memory.
+        dtype: floating dtype.
     """
 
     device: torch.device | str | None
@@ -102,26 +84,29 @@ class FactoryKwargs(TypedDict, total=False):
 
 
 class CausalLM(nn.Module):
-    """A decoder and a head. An architecture's class builds both and hands them to `__init__`; it takes a config, and
-    how to make the weights. There is no dropout, in training neither, whatever config.json says of one.
+    """A decoder and a language-model head.
+
+    A subclass takes a config and `FactoryKwargs`, builds both parts and passes them to this constructor. Dropout is
+    never applied, even if config.json sets one.
 
     Args:
-        config: the architecture's config.
+        config: config of the architecture.
         model: token ids to final hidden states.
-        lm_head: final hidden states to logits or loss; its weight becomes the embedding's if the config ties them.
-        parts: what else the architecture has, by the names of its attributes.
+        lm_head: final hidden states to logits or loss. Shares the weight of the embedding if the config ties them.
+        parts: further modules, by attribute name.
 
     Attributes:
-        generation_config: the entries of generation_config.json: default token ids for `generate`.
-        origin: where the weights came from, for saving them back under the same names; None for a new model.
+        generation_config: entries of generation_config.json: default token ids for `generate`.
+        origin: where the weights were loaded from, to save them with the same names; None for a new model.
     """
 
     modalities: ClassVar[tuple[str, ...]] = ()
-    """The names of what the model reads besides text: those that `embed` has for its inputs."""
+    """Names of the inputs besides text: the keyword parameters of `embed`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        embeds = [vars(base)["embed"] for base in cls.__mro__ if "embed" in vars(base)]  # which may call each other
+        # All classes, since one `embed` may pass its keyword arguments on to the next.
+        embeds = [vars(base)["embed"] for base in cls.__mro__ if "embed" in vars(base)]
         parameters = [p for embed in embeds for p in list(inspect.signature(embed).parameters.values())[3:]]
         cls.modalities = tuple(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
 
@@ -135,29 +120,26 @@ class CausalLM(nn.Module):
         self.generation_config: dict[str, Any] = {}
         self.origin: Origin | None = None
         self.tie_weights()
-        self.reset_parameters()
+        if config.initializer_range != INIT_STD:
+            self.init_weights()
 
     def tie_weights(self) -> None:
-        """Makes the head's weight the embedding's, if the config says so."""
+        """Shares the weight of the embedding with the head, if the config ties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Random initialization: matrices from N(0, initializer_range^2), biases zero, norms one, gates of new layers
-        closed."""
+    def init_weights(self, std: float | None = None) -> None:
+        """Initializes all weights again, such as those of a model built on meta after `to_empty` and `tie_weights`.
+
+        Calls `init_weights(std)` of every submodule that has this method. Other modules keep their weights.
+
+        Args:
+            std: standard deviation of the matrices. Default: `initializer_range` of the config.
+        """
+        std = self.config.initializer_range if std is None else std
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | LMHead | Router):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, Experts):
-                for weight in module.parameters():
-                    nn.init.normal_(weight, std=self.config.initializer_range)
-            elif isinstance(module, _DRAWN):
-                module.reset_parameters(self.config.initializer_range)
-            elif isinstance(module, RMSNorm | LayerNorm | CrossAttentionBlock):
-                module.reset_parameters()
+            if module is not self and hasattr(module, "init_weights"):
+                module.init_weights(std)  # type: ignore[operator]
 
     def forward(
         self,
@@ -176,42 +158,48 @@ class CausalLM(nn.Module):
         objective: Objective | None = None,
         **modalities: Any,
     ) -> CausalLMOutput:
-        """Logits, or with labels the loss.
+        """Computes the logits, or the loss if labels are given.
 
         Args:
-            input_ids: (B, T) token ids, from 0 to `input_vocab_size` - 1. On a GPU this is checked only with
-                LIGERZOO_DEBUG=1 in the environment, see `check_inputs`; without it, other ids are undefined behaviour.
-            attention_mask: (B, S), 1 for a token and 0 for padding, the cached tokens included; or (B, 1, T, S).
-            position_ids: (B or 1, T); by default 0 to T - 1, after the cached tokens. Without padding and cache, where
-                they begin anew another text begins: texts packed into a row do not see each other.
+            input_ids: (B, T) token ids, from 0 to `input_vocab_size` - 1. Checked on a CPU; on a GPU only if the
+                environment variable LIGERZOO_DEBUG is 1, see `check_inputs`. Other ids are undefined behaviour.
+            attention_mask: (B, S) padding mask, 1 for a token and 0 for padding, cached tokens included; or a
+                (B, 1, T, S) attention mask.
+            position_ids: (B or 1, T). Default: 0 to T - 1, plus the length of the cache. Without padding and cache, a
+                new segment of a packed row starts wherever an id is not its predecessor plus 1. Segments do not attend
+                to each other.
             inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
-            labels: (B, T) token ids, -100 for those that do not count, in the same places as `input_ids` (they are
-                shifted here). After padding on the left, give the first token -100 too: padding would predict it.
-            shift_labels: (B, T), already shifted; they win over `labels`.
-            past_key_values: the cache of the tokens before these; it is extended in place.
-            use_cache: True starts a cache when none was passed.
-            logits_to_keep: logits of the last so many tokens only (0: all), or of the places in a 1-d tensor.
-            num_items_in_batch: divides the summed loss, in place of the number of labels that count.
-            cu_seqlens: (n + 1,) int, where the n texts packed into a single row begin and end, as attention kernels
-                for packed texts take it: 0, ..., at most T. What is left of the row is padding.
-            objective: what is made of hidden states and head in place of the cross entropy of the labels, such as the
-                losses of `ligerzoo.losses`, see `Objective`. It divides by what it likes.
-            modalities: what else the architecture reads, see its `embed`.
+            labels: (B, T) token ids aligned with `input_ids`, which this method shifts; -100 is ignored. With left
+                padding, set the label of the first token to -100, or padding predicts it.
+            shift_labels: (B, T) token ids, already shifted; takes precedence over `labels`.
+            past_key_values: KV cache of earlier tokens; extended in place.
+            use_cache: create a cache if none was passed.
+            logits_to_keep: number of last tokens to compute logits for, 0 for all; or a 1-d tensor of token indices.
+            num_items_in_batch: divisor of the summed loss. Default: the number of labels that are not ignored.
+            cu_seqlens: (n + 1,) int, boundaries of n segments packed into a single row: 0, ..., at most T. The rest of
+                the row is padding.
+            objective: replaces the cross entropy, such as the losses of `ligerzoo.losses`; see `Objective`. It ignores
+                `num_items_in_batch`.
+            modalities: further inputs of the architecture; see its `embed`.
 
         Raises:
-            ValueError: the inputs do not fit together.
+            ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
         self._refuse_unknown(modalities)
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         x = input_ids if inputs_embeds is None else inputs_embeds
         if x is None or (input_ids is not None and inputs_embeds is not None):
-            raise ValueError("give one of input_ids and inputs_embeds")
+            raise ValueError(
+                f"expected exactly one of input_ids and inputs_embeds; got {'neither' if x is None else 'both'}"
+            )
         for name, target in (("labels", labels), ("shift_labels", shift_labels)):
             if target is not None and target.shape != x.shape[:2]:
-                raise ValueError(f"{name} {tuple(target.shape)} for tokens {tuple(x.shape[:2])}; expected one for each")
+                raise ValueError(
+                    f"{name} has shape {tuple(target.shape)}; expected {tuple(x.shape[:2])}, one per token"
+                )
         if objective is not None and labels is None and shift_labels is None:
-            raise ValueError("an objective needs labels, got None; expected (B, T) token ids, -100 where none counts")
+            raise ValueError("labels: got None with an objective; expected (B, T) token ids, -100 for ignored tokens")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
         if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
             self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
@@ -235,23 +223,26 @@ class CausalLM(nn.Module):
         for name in modalities:
             if name not in self.modalities:
                 raise LigerzooError(
-                    f"{type(self).__name__} does not read it", where=name,
-                    expected=", ".join(self.modalities) or "text alone, such as input_ids",
+                    f"not an input of {type(self).__name__}", where=name,
+                    expected=", ".join(self.modalities) or "text inputs only, such as input_ids",
                 )  # fmt: skip
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
-        """What the decoder reads: (B, T) token ids, or (B, T, H) embeddings in their place. An architecture that reads
-        more than text has arguments for that, and puts it among the tokens or in the context."""
+        """Returns the input of the decoder: (B, T) token ids, or (B, T, H) embeddings.
+
+        Architectures with further inputs override it. Each input is a keyword parameter, which the method merges into
+        the embeddings or stores in the context.
+        """
         return x
 
     @property
     def input_vocab_size(self) -> int:
-        """The number of token ids that have an embedding."""
+        """Number of token ids that have an embedding."""
         return self.config.vocab_size
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        """The token ids in whose places images and the like go, each with the input that brings these."""
+        """Placeholder token ids, such as that of images, and the input that each of them needs."""
         return {}
 
     def check_inputs(
@@ -261,86 +252,89 @@ class CausalLM(nn.Module):
         past_key_values: KVCache | None = None,
         **modalities: Any,
     ) -> None:
-        """Checks the values of the inputs, for which the host waits for a GPU. So `forward` calls it on a CPU or with
-        LIGERZOO_DEBUG=1 only, and `generate` for the prompts only.
+        """Checks the values of the inputs, which on a GPU is a host sync.
+
+        `forward` calls it on a CPU or if LIGERZOO_DEBUG is 1, and `generate` for the prompts only.
 
         Args:
             input_ids: (B, T).
-            padding_mask: (B, T) bool, False for padding, whose tokens may be placeholders; None for no padding.
-            past_key_values: the cache of the tokens before these. A single token after others may be a placeholder:
-                generation may draw any token.
-            modalities: what else the architecture reads, see its `embed`.
+            padding_mask: (B, T) bool, False for padding, which may be a placeholder token; None for no padding.
+            past_key_values: KV cache of earlier tokens. A single token after others may be a placeholder, since
+                generation may sample any token.
+            modalities: further inputs of the architecture; see its `embed`.
 
         Raises:
-            LigerzooError: a token id has no embedding, or is a placeholder without the input that belongs there.
+            LigerzooError: a token id has no embedding, or a placeholder lacks its input.
         """
         self._refuse_unknown(modalities)
-        is_drawn = input_ids.shape[1] == 1 and past_key_values is not None and past_key_values.length > 0
-        has_none = (input_ids < 0) | (input_ids >= self.input_vocab_size)
+        is_sampled = input_ids.shape[1] == 1 and past_key_values is not None and past_key_values.length > 0
+        is_invalid = (input_ids < 0) | (input_ids >= self.input_vocab_size)
         for token_id, name in self.placeholders.items():
-            here = input_ids == token_id
+            is_placeholder = input_ids == token_id
             if modalities.get(name) is not None:
-                has_none = has_none & ~here
-            elif not is_drawn and bool((here if padding_mask is None else here & padding_mask).any()):
+                is_invalid = is_invalid & ~is_placeholder
+            elif not is_sampled and bool(
+                (is_placeholder if padding_mask is None else is_placeholder & padding_mask).any()
+            ):
                 raise LigerzooError(
-                    "tokens that stand for images or videos, but no such input", where="input_ids", got=token_id,
-                    expected=f"{name} with them", remedy="A processor makes both.",
+                    f"placeholder tokens of images or videos without {name}", where="input_ids", got=token_id,
+                    expected=f"{name} as well", remedy="Get both from the model's processor.",
                 )  # fmt: skip
-        if bool(has_none.any()):
+        if bool(is_invalid.any()):
             raise LigerzooError(
-                "token ids outside the vocabulary", where="input_ids", got=input_ids[has_none][:8].tolist(),
+                "token ids outside the vocabulary", where="input_ids", got=input_ids[is_invalid][:8].tolist(),
                 expected=f"0 to {self.input_vocab_size - 1}",
-                remedy="The tokenizer must be that of the model; padding needs an id of the vocabulary, too.",
+                remedy="Use the tokenizer of this model, and pad with an id of its vocabulary.",
             )  # fmt: skip
 
     inputs_per_token: ClassVar[tuple[str, ...]] = ()
-    """The names of what `embed` reads that tells something of each token, (B, T, ...)."""
+    """Per-token model inputs, (B, T, ...); `generate` pads and slices them like `input_ids`."""
 
     aux_loss_weight = 0.0
-    """What `aux_loss` is multiplied by before it is added to the loss."""
+    """Factor of `aux_loss` when it is added to the loss."""
 
     def aux_loss(self, context: Context) -> Tensor | None:
-        """A loss besides that of the labels, 0-d, out of what the layers left in the context; None for none."""
+        """Returns an auxiliary loss from what layers stored in the context, 0-d; None if the architecture has none."""
         return None
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
-        """An empty cache for `past_key_values`, see `ligerzoo.layers.Decoder.new_cache`."""
+        """Returns an empty KV cache for `past_key_values`; see `ligerzoo.layers.Decoder.new_cache`."""
         return self.model.new_cache(capacity)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weights' dtype."""
+        """Dtype of the weights."""
         return next(self.parameters()).dtype
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """From now on each block is computed again in the backward pass, from its input, which is all that is kept of
-        it.
+        """Enables activation checkpointing: saves only the inputs of blocks and recomputes the blocks in backward.
 
         Args:
-            gradient_checkpointing_kwargs: as Hugging Face's Trainer passes them: {"use_reentrant": False} or nothing.
+            gradient_checkpointing_kwargs: {"use_reentrant": False}, as Hugging Face's Trainer passes it, or None.
 
         Raises:
-            ValueError: another kind of checkpointing is asked for.
+            ValueError: `gradient_checkpointing_kwargs` has another value.
         """
         if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
             raise ValueError(
-                f"gradient_checkpointing_kwargs={gradient_checkpointing_kwargs}; expected {{'use_reentrant': False}}"
+                f"gradient_checkpointing_kwargs: got {gradient_checkpointing_kwargs}; "
+                "expected {'use_reentrant': False} or None"
             )
         self._set_gradient_checkpointing(True)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keeps what the backward pass needs again."""
+        """Disables activation checkpointing."""
         self._set_gradient_checkpointing(False)
 
-    def _set_gradient_checkpointing(self, on: bool) -> None:
+    def _set_gradient_checkpointing(self, enabled: bool) -> None:
         for module in self.modules():
-            if isinstance(module, BlockStack | Decoder | VisionTower):
-                module.gradient_checkpointing = on
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = enabled  # type: ignore[assignment]
 
     @classmethod
     def from_pretrained(
@@ -354,7 +348,7 @@ class CausalLM(nn.Module):
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> Self:
-        """Loads a checkpoint in Hugging Face format, see `ligerzoo.hub.load`."""
+        """Loads a checkpoint in Hugging Face format; see `ligerzoo.hub.load`."""
         from ligerzoo import hub
 
         return hub.load(
@@ -363,7 +357,7 @@ class CausalLM(nn.Module):
         )  # fmt: skip
 
     def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Writes the model to `directory` in Hugging Face format, see `ligerzoo.hub.save`."""
+        """Saves the model to `directory` in Hugging Face format; see `ligerzoo.hub.save`."""
         from ligerzoo import hub
 
         hub.save(self, directory, max_shard_size=max_shard_size)
@@ -377,15 +371,21 @@ class CausalLM(nn.Module):
         commit_message: str = "Upload model",
         processor: Saves | None = None,
     ) -> str:
-        """Uploads the model, and the processor or tokenizer given with it, to the Hugging Face hub and returns the
-        commit's address, see `ligerzoo.hub.push`."""
+        """Uploads the model, and a processor or tokenizer, to the Hugging Face hub; see `ligerzoo.hub.push`.
+
+        Returns:
+            The URL of the commit.
+        """
         from ligerzoo import hub
 
         return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Continues the prompts; returns prompts and continuations, (B, T + new). The options are those of
-        `ligerzoo.generate.generate`."""
+        """Continues the prompts; see `ligerzoo.generate.generate` for the options.
+
+        Returns:
+            Prompts and continuations, (B, T + new tokens).
+        """
         from ligerzoo.generate import generate
 
         return generate(self, input_ids, attention_mask, **options)

@@ -1,4 +1,4 @@
-"""What the configs of the architectures have in common."""
+"""Base classes of architecture configs, and checks of their fields."""
 
 from __future__ import annotations
 
@@ -8,66 +8,71 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers.rope_scaling import check_rope_scaling, check_theta, is_positive
+from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_dim, is_theta, scaling_error
 
 _LARGEST_SIZE = 2**31 - 1
 
 
 def check_fields(config: Any) -> None:
-    """Raises ConfigError unless every field of a config dataclass holds what its annotation and name say.
+    """Raises ConfigError unless every field of a config dataclass has a value of its annotated type and range.
 
-    A whole number is a size, from 1 (or what the field's metadata has as "least") to 2^31 - 1, unless its name ends in
-    `_token_id`; a float is 0, or positive within limits that fp32 can hold (and may be given as a whole number); None
-    is allowed where the annotation says so.
+    Integers are sizes, from 1 (or the "least" of the field's metadata) to 2^31 - 1; token ids (`*_token_id`) may also
+    be 0 or negative. Floats are 0 or from 1e-30 to 1e30, and may be given as integers. None is allowed if annotated.
     """
     hints = get_type_hints(type(config))
     for field in fields(config):
         name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is None and NoneType in kinds:
             continue
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list) and len(kinds) > 2 else [value]
-            right, expected = (
+            is_valid, expected = (
                 bool(ids) and all(type(i) is int and abs(i) <= _LARGEST_SIZE for i in ids),
                 "a token id" + (" or a list of them" if len(kinds) > 2 else ""),
             )
         elif bool in kinds:
-            right, expected = isinstance(value, bool), "true or false"
+            is_valid, expected = isinstance(value, bool), "true or false"
         elif int in kinds:
-            right = type(value) is int and least <= value <= _LARGEST_SIZE
-            expected = "a positive whole number" if least else "a whole number, 0 or more"
+            is_valid = type(value) is int and least <= value <= _LARGEST_SIZE
+            expected = f"an integer, {least} or more"
         elif float in kinds:
-            right, expected = number and (value == 0 or is_positive(value)), "0, or a number from 1e-30 to 1e30"
+            is_valid, expected = is_number and (value == 0 or is_positive(value)), "0, or a number from 1e-30 to 1e30"
         else:
-            continue  # a structured field is checked by the part that reads it
-        if not right:
-            raise ConfigError("not a possible value", where=name, got=repr(value), expected=expected)
+            continue  # structured fields have checks of their own
+        if not is_valid:
+            raise ConfigError("invalid value", where=name, got=repr(value), expected=expected)
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises ConfigError if one of these fields, by which something is divided, is zero (or close enough)."""
+    """Raises ConfigError unless these fields, which are used as divisors, are positive numbers or None."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not is_positive(value):
-            raise ConfigError("not a possible value", where=name, got=repr(value), expected="a positive number")
+            raise ConfigError("invalid value", where=name, got=repr(value), expected="a positive number")
+
+
+def check_theta(config: Any, name: str = "rope_theta") -> None:
+    """Raises ConfigError unless this field can be the base of a rotary embedding."""
+    value = getattr(config, name)
+    if not is_theta(value):
+        raise ConfigError("invalid value", where=name, got=repr(value), expected="a number above 1, up to 1e30")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The numbers that every decoder has, under their names in config.json. An architecture's config adds its own, and
-    its own defaults.
+    """Fields of every decoder, with their names in config.json. Architectures add fields and change defaults.
 
     Attributes:
-        num_key_value_heads: None means one for each query head.
-        head_dim: None means hidden_size / num_attention_heads.
+        num_key_value_heads: None for `num_attention_heads`.
+        head_dim: features per head; None for hidden_size / num_attention_heads.
         rope_scaling: `{"rope_type": ..., its parameters}`, see `ligerzoo.layers.RotaryEmbedding`.
-        tie_word_embeddings: the head shares the embedding's weight.
-        initializer_range: standard deviation of a new model's matrices.
+        tie_word_embeddings: the head shares the weight of the embedding.
+        initializer_range: standard deviation with which matrices of a new model are initialized.
 
     Raises:
-        ConfigError: naming the field whose value cannot be.
+        ConfigError: a field has an invalid value.
     """
 
     vocab_size: int = 32000
@@ -91,41 +96,47 @@ class DecoderConfig:
         check_fields(self)
         if self.num_attention_heads % self.kv_heads:
             raise ConfigError(
-                "query heads cannot share key-value heads evenly",
+                "invalid number of key-value heads",
                 where="num_key_value_heads",
                 got=self.kv_heads,
                 expected=f"a divisor of num_attention_heads, {self.num_attention_heads}",
             )
-        check_theta(self.rope_theta)
-        check_rope_scaling({} if self.rope_scaling is None else self.rope_scaling, self.rotary_size)
+        check_theta(self)
+        if not is_rotary_dim(self.rotary_size):
+            raise ConfigError(
+                "invalid number of rotated features", where="head_dim", got=self.rotary_size,
+                expected=f"an even number, 2 to {MAX_ROTARY_DIM}",
+            )  # fmt: skip
+        if self.rope_scaling is not None and (error := scaling_error(self.rope_scaling, self.rotary_size)):
+            raise ConfigError(error, where="rope_scaling")
 
     @property
     def all_layers(self) -> int:
-        """The number of blocks in all parts of the model."""
+        """Number of blocks in all parts of the model."""
         return self.num_hidden_layers
 
     @property
     def kv_heads(self) -> int:
-        """The number of key-value heads."""
+        """Number of key-value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """The size of a head."""
+        """Features per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
-        """How many features of a head are rotated."""
+        """Rotated features per head."""
         return self.head_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRotaryConfig(DecoderConfig):
-    """Of a decoder that rotates only the first features of each head.
+    """Config of a decoder that rotates only the first features of each head.
 
     Attributes:
-        partial_rotary_factor: what part of the features, at most 1.
+        partial_rotary_factor: fraction of the features that are rotated, at most 1.
     """
 
     partial_rotary_factor: float = 1.0
@@ -134,14 +145,14 @@ class PartialRotaryConfig(DecoderConfig):
         check_fields(self)
         if self.partial_rotary_factor > 1:
             raise ConfigError(
-                "more than all features", where="partial_rotary_factor", got=self.partial_rotary_factor,
+                "invalid value", where="partial_rotary_factor", got=self.partial_rotary_factor,
                 expected="at most 1",
             )  # fmt: skip
         super().__post_init__()
 
     @property
     def rotary_size(self) -> int:
-        """How many features of a head are rotated."""
+        """Rotated features per head."""
         return int(self.head_size * self.partial_rotary_factor)
 
 
@@ -150,11 +161,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(DecoderConfig):
-    """Of a decoder some of whose layers see no more than the last tokens.
+    """Config of a decoder in which some layers use a sliding window.
 
     Attributes:
-        sliding_window: how many tokens a token sees in such a layer, itself included; None: no layer is one.
-        layer_types: "sliding_attention" or "full_attention" for each layer; None: as `slides` says.
+        sliding_window: tokens that a token attends to in such a layer, including itself; None for full attention.
+        layer_types: "sliding_attention" or "full_attention" for each layer; None: `slides` decides.
     """
 
     sliding_window: int | None = None
@@ -169,20 +180,20 @@ class WindowedConfig(DecoderConfig):
             or not all(isinstance(kind, str) and kind in LAYER_TYPES for kind in types)
         ):
             raise ConfigError(
-                "not a type for each layer",
+                "invalid layer types",
                 where="layer_types",
                 got=repr(types)[:200],
-                expected=f"a list of {self.num_hidden_layers}, each {' or '.join(LAYER_TYPES)}",
+                expected=f"a list of {self.num_hidden_layers} entries, each {' or '.join(LAYER_TYPES)}",
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether this layer has a sliding window where `layer_types` does not say so."""
+        """Whether this layer, counted from 0, uses the sliding window if `layer_types` is None."""
         return True
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether this layer is one of those with a sliding window."""
+        """Whether this layer, counted from 0, uses the sliding window."""
         return self.slides(layer) if self.layer_types is None else self.layer_types[layer] == "sliding_attention"
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a token sees in this layer; None for all before it."""
+        """Tokens that a token attends to in this layer, including itself; None for full attention."""
         return self.sliding_window if self.is_sliding(layer) else None

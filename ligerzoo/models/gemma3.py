@@ -1,8 +1,8 @@
 """Gemma 3 with images (Gemma Team 2025, "Gemma 3 Technical Report").
 
     pixels -> patches + positions -> L' x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm
-           -> mean of k x k patches -> norm -> embeddings
-    tokens, and these in the places of images -> Gemma 3
+           -> mean of k x k patches -> norm -> image embeddings
+    tokens -> embedding, image embeddings at image tokens -> Gemma 3
 
 Distinctive: Gemma 3 with SigLIP image embeddings; tokens of an image attend to each other bidirectionally.
 
@@ -34,7 +34,7 @@ from ligerzoo.layers import (
     PoolingProjector,
     PreNormBlock,
     RMSNorm,
-    put_rows,
+    scatter_embeddings,
 )
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_fields
@@ -43,14 +43,14 @@ from ligerzoo.models.gemma3_text import Gemma3DecoderConfig, gemma3_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3VisionConfig:
-    """The numbers of the vision tower; defaults are those of transformers' SiglipVisionConfig.
+    """Configuration of the vision tower. Defaults: those of transformers' SiglipVisionConfig.
 
     Attributes:
-        hidden_size: the features of a patch.
-        num_channels: of an image.
-        image_size: the side of an image, in pixels.
-        patch_size: the side of a patch, in pixels.
-        layer_norm_eps: also of the projector's norm.
+        hidden_size: features of a patch.
+        num_channels: channels of an image.
+        image_size: side of an image, in pixels.
+        patch_size: side of a patch, in pixels.
+        layer_norm_eps: also used by the norm of the projector.
     """
 
     hidden_size: int = 768
@@ -66,26 +66,28 @@ class Gemma3VisionConfig:
         check_fields(self)
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
-                "no heads of a size", where="vision_config, hidden_size", got=self.hidden_size,
+                "invalid value", where="vision_config, hidden_size", got=self.hidden_size,
                 expected=f"a multiple of num_attention_heads, {self.num_attention_heads}",
             )  # fmt: skip
 
     @property
     def patches_per_side(self) -> int:
-        """The number of patches side by side in an image."""
+        """Patches per side of an image."""
         return self.image_size // self.patch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma3DecoderConfig):
-    """The numbers of a Gemma 3 with images, of its decoder where nothing else is said; the default tower is that of all
-    Gemma 3.
+    """Configuration of Gemma 3 with images. Unless noted, fields are those of the decoder.
+
+    The default tower is that of all Gemma 3 checkpoints.
 
     Attributes:
-        vision_config: the vision tower's.
-        mm_tokens_per_image: how many tokens an image is, the square of a whole number.
-        image_token_id: the token in whose places the embeddings of images go. It may be beyond the vocabulary.
-        boi_token_id: the token before an image, for others who look for it; likewise the one after.
+        vision_config: config of the vision tower.
+        mm_tokens_per_image: tokens per image, a perfect square.
+        image_token_id: placeholder token that image embeddings replace. It may be outside the vocabulary.
+        boi_token_id: token before an image; unused by the model.
+        eoi_token_id: token after an image; unused by the model.
     """
 
     vision_config: Gemma3VisionConfig = field(
@@ -108,10 +110,10 @@ class Gemma3Config(Gemma3DecoderConfig):
         tokens, patches = math.isqrt(self.mm_tokens_per_image), self.vision_config.patches_per_side
         if tokens**2 != self.mm_tokens_per_image or patches % tokens or patches == 0:
             raise ConfigError(
-                "an image is no square of tokens that are squares of patches", where="mm_tokens_per_image",
+                "invalid number of tokens", where="mm_tokens_per_image",
                 got=f"{self.mm_tokens_per_image} tokens for {patches} x {patches} patches",
-                expected="the square of a divisor of image_size / patch_size in vision_config",
-                remedy="A checkpoint of text alone, without a vision tower, has model_type gemma3_text.",
+                expected="a perfect square whose root divides image_size // patch_size of vision_config",
+                remedy="A text-only checkpoint has model_type gemma3_text.",
             )  # fmt: skip
 
     @property
@@ -120,16 +122,16 @@ class Gemma3Config(Gemma3DecoderConfig):
 
     @property
     def pool_size(self) -> int:
-        """The side of the squares of patches that are one token."""
+        """Side of the square of patches that becomes one token."""
         return self.vision_config.patches_per_side // math.isqrt(self.mm_tokens_per_image)
 
 
 class Gemma3(CausalLM):
-    """Gemma 3 with a vision tower and a language-model head. Unlike that of text alone it has no bound on the logits.
+    """Gemma 3 with a vision tower and a language-model head. Logits have no soft cap.
 
     Attributes:
-        vision_tower: images to features of patches.
-        multi_modal_projector: features of patches to embeddings of tokens.
+        vision_tower: images to patch features.
+        multi_modal_projector: patch features to embeddings.
     """
 
     config: Gemma3Config
@@ -157,48 +159,49 @@ class Gemma3(CausalLM):
     def embed(
         self, x: Tensor, context: Context, pixel_values: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """(B, T) token ids -> (B, T, H), with images in the places of their tokens; what has no images stays as it is.
+        """Embeds tokens and images: (B, T) token ids -> (B, T, H). Without images, `x` is returned unchanged.
 
-        Tokens of an image, which are those side by side, see each other, as the model was trained. (So they do in
-        transformers when `token_type_ids` say where they are; when these are left out, it hides from them what comes
-        after.) An image must not be cut in two by calls with a cache. A ready attention mask says itself who sees whom.
+        Adjacent image tokens attend to each other, as in training. (transformers does the same with `token_type_ids`;
+        without them, its image tokens do not attend to later ones.) Calls with a cache must not split an image. A
+        (B, 1, T, S) attention mask overrides this.
 
         Args:
-            x: what `forward` has as `input_ids` or `inputs_embeds`.
-            context: where they stand.
-            pixel_values: (n, C, S, S), the images of the batch, in their order.
-            token_type_ids: (B, T), 1 for the tokens of images; by default, where there are `pixel_values`, for those
-                that are `image_token_id`. Tokens behind those that it tells of are of text.
+            x: `input_ids` or `inputs_embeds` of `forward`.
+            context: positions and mask of these tokens.
+            pixel_values: (n, C, S, S), the images of the batch, in order.
+            token_type_ids: (B, at most T), 1 for image tokens; tokens after its end are text. Default: with
+                `pixel_values`, the tokens equal to `image_token_id`.
 
         Raises:
-            ValueError: images and tokens do not fit together.
+            ValueError: the numbers of images and image tokens do not match, or `token_type_ids` has the wrong shape.
         """
-        together = None if token_type_ids is None else self._of_images(token_type_ids, x)
+        in_image = None if token_type_ids is None else self._image_mask(token_type_ids, x)
         if pixel_values is not None:
             if x.is_floating_point():
-                raise ValueError("images need input_ids to tell their places")
-            here, real = x == self.config.image_token_id, context.call_padding_mask()
-            together = here if together is None else together
-            tokens = self.model.embed_tokens(x.masked_fill(here, 0))
+                raise ValueError("pixel_values: got images with inputs_embeds; expected input_ids with image tokens")
+            is_placeholder, padding_mask = x == self.config.image_token_id, context.call_padding_mask()
+            in_image = is_placeholder if in_image is None else in_image
+            tokens = self.model.embed_tokens(x.masked_fill(is_placeholder, 0))
             images = self.multi_modal_projector(self.vision_tower(pixel_values)).flatten(0, 1)
-            x = put_rows(tokens, here if real is None else here & real, images)
-        if together is not None:
-            context.allow_bidirectional_spans(together)
+            mask = is_placeholder if padding_mask is None else is_placeholder & padding_mask
+            x = scatter_embeddings(tokens, mask, images)
+        if in_image is not None:
+            context.allow_bidirectional_spans(in_image)
         return x
 
     @staticmethod
-    def _of_images(token_type_ids: Tensor, x: Tensor) -> Tensor:
-        """(B, T) bool."""
+    def _image_mask(token_type_ids: Tensor, x: Tensor) -> Tensor:
+        """Returns the mask of image tokens, (B, T) bool."""
         rows, tokens = x.shape[:2]
         if token_type_ids.ndim != 2 or len(token_type_ids) != rows or token_type_ids.shape[1] > tokens:
             raise ValueError(
-                f"token_type_ids {tuple(token_type_ids.shape)}; expected {(rows, tokens)}, one for each token"
+                f"token_type_ids has shape {tuple(token_type_ids.shape)}; expected {(rows, tokens)}, one per token"
             )
         return F.pad(token_type_ids == 1, (0, tokens - token_type_ids.shape[1]), value=False).to(x.device)
 
 
 def vision_tower(config: Gemma3VisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> ImageTower:
-    """The tower, from pixels to features of patches."""
+    """Builds the vision tower, from pixels to patch features."""
     c = config
 
     def norm() -> LayerNorm:

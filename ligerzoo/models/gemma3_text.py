@@ -25,9 +25,8 @@ from ligerzoo.layers import (
     SandwichBlock,
     ScaledEmbedding,
 )
-from ligerzoo.layers.rope_scaling import check_theta
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
-from ligerzoo.models.config import WindowedConfig, check_positive
+from ligerzoo.models.config import WindowedConfig, check_positive, check_theta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class Gemma3DecoderConfig(WindowedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "query_pre_attn_scalar")
-        check_theta(self.rope_local_base_freq, "rope_local_base_freq")
+        check_theta(self, "rope_local_base_freq")
 
     def slides(self, layer: int) -> bool:
         """Whether the layer uses a sliding window: all but every `sliding_window_pattern`-th do."""

@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
-from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, SandwichBlock
+from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, SandwichBlock
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.glm import GlmConfig
 
@@ -51,7 +49,7 @@ class Glm4(CausalLM):
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

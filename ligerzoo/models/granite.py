@@ -13,9 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
-from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, ScaledPreNormBlock
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    ScaledPreNormBlock,
+)
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_positive
 from ligerzoo.models.llama import LlamaConfig
@@ -62,7 +69,7 @@ class Granite(CausalLM):
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
             return ScaledPreNormBlock(c.residual_multiplier, norm(), attention, norm(), mlp)
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         decoder = Decoder(embedding, layers, norm(), input_scale=c.embedding_multiplier)
         super().__init__(

@@ -15,10 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import (
+    Attention,
+    Context,
+    Decoder,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+)
 from ligerzoo.layers.rope_scaling import is_positive
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig
@@ -110,7 +120,7 @@ class Ministral3(CausalLM):
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

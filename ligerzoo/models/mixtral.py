@@ -12,10 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Attention, Decoder, Experts, LMHead, MoE, PreNormBlock, RMSNorm, RotaryEmbedding, Router
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    Embedding,
+    Experts,
+    LMHead,
+    MoE,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+)
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 
@@ -77,7 +86,7 @@ class Mixtral(MoECausalLM):
             )
             return PreNormBlock(norm(), attention, norm(), mixture())
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

@@ -1,6 +1,6 @@
 """Llama 3.2 Vision, 11B and 90B (Grattafiori et al. 2024, section 7).
 
-    tiles -> patches -> L' x block -> norm -> L'' x gated block -> features, with those of blocks between -> images
+    tiles -> patches -> L' x block -> norm -> L'' x gated block -> features, and those of intermediate blocks -> images
     tokens -> embedding -> L x [ Llama's block, or a gated block that attends to the images ] -> norm -> head
 
 Distinctive: Llama 3.1 with gated cross-attention layers that attend to tiled images, initially without effect.
@@ -28,10 +28,12 @@ from ligerzoo.layers import (
     CrossAttention,
     CrossAttentionBlock,
     Decoder,
+    Embedding,
     GatedMLP,
     GatedPreNormBlock,
     KVCache,
     LayerNorm,
+    Linear,
     LMHead,
     PatchEmbedding,
     PreNormBlock,
@@ -45,20 +47,21 @@ from ligerzoo.layers import (
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig, check_fields
 
-_IMAGE_TOKENS = 8  # tokens that can be read and not written: the image, and seven of no use
+_IMAGE_TOKENS = 8  # token ids with an embedding but no logit: the image token, and seven unused ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaVisionConfig:
-    """The numbers of the vision tower; defaults are those of transformers' MllamaVisionConfig.
+    """Configuration of the vision tower. Defaults: those of transformers' MllamaVisionConfig.
 
     Attributes:
-        num_global_layers: the number of gated blocks, after those that `num_hidden_layers` counts.
-        vision_output_dim: the features of a patch: `hidden_size` for the last block and each of the
+        num_global_layers: number of gated blocks, which follow the `num_hidden_layers` blocks.
+        vision_output_dim: output features of a patch: `hidden_size` times the last block and all
             `intermediate_layers_indices`.
-        image_size: the side of a tile, in pixels; likewise of a patch.
-        intermediate_layers_indices: the blocks, counted from 0, whose outputs are features too.
-        supported_aspect_ratios: the arrangements of tiles, as (rows, columns), which `aspect_ratio_ids` count from 1.
+        image_size: side of a tile, in pixels.
+        patch_size: side of a patch, in pixels.
+        intermediate_layers_indices: indices of the blocks, counted from 0, whose outputs are features too.
+        supported_aspect_ratios: tile arrangements, as (rows, columns), which `aspect_ratio_ids` number from 1.
     """
 
     hidden_size: int = 1280
@@ -81,43 +84,46 @@ class MllamaVisionConfig:
         check_fields(self)
         c, kept, ratios, where = self, self.intermediate_layers_indices, self.supported_aspect_ratios, "vision_config, "
         _require(
-            _are_numbers(kept) and all(i < c.num_hidden_layers for i in kept),
-            where + "intermediate_layers_indices", kept, f"a list of numbers from 0 to {c.num_hidden_layers - 1}",
+            _are_indices(kept) and all(i < c.num_hidden_layers for i in kept),
+            where + "intermediate_layers_indices", kept, f"a list of integers from 0 to {c.num_hidden_layers - 1}",
         )  # fmt: skip
         _require(
             isinstance(ratios, list | tuple) and all(map(c._is_arrangement, ratios)),
-            where + "supported_aspect_ratios", ratios, f"a list of [rows, columns], of {c.max_num_tiles} tiles at most",
+            where + "supported_aspect_ratios", ratios, f"a list of [rows, columns], at most {c.max_num_tiles} tiles",
         )  # fmt: skip
         features = c.hidden_size * (1 + len(kept))
         _require(
             c.vision_output_dim == features, where + "vision_output_dim", c.vision_output_dim,
-            f"{features}, hidden_size times the last layer and the intermediate ones",
+            f"{features}, hidden_size * (1 + number of intermediate layers)",
         )  # fmt: skip
-        elements = c.max_num_tiles * c.tile_length * c.hidden_size  # which are one row of an embedding
-        _require(elements < 2**63, where + "image_size", c.image_size, "no more states of an image than can be counted")
+        elements = c.max_num_tiles * c.tile_length * c.hidden_size  # in one row of an embedding
+        _require(
+            elements < 2**63, where + "image_size", c.image_size, "fewer than 2^63 elements in the states of an image"
+        )
         for name, divisor in (("hidden_size", "attention_heads"), ("image_size", "patch_size")):
             size, parts = getattr(c, name), getattr(c, divisor)
             _require(size % parts == 0, where + name, size, f"a multiple of {divisor}, {parts}")
 
     def _is_arrangement(self, ratio: object) -> bool:
-        return _are_numbers(ratio) and len(ratio) == 2 and 0 < ratio[0] * ratio[1] <= self.max_num_tiles
+        return _are_indices(ratio) and len(ratio) == 2 and 0 < ratio[0] * ratio[1] <= self.max_num_tiles
 
     @property
     def tile_length(self) -> int:
-        """The states of a tile: its patches, and one more."""
+        """States per tile: its patches and the class embedding."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaConfig(DecoderConfig):
-    """The numbers of a Llama 3.2 Vision, of its decoder where nothing else is said; defaults are those of transformers'
-    MllamaTextConfig.
+    """Configuration of Llama 3.2 Vision. Unless noted, fields are those of the decoder.
+
+    Defaults: those of transformers' MllamaTextConfig.
 
     Attributes:
-        vision_config: the vision tower's.
-        cross_attention_layers: the layers, counted from 0, that attend to images. They are among `num_hidden_layers`;
-            numbers beyond count for nothing.
-        image_token_index: the token that stands for an image; it has an embedding and no logit.
+        vision_config: config of the vision tower.
+        cross_attention_layers: indices of the layers that attend to images, counted from 0. They are included in
+            `num_hidden_layers`; indices beyond the last layer are ignored.
+        image_token_index: placeholder token of an image; it has an embedding and no logit.
     """
 
     vocab_size: int = 128256
@@ -134,26 +140,34 @@ class MllamaConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.cross_attention_layers
-        _require(_are_numbers(layers), "cross_attention_layers", layers, "a list of numbers of layers")
+        _require(_are_indices(layers), "cross_attention_layers", layers, "a list of layer indices")
         attending = sum(layer < self.num_hidden_layers for layer in set(layers))
         _require(
-            attending < self.num_hidden_layers, "cross_attention_layers", layers, "some layer that is not among them"
+            attending < self.num_hidden_layers,
+            "cross_attention_layers",
+            layers,
+            "at least one layer without cross-attention",
         )
-        _require(not self.tie_word_embeddings, "tie_word_embeddings", True, "false, for the embedding has more tokens")
+        _require(
+            not self.tie_word_embeddings,
+            "tie_word_embeddings",
+            True,
+            "false, since the embedding has more tokens than the head",
+        )
 
     @property
     def all_layers(self) -> int:
         return self.num_hidden_layers + self.vision_config.num_hidden_layers + self.vision_config.num_global_layers
 
 
-def _are_numbers(value: object) -> TypeGuard[Sequence[int]]:
-    """Whether these are whole numbers, 0 or more."""
+def _are_indices(value: object) -> TypeGuard[Sequence[int]]:
+    """Whether `value` is a list of integers, 0 or more."""
     return isinstance(value, list | tuple) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _require(holds: bool, where: str, got: object, expected: str) -> None:
     if not holds:
-        raise ConfigError("not a possible value", where=where, got=repr(got)[:200], expected=expected)
+        raise ConfigError("invalid value", where=where, got=repr(got)[:200], expected=expected)
 
 
 class Mllama(CausalLM):
@@ -161,7 +175,7 @@ class Mllama(CausalLM):
 
     config: MllamaConfig
     vision_model: TiledVisionTower
-    multi_modal_projector: nn.Linear
+    multi_modal_projector: Linear
     inputs_per_token = ("cross_attention_mask",)
 
     def __init__(self, config: MllamaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
@@ -181,14 +195,14 @@ class Mllama(CausalLM):
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             return CrossAttentionBlock(norm(), attention, norm(), mlp, **factory_kwargs)
 
-        embedding = nn.Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size + _IMAGE_TOKENS, c.hidden_size, **factory_kwargs)
         layers = [cross_block() if i in c.cross_attention_layers else block() for i in range(c.num_hidden_layers)]
         super().__init__(
             config,
             Decoder(embedding, layers, norm()),
             LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
             vision_model=vision_tower(c.vision_config, **factory_kwargs),
-            multi_modal_projector=nn.Linear(c.vision_config.vision_output_dim, c.hidden_size, **factory_kwargs),
+            multi_modal_projector=Linear(c.vision_config.vision_output_dim, c.hidden_size, **factory_kwargs),
         )
 
     @property
@@ -206,66 +220,68 @@ class Mllama(CausalLM):
         past_key_values: KVCache | None = None,
         **modalities: Any,
     ) -> None:
-        """See `CausalLM.check_inputs`. Images may also come as `cross_attention_states` or from the cache. The
-        arrangements and masks of new images must agree with each other and, from the beginning of the text on, with
-        the image tokens.
+        """See `CausalLM.check_inputs`.
+
+        Images may also come as `cross_attention_states` or from the cache. At the start of a sequence, arrangements and
+        masks of new images must agree with each other and with the image tokens.
 
         Raises:
-            LigerzooError: a value of the inputs is not possible.
+            LigerzooError: an input has an invalid value.
         """
-        has_others = modalities.get("cross_attention_states") is not None
-        has_others |= past_key_values is not None and past_key_values.cross_attention_length > 0
-        given = {"pixel_values": input_ids} if has_others else {}
+        has_states = modalities.get("cross_attention_states") is not None
+        has_states |= past_key_values is not None and past_key_values.cross_attention_length > 0
+        # Any value that is not None, to accept placeholders.
+        given = {"pixel_values": input_ids} if has_states else {}
         super().check_inputs(input_ids, padding_mask, past_key_values, **modalities | given)
         arrangement, is_tile = modalities.get("aspect_ratio_ids"), modalities.get("aspect_ratio_mask")
-        shape = (*input_ids.shape[:1], -1) if arrangement is None else (*arrangement.shape, self._most_tiles)
-        if has_others or arrangement is None or is_tile is None or is_tile.shape != shape:
-            return  # of shapes that do not fit, `embed` says more
+        shape = (*input_ids.shape[:1], -1) if arrangement is None else (*arrangement.shape, self._max_tiles)
+        if has_states or arrangement is None or is_tile is None or is_tile.shape != shape:
+            return  # `embed` reports wrong shapes
         tiles = self._tiles(arrangement, is_tile).to(input_ids.device)
-        is_here = input_ids == self.config.image_token_index
-        count = (is_here if padding_mask is None else is_here & padding_mask).cumsum(1)
+        is_image = input_ids == self.config.image_token_index
+        count = (is_image if padding_mask is None else is_image & padding_mask).cumsum(1)
         images = tiles.any(-1).sum(1)
         if bool((count[:, -1] > images).any()):
             raise LigerzooError(
                 "more image tokens than images", where="input_ids", got=count[:, -1].tolist(),
                 expected=f"at most {images.tolist()}, the images of each row in aspect_ratio_ids",
             )  # fmt: skip
-        sees = modalities.get("cross_attention_mask")
-        if sees is None or sees.shape != (*input_ids.shape, *tiles.shape[1:]):
+        visible = modalities.get("cross_attention_mask")
+        if visible is None or visible.shape != (*input_ids.shape, *tiles.shape[1:]):
             return
-        sees = sees.to(input_ids.device).bool()
+        visible = visible.to(input_ids.device).bool()
         if padding_mask is not None:
-            sees = sees & padding_mask[..., None, None]
+            visible = visible & padding_mask[..., None, None]
         image = torch.arange(tiles.shape[1], device=count.device)
         for is_wrong, what, expected in (
-            (sees & ~tiles[:, None], "shows tiles that the image does not have", "0 for all but the tiles of an image"),
-            (sees.any(-1) & (image >= count[..., None]), "shows an image before its image token", "0 for such tokens"),
+            (visible & ~tiles[:, None], "1 for tiles that an image does not have", "0 for padding tiles"),
+            (visible.any(-1) & (image >= count[..., None]), "1 for tokens before the image token", "0 for them"),
         ):
             if bool(is_wrong.any()):
                 raise LigerzooError(what, where="cross_attention_mask", expected=expected)
 
     @property
-    def _most_tiles(self) -> int:
+    def _max_tiles(self) -> int:
         return self.config.vision_config.max_num_tiles
 
     def _tiles(self, arrangement: Tensor, is_tile: Tensor) -> Tensor:
-        """(B, M, t) bool: the tiles that each image has.
+        """Returns which tiles each image has, (B, M, t) bool.
 
         Raises:
-            LigerzooError: an arrangement is unknown, or `is_tile` has other tiles.
+            LigerzooError: an arrangement is unknown, or `is_tile` contradicts it.
         """
         ratios = self.config.vision_config.supported_aspect_ratios
         if bool(((arrangement < 0) | (arrangement > len(ratios))).any()):
             raise LigerzooError(
-                "unknown arrangement of tiles", where="aspect_ratio_ids", got=arrangement.tolist(),
+                "unknown tile arrangement", where="aspect_ratio_ids", got=arrangement.tolist(),
                 expected=f"1 to {len(ratios)}, or 0 for no image",
             )  # fmt: skip
         counts = torch.tensor([0, *(rows * columns for rows, columns in ratios)], device=arrangement.device)
-        count, tile = counts[arrangement][..., None], torch.arange(self._most_tiles, device=arrangement.device)
+        count, tile = counts[arrangement][..., None], torch.arange(self._max_tiles, device=arrangement.device)
         expected = tile < count.clamp(min=1)
         if not torch.equal(is_tile.to(expected.device).bool(), expected):
             raise LigerzooError(
-                "not the tiles of aspect_ratio_ids", where="aspect_ratio_mask", got=is_tile.int().tolist(),
+                "contradicts aspect_ratio_ids", where="aspect_ratio_mask", got=is_tile.int().tolist(),
                 expected=expected.int().tolist(),
             )  # fmt: skip
         return tile < count
@@ -280,23 +296,22 @@ class Mllama(CausalLM):
         cross_attention_mask: Tensor | None = None,
         cross_attention_states: Tensor | None = None,
     ) -> Tensor:
-        """The tokens as they are, for images are not put among them: the context gets the images to attend to.
+        """Returns `x` unchanged and stores the images in the context, for the cross-attention layers.
 
         Args:
-            x: what `forward` has as `input_ids` or `inputs_embeds`.
-            context: where they stand.
-            pixel_values: (B, M, t, C, side, side), M images of each text, t tiles of each; 0 where there are fewer.
-            aspect_ratio_ids: (B, M), the number of the arrangement of the tiles; 0 for no image.
-            aspect_ratio_mask: (B, M, t), 1 for the tiles that an image has, which are its first; for no image, too, the
-                first is 1.
-            cross_attention_mask: (B, T, M, t), 1 where a token sees a tile, those cached included. It may tell of all
-                tokens from the beginning of the text on; and what the last of them sees, those after it see, too. By
-                default every token sees what the last one in the cache does, or else, and with new images, everything.
-            cross_attention_states: (B, M * t * P, H), what the tower and the projector made of the images, in place of
-                these.
+            x: `input_ids` or `inputs_embeds` of `forward`.
+            context: positions and mask of these tokens.
+            pixel_values: (B, M, t, C, side, side), M images per sequence with t tiles each; missing ones are 0.
+            aspect_ratio_ids: (B, M), number of each image's tile arrangement; 0 for no image.
+            aspect_ratio_mask: (B, M, t), 1 for the tiles of an image, which come first. The first entry is always 1,
+                even for no image.
+            cross_attention_mask: (B, T, M, t), 1 where a token attends to a tile, cached images included. May also
+                cover all tokens from the start of the sequence; tokens after its end repeat its last entry. Default:
+                without new images, the mask of the last cached token, if any; else all tokens attend to all tiles.
+            cross_attention_states: (B, M * t * P, H), output of tower and projector, instead of the three inputs above.
 
         Raises:
-            ValueError: the inputs do not fit together.
+            ValueError: the inputs have inconsistent shapes, or some are missing.
         """
         states = self._images(len(x), pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_states)
         mask = None if cross_attention_mask is None else cross_attention_mask.to(x.device)
@@ -313,25 +328,25 @@ class Mllama(CausalLM):
         is_tile: Tensor | None,
         states: Tensor | None,
     ) -> Tensor | None:
-        """(B, M * t * P, H), what the decoder attends to of the new images; None without any."""
+        """Returns the states of the new images, (B, M * t * P, H); None without new images."""
         if pixels is None:
             return None if states is None else states.reshape(rows, -1, states.shape[-1])
         c = self.config.vision_config
         if states is not None or arrangement is None or is_tile is None:
             raise ValueError("pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states")
         shapes, images = [tuple(tensor.shape) for tensor in (pixels, arrangement, is_tile)], pixels.shape[1]
-        whole = rows, images, c.max_num_tiles, c.num_channels, c.image_size, c.image_size
-        if shapes != [whole, whole[:2], whole[:3]]:
+        expected = rows, images, c.max_num_tiles, c.num_channels, c.image_size, c.image_size
+        if shapes != [expected, expected[:2], expected[:3]]:
             raise ValueError(
-                f"pixel_values, aspect_ratio_ids and aspect_ratio_mask of shapes {shapes}; "
-                f"expected {[whole, whole[:2], whole[:3]]}"
+                f"pixel_values, aspect_ratio_ids and aspect_ratio_mask have shapes {shapes}; "
+                f"expected {[expected, expected[:2], expected[:3]]}"
             )
         features = self.vision_model(pixels.flatten(0, 1), arrangement.flatten(), is_tile.flatten(0, 1))
         return self.multi_modal_projector(features).view(rows, -1, self.config.hidden_size)  # type: ignore[no-any-return]
 
 
 def vision_tower(config: MllamaVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> TiledVisionTower:
-    """The tower, from tiles to the features that the projector reads."""
+    """Builds the vision tower, from tiles to the input features of the projector."""
     c, arrangements = config, len(config.supported_aspect_ratios)
 
     def norm(eps: float = c.norm_eps) -> LayerNorm:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
 from ligerzoo.layers import (
     AllHeadsRMSNorm,
     Attention,
     Decoder,
+    Embedding,
     GatedMLP,
     LMHead,
     PostNormBlock,
@@ -67,7 +66,7 @@ class Olmo2(CausalLM):
                 attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs), norm()
             )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

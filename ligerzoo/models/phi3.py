@@ -15,9 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
-from ligerzoo.layers import Attention, Decoder, GatedMLP, KVCache, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import (
+    Attention,
+    Decoder,
+    Embedding,
+    GatedMLP,
+    KVCache,
+    LMHead,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+)
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import PartialRotaryConfig
 
@@ -69,7 +77,7 @@ class Phi3(CausalLM):
                 norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
             )
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
@@ -80,8 +88,8 @@ class Phi3(CausalLM):
         """Returns an empty KV cache; see `CausalLM.new_cache`.
 
         With LongRoPE, keys cached within the original context become invalid once the sequence grows beyond it, since
-        longer sequences are rotated by other frequencies. `useful_until` marks that length.
+        longer sequences are rotated by other frequencies. `max_valid_length` marks that length.
         """
         cache = super().new_cache(capacity)
-        cache.useful_until = self._longest_for_cache
+        cache.max_valid_length = self._longest_for_cache
         return cache

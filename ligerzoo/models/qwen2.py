@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from torch import nn
-
-from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
 
@@ -70,5 +68,5 @@ def qwen2_decoder(config: Qwen2Config, rotary: RotaryEmbedding, **factory_kwargs
         )  # fmt: skip
         return PreNormBlock(norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs))
 
-    embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
     return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

@@ -109,9 +109,9 @@ class Qwen2_5VL(VisionLM):
         """
         grid = vision.get("video_grid_thw")
         videos = 0 if grid is None else len(grid)
-        told = [1.0] * videos if second_per_grid_ts is None else second_per_grid_ts
+        intervals = [1.0] * videos if second_per_grid_ts is None else second_per_grid_ts
         # fp64, so that the product is rounded once, as in transformers, which passes a list.
-        seconds = torch.as_tensor(told, dtype=torch.float64, device=x.device)
+        seconds = torch.as_tensor(intervals, dtype=torch.float64, device=x.device)
         if seconds.shape != (videos,):
             raise ValueError(
                 f"second_per_grid_ts has shape {tuple(seconds.shape)}; expected ({videos},), one value per video"

@@ -19,8 +19,10 @@ from torch import nn
 from ligerzoo.layers import (
     Attention,
     Decoder,
+    Embedding,
     Experts,
     GatedMLP,
+    Linear,
     LMHead,
     PreNormBlock,
     RMSNorm,
@@ -79,7 +81,7 @@ class Qwen2Moe(MoECausalLM):
                 ),
                 Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
                 GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **factory_kwargs),
-                nn.Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
+                Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
             )
 
         def block(i: int) -> PreNormBlock:
@@ -89,7 +91,7 @@ class Qwen2Moe(MoECausalLM):
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mlp(i))
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(i) for i in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

@@ -17,6 +17,7 @@ from torch import nn
 from ligerzoo.layers import (
     Attention,
     Decoder,
+    Embedding,
     Experts,
     GatedMLP,
     LMHead,
@@ -75,7 +76,7 @@ class Qwen3Moe(MoECausalLM):
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), mlp(i))
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(i) for i in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

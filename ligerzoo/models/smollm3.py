@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
 
@@ -94,7 +92,7 @@ class SmolLM3(CausalLM):
             mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
             return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block(layer) for layer in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

@@ -1,5 +1,4 @@
-"""What Qwen2-VL and Qwen2.5-VL share: Qwen2, with images and videos among the tokens of a text, at positions in time,
-height and width."""
+"""Shared by Qwen2-VL and Qwen2.5-VL: Qwen2 with images and videos at positions in time, height and width."""
 
 from __future__ import annotations
 
@@ -25,8 +24,9 @@ from ligerzoo.layers import (
     SectionedRotaryEmbedding,
     VisionTower,
     grid_positions,
-    put_rows,
+    scatter_embeddings,
 )
+from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_rotary_dim
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import check_fields
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
@@ -34,13 +34,13 @@ from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTowerConfig(ABC):
-    """The numbers that every vision tower has. An architecture's adds its own.
+    """Config of a vision tower. Architectures add fields.
 
     Attributes:
-        depth: the number of blocks.
-        patch_size: the side of a patch, in pixels.
-        temporal_patch_size: the frames that a patch has of a video; an image is given as often.
-        spatial_merge_size: the side of a block of patches that is one token.
+        depth: number of blocks.
+        patch_size: side of a patch, in pixels.
+        temporal_patch_size: frames per patch; images are repeated this many times.
+        spatial_merge_size: side of a block of patches that is merged into one token.
     """
 
     depth: int = 32
@@ -52,41 +52,43 @@ class VisionTowerConfig(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.patch_features % (4 * self.num_heads):
+        if self.patch_features % (4 * self.num_heads) or not is_rotary_dim(self.patch_features // self.num_heads // 2):
             raise ConfigError(
-                "heads whose features are not turned in pairs by rows and by columns", where="vision_config, num_heads",
-                got=f"{self.num_heads} for {self.patch_features} features of a patch",
-                expected="a number that leaves each a multiple of 4",
+                "invalid number of heads", where="vision_config, num_heads",
+                got=f"{self.num_heads} for {self.patch_features} features",
+                expected="features per head to be a multiple of 4 (2-D rotary embedding), "
+                f"at most {2 * MAX_ROTARY_DIM}",
             )  # fmt: skip
-
         if self.spatial_merge_size**2 * self.patch_features >= 2**63:
             raise ConfigError(
-                "more features than can be counted", where="vision_config, spatial_merge_size",
-                got=self.spatial_merge_size, expected="a few patches side by side",
+                "invalid value", where="vision_config, spatial_merge_size", got=self.spatial_merge_size,
+                expected="fewer than 2^63 features in a block of patches",
             )  # fmt: skip
 
     @property
     @abstractmethod
     def patch_features(self) -> int:
-        """The features of a patch."""
+        """Features of a patch."""
 
     @property
     @abstractmethod
     def token_features(self) -> int:
-        """The features of a token, which are the decoder's."""
+        """Features of an output token; equals the decoder's `hidden_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLMConfig(Qwen2Config):
-    """The numbers of a Qwen2 that sees, of its decoder where nothing else is said; defaults are those of transformers'
-    Qwen2VLTextConfig and Qwen2_5_VLTextConfig, which are nearly those of the models with 72B.
+    """Config of Qwen2 with a vision tower. Unless noted, fields are those of the decoder.
+
+    Defaults: those of transformers' Qwen2VLTextConfig and Qwen2_5_VLTextConfig, close to the 72B models.
 
     Attributes:
-        vision_config: the vision tower's.
-        mrope_section: how many pairs of a head's features turn by time, height and width.
-        image_token_id: the token in whose places the embeddings of images go.
-        video_token_id: likewise of videos.
-        vision_start_token_id: the token before an image or video, for others who look for it; likewise the end's.
+        vision_config: config of the vision tower.
+        mrope_section: feature pairs of a head that rotate by time, height and width.
+        image_token_id: placeholder token that image embeddings replace.
+        video_token_id: placeholder token that video embeddings replace.
+        vision_start_token_id: token before an image or video; unused by the model.
+        vision_end_token_id: token after an image or video; unused by the model.
     """
 
     vocab_size: int = 152064
@@ -111,12 +113,12 @@ class VisionLMConfig(Qwen2Config):
         are_sizes = isinstance(sections, list | tuple) and all(type(size) is int and size >= 0 for size in sections)
         if not are_sizes or len(sections) != 3 or sum(sections) != pairs:
             raise ConfigError(
-                "not a part of each head's features for each axis", where="mrope_section", got=repr(sections)[:200],
-                expected=f"three whole numbers that add up to head_dim / 2, {pairs}",
+                "invalid sections", where="mrope_section", got=repr(sections)[:200],
+                expected=f"three integers, 0 or more, that add up to head_dim / 2, {pairs}",
             )  # fmt: skip
         if self.vision_config.token_features != self.hidden_size:
             raise ConfigError(
-                "images make tokens of another size than the decoder's", where="vision_config",
+                "the tower's output features differ from the decoder's", where="vision_config",
                 got=self.vision_config.token_features, expected=f"hidden_size, {self.hidden_size}",
             )  # fmt: skip
 
@@ -126,17 +128,16 @@ class VisionLMConfig(Qwen2Config):
 
 
 class VisionLM(CausalLM):
-    """Qwen2 with a language-model head and a vision tower, see `CausalLM`; it also reads images and videos, see
-    `embed`.
+    """Qwen2 with a language-model head and a vision tower; see `CausalLM`, and `embed` for images and videos.
 
     Args:
-        config: the architecture's config.
-        visual: the tower.
-        make: how to make the weights.
+        config: config of the architecture.
+        visual: the vision tower.
+        factory_kwargs: device and dtype of the weights.
 
     Attributes:
-        frames_advance: behind a video the positions go on from its last frame, as in transformers 4, and not only from
-            its last row or column, as in transformers 5.
+        frames_advance: positions after a video continue after its last frame, as in transformers 4, instead of only
+            after its last row or column, as in transformers 5.
     """
 
     config: VisionLMConfig
@@ -169,61 +170,63 @@ class VisionLM(CausalLM):
         frame_interval: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids -> (B, T, H), with images and videos in the places of their tokens. Given (B, T, H), it
-        stays as it is. The context gets the positions on three axes, unless it has them; where there are images, those
-        on a single axis only tell texts apart.
+        """Embeds tokens, images and videos: (B, T) token ids -> (B, T, H). Embeddings (B, T, H) are returned unchanged.
+
+        Sets the context's positions on three axes, unless they were given. With images, position ids on one axis only
+        mark the segments of a packed row.
 
         Args:
-            x: what `forward` has as `input_ids` or `inputs_embeds`.
-            context: where they stand.
-            pixel_values: (N, C * F * P * P), the patches of all images of the batch, see `ligerzoo.layers.VisionTower`.
-            image_grid_thw: (n, 3) int, how many frames, rows and columns of patches each has; best on the CPU.
-            pixel_values_videos: like `pixel_values`.
-            video_grid_thw: like `image_grid_thw`.
-            frame_interval: (n,) or 0-d, by how much the position in time grows from frame to frame of each video; 1
-                when None.
-            mm_token_type_ids: (B, T), the kinds of the tokens, as processors of transformers tell them; not read, for
-                the ids tell them, too.
+            x: `input_ids` or `inputs_embeds` of `forward`.
+            context: positions and mask of these tokens.
+            pixel_values: (N, C * F * P * P), patches of all images of the batch, see `ligerzoo.layers.VisionTower`.
+            image_grid_thw: (n, 3) int, frames, rows and columns of patches of each image; on the CPU to avoid a host
+                sync.
+            pixel_values_videos: patches of all videos, like `pixel_values`.
+            video_grid_thw: grids of all videos, like `image_grid_thw`.
+            frame_interval: (n,) or 0-d, increase of the temporal position per frame of each video; None for 1.
+            mm_token_type_ids: (B, T), token types from transformers' processors; unused, since the ids imply them.
 
         Raises:
-            ValueError: patches, grids and tokens do not fit together.
+            ValueError: the numbers of patches, grids and vision tokens do not match.
         """
         c, m, one = self.config, self.visual.merge_size, torch.ones((), device=x.device)
         kinds = (
             (c.image_token_id, pixel_values, image_grid_thw, one),
             (c.video_token_id, pixel_values_videos, video_grid_thw, one if frame_interval is None else frame_interval),
         )
-        embeddings, real, grids = (
-            x if x.is_floating_point() else self.model.embed_tokens(x),
-            context.call_padding_mask(),
-            [],
-        )
+        embeddings = x if x.is_floating_point() else self.model.embed_tokens(x)
+        padding_mask, grids = context.call_padding_mask(), []
         for token_id, patches, grid, interval in kinds:
             if patches is None and grid is None:
                 continue
             if patches is None or grid is None or x.is_floating_point():
-                raise ValueError("images and videos need patches and their grids, and input_ids to tell their places")
-            here = x == token_id if real is None else (x == token_id) & real
+                raise ValueError(
+                    "images and videos need patches (pixel_values*), their grids (*_grid_thw) and input_ids; "
+                    "got only some of them"
+                )
+            mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
             tokens = grid // grid.new_tensor([1, m, m])
-            embeddings = put_rows(embeddings, here, self.visual(patches, grid), tokens.long().prod(1))
-            grids.append(Grids(here, tokens, interval))
+            embeddings = scatter_embeddings(embeddings, mask, self.visual(patches, grid), tokens.long().prod(1))
+            grids.append(Grids(mask, tokens, interval))
         self._set_positions(context, grids)
         return embeddings
 
     def _set_positions(self, context: Context, grids: list[Grids]) -> None:
-        cache, places = context.cache, context.token_positions()
+        cache, token_positions = context.cache, context.token_positions()
         before = None if cache is None else cache.position_offset
         if context.position_ids.ndim == 3:
-            after = context.position_ids[..., -1:].amax(0) - places[:, -1:]
+            after = context.position_ids[..., -1:].amax(0) - token_positions[:, -1:]
         elif grids:
-            positions, after = grid_positions(places, grids, context.segment_start, frames_advance=self.frames_advance)
-            if (real := context.call_padding_mask()) is not None:
-                positions = positions.masked_fill(~real, 0)  # as in transformers, also for padding on the right
+            positions, after = grid_positions(
+                token_positions, grids, context.segment_start, frames_advance=self.frames_advance
+            )
+            if (padding_mask := context.call_padding_mask()) is not None:
+                positions = positions.masked_fill(~padding_mask, 0)  # as in transformers, also for padding on the right
             if before is not None:
                 positions, after = positions + before, after + before
             context.position_ids = positions
         elif before is not None:
-            context.position_ids, after = places + before, before
+            context.position_ids, after = token_positions + before, before
         else:
             return
         if cache is not None:
@@ -236,13 +239,13 @@ def tower_parts(
     mlp: Callable[[], nn.Module],
     **factory_kwargs: Unpack[FactoryKwargs],
 ) -> tuple[PatchEmbedding, list[PreNormBlock], PatchMerger]:
-    """What both towers are made of, see `ligerzoo.layers.VisionTower`.
+    """Builds the arguments of `ligerzoo.layers.VisionTower` for both architectures.
 
     Args:
-        config: the tower's.
-        norm: makes one, of a patch's features.
-        mlp: makes a block's feed-forward.
-        make: how to make the weights of all else.
+        config: config of the tower.
+        norm: builds a norm of `patch_features` features.
+        mlp: builds the MLP of a block.
+        factory_kwargs: device and dtype of the weights.
     """
     c, features, merged = config, config.patch_features, config.spatial_merge_size**2
     rotary = AxialRotaryEmbedding(2, features // c.num_heads, in_fp32=True)

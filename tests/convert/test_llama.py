@@ -45,7 +45,7 @@ def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "entry, named",
     [
-        ({"vocab_size": 0}, "vocab_size: not a possible value; got 0; expected a positive whole number"),
+        ({"vocab_size": 0}, "vocab_size: invalid value; got 0; expected an integer, 1 or more"),
         ({"hidden_size": -32}, "hidden_size"),
         ({"hidden_size": 32.0}, "hidden_size"),
         ({"intermediate_size": "56"}, "intermediate_size"),
@@ -64,7 +64,7 @@ def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
         ({"pad_token_id": 10**30}, "pad_token_id"),
         ({"hidden_act": "gelu"}, "hidden_act: not supported; got 'gelu'"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling: unknown rope type; got 'mrope'; expected one of default"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling of type yarn, factor"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: invalid factor of rope type yarn"),
     ],
 )
 def test_refusals(entry: dict[str, Any], named: str) -> None:

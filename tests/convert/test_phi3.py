@@ -35,14 +35,14 @@ def test_the_original_context_counts_beside_the_dict(beside: dict[str, int], cou
     [
         (
             {"partial_rotary_factor": 1.25},
-            "partial_rotary_factor: more than all features; got 1.25; expected at most 1",
+            "partial_rotary_factor: invalid value; got 1.25; expected at most 1",
         ),
         ({"partial_rotary_factor": 1e300}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.0}, "head_dim: invalid number of rotated features; got 0"),
         ({"partial_rotary_factor": 0.9}, "head_dim: invalid number of rotated features; got 7"),
         ({"partial_rotary_factor": "half"}, "partial_rotary_factor"),
-        ({"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}, "short_factor: .* a list of 3 positive numbers"),
-        ({"rope_scaling": {"type": "su"}}, "rope_scaling of type longrope, short_factor"),
+        ({"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE}, "short_factor .* a list of 3 positive numbers"),
+        ({"rope_scaling": {"type": "su"}}, "rope_scaling: invalid short_factor of rope type longrope"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
         ({"hidden_act": "gelu"}, "hidden_act: not supported; got 'gelu'"),

@@ -34,11 +34,11 @@ def test_windows(entries: dict[str, Any], windows: list[int | None]) -> None:
     [
         (
             {"max_window_layers": -1},
-            "max_window_layers: not a possible value; got -1; expected a whole number, 0 or more",
+            "max_window_layers: invalid value; got -1; expected an integer, 0 or more",
         ),
         ({"max_window_layers": 1.0}, "max_window_layers"),
         ({"use_sliding_window": 1}, "use_sliding_window: .* expected true or false"),
-        ({"sliding_window": 0}, "sliding_window: .* expected a positive whole number"),
+        ({"sliding_window": 0}, "sliding_window: .* expected an integer, 1 or more"),
         ({"layer_types": ["full_attention"]}, "layer_types: .* a list of 3"),
     ],
 )

@@ -23,7 +23,7 @@ from ligerzoo.layers.masks import Mask
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """One number at a time, in fp64."""
+    """Computes attention one element at a time, in fp64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[2] // k.shape[2]
     for b, t, n in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
@@ -56,14 +56,14 @@ def test_attend(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_new_token_sees_all(dtype: torch.dtype, device: str) -> None:
+def test_single_query_attends_to_all_keys(dtype: torch.dtype, device: str) -> None:
     q, k, v = (torch.randn(2, 9, 4, 8, dtype=dtype, device=device) for _ in "qkv")
     torch.testing.assert_close(attend(q[:, -1:], k, v), attend(q, k, v)[:, -1:], rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
 def test_gradients_through_padding(dtype: torch.dtype, tolerance: float, device: str) -> None:
-    """Rows of padding included: where they see nothing, a fused kernel would give gradients many times too large."""
+    """Includes rows without visible keys, for which a fused kernel gives gradients many times too large."""
     attention_mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], device=device)
     exact = [torch.randn(4, 5, heads, 8, dtype=torch.float64, device=device) for heads in (4, 2, 2, 4)]
     exact = [tensor.to(dtype).double() for tensor in exact]
@@ -72,7 +72,7 @@ def test_gradients_through_padding(dtype: torch.dtype, tolerance: float, device:
         q, k, v, upstream = (tensor.to(of, copy=True).requires_grad_() for tensor in exact)
         mask = Context(q.flatten(2), attention_mask).mask(5)
         assert isinstance(mask, Mask)
-        out = function(q, k, v, mask.added(of))
+        out = function(q, k, v, mask.additive(of))
         results.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
     for got, expected in zip(*results, strict=True):
         scale = expected.abs().max().item()
@@ -81,7 +81,7 @@ def test_gradients_through_padding(dtype: torch.dtype, tolerance: float, device:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_it_is_llama_s(kv_heads: int, bias: bool, device: str) -> None:
+def test_matches_transformers_llama(kv_heads: int, bias: bool, device: str) -> None:
     config = LlamaConfig(
         hidden_size=24, num_attention_heads=3, num_key_value_heads=kv_heads, head_dim=10, attention_bias=bias
     )
@@ -96,7 +96,7 @@ def test_it_is_llama_s(kv_heads: int, bias: bool, device: str) -> None:
     torch.testing.assert_close(ours(x, Context(x, mask.expand(2, -1, -1, -1))), expected, rtol=0, atol=1e-5)
 
 
-def test_sizes_left_out() -> None:
+def test_default_sizes() -> None:
     attention = Attention(24, 4)
     assert attention.head_dim == 6
     assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (24, 24)
@@ -104,12 +104,12 @@ def test_sizes_left_out() -> None:
     assert attention.o_proj.bias is None
 
 
-def test_heads_that_cannot_share() -> None:
-    with pytest.raises(ValueError, match="6 query heads cannot share 4 key-value heads"):
+def test_head_counts_must_divide() -> None:
+    with pytest.raises(ValueError, match="num_heads=6; expected a multiple of num_kv_heads=4"):
         Attention(24, 6, 4)
 
 
-def test_a_cache_takes_up_what_is_new() -> None:
+def test_cache_is_extended() -> None:
     attention, x, cache = Attention(24, 4, 2, rotary=RotaryEmbedding(6)), torch.randn(2, 9, 24), LayerCache()
     whole = attention(x, Context(x))
     parts = []
@@ -120,20 +120,20 @@ def test_a_cache_takes_up_what_is_new() -> None:
     assert cache.length == 9
 
 
-def test_the_backend_reaches_the_rotation() -> None:
+def test_backend_is_passed_to_the_rotation() -> None:
     attention = Attention(16, 2, rotary=RotaryEmbedding(8), backend="triton", dtype=torch.float64)
-    x = torch.randn(1, 3, 16, dtype=torch.float64)  # which no kernel serves
+    x = torch.randn(1, 3, 16, dtype=torch.float64)  # not supported by the kernel
     with pytest.raises(ValueError, match='backend="triton"'):
         attention(x, Context(x))
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile looks at
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by torch.compile
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("kind", ["plain", "padded on the left", "padded on the right", "packed"])
-def test_long_texts_on_a_gpu(kind: str, window: int | None, softcap: float | None) -> None:
-    """By FlexAttention, without a matrix of T x S: as the plain steps do, outputs and gradients, also of padding."""
+def test_long_sequences_on_a_gpu(kind: str, window: int | None, softcap: float | None) -> None:
+    """FlexAttention without a T x S matrix: outputs and gradients match the reference, also for padding."""
     rows, tokens = 2 if "padded" in kind else 1, 2500
     options: dict[str, Tensor] = {}
     if "padded" in kind:
@@ -143,25 +143,25 @@ def test_long_texts_on_a_gpu(kind: str, window: int | None, softcap: float | Non
         options["cu_seqlens"] = torch.tensor([0, 700, 710, 2400], device="cuda")
     q, k, v = (torch.randn(rows, tokens, heads, 64, device="cuda", requires_grad=True) for heads in (4, 2, 2))
     context = Context(q.flatten(2), **options)
-    mask = context.mask(tokens, window=window, even_if_plain=True)
+    mask = context.mask(tokens, window=window, force=True)
     assert isinstance(mask, Mask)
     upstream = torch.randn_like(q)
-    attend(q, k, v, mask, softcap=softcap).sum().backward()  # compiles, which takes memory of its own
+    attend(q, k, v, mask, softcap=softcap).sum().backward()  # compiles, which needs memory too
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = attend(q, k, v, mask, softcap=softcap)
     got = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
     assert torch.cuda.max_memory_allocated() - before < 8 * q.nbytes
-    expected = reference(q, k, v, mask.added(q.dtype), softcap=softcap)
+    expected = reference(q, k, v, mask.additive(q.dtype), softcap=softcap)
     wanted = [expected, *torch.autograd.grad(expected, (q, k, v), upstream)]
     for a, b in zip(got, wanted, strict=True):
-        assert (a - b).norm() <= 2e-3 * b.norm()  # tf32's
+        assert (a - b).norm() <= 2e-3 * b.norm()  # tf32
 
 
 @pytest.mark.gpu
-def test_decoding_in_a_cuda_graph() -> None:
-    """A step with a static cache is captured once; replayed, it goes on where it was."""
+def test_decode_step_in_a_cuda_graph() -> None:
+    """A step with a static cache is captured once and replayed for the next tokens."""
     torch.manual_seed(0)
     blocks = [
         PreNormBlock(

@@ -14,8 +14,8 @@ TOKENS = torch.arange(6)[None]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="there Triton serves a CPU too")
-def test_a_backend_is_a_model_s_own() -> None:
-    """On a CPU only the one that asks for Triton is refused, by whichever of its layers comes first."""
+def test_set_backend_affects_one_model_only() -> None:
+    """On a CPU only the model set to Triton fails, in its first layer."""
     one, other = Llama(CONFIG), Llama(CONFIG)
     set_backend(one, "triton")
     other(TOKENS, labels=TOKENS).loss.backward()
@@ -28,8 +28,8 @@ def test_a_backend_is_a_model_s_own() -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="there Triton serves a CPU too")
-def test_every_layer_that_runs_a_kernel_has_one() -> None:
-    """With any one of them asking for Triton, the model is refused."""
+def test_every_layer_with_a_kernel_has_a_backend() -> None:
+    """If any one of them is set to Triton, the model fails on a CPU."""
     model = Llama(CONFIG)
     layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "backend")}
     for name in ("model.norm", "model.layers.1.self_attn", "model.layers.0.mlp", "lm_head"):
@@ -39,7 +39,7 @@ def test_every_layer_that_runs_a_kernel_has_one() -> None:
             model(TOKENS, labels=TOKENS)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match=re.escape('backend=\'cuda\'; expected "auto", "triton" or "torch"')):
         set_backend(Llama(CONFIG), "cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Linear contains no layer with a backend"):

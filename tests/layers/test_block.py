@@ -5,7 +5,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from ligerzoo.layers import Attention, Context, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
 
 
-def test_it_is_llama_s(device: str) -> None:
+def test_matches_transformers_llama(device: str) -> None:
     config = LlamaConfig(hidden_size=24, intermediate_size=50, num_attention_heads=4, num_key_value_heads=2)
     config._attn_implementation = "sdpa"
     theirs = LlamaDecoderLayer(config, layer_idx=0).to(device)

@@ -1,8 +1,29 @@
+"""Key-value caches."""
+
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ligerzoo.layers import KVCache, LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers import (
+    Attention,
+    Context,
+    CrossAttention,
+    CrossAttentionBlock,
+    CrossAttentionLayerCache,
+    Decoder,
+    GatedMLP,
+    KVCache,
+    LayerCache,
+    PostNormBlock,
+    PreNormBlock,
+    RMSNorm,
+    RollingLayerCache,
+    RotaryEmbedding,
+    SandwichBlock,
+    StaticLayerCache,
+)
 
 STEPS = [(0, 5), (5, 6), (6, 64), (64, 65), (65, 65), (65, 300)]
 
@@ -11,7 +32,7 @@ def random_tokens() -> tuple[Tensor, Tensor]:
     return torch.randn(2, 300, 3, 4), torch.randn(2, 300, 3, 4)
 
 
-def test_what_goes_in_comes_out() -> None:
+def test_growing_cache_returns_all_tokens() -> None:
     cache, (keys, values) = LayerCache(), random_tokens()
     for start, end in STEPS:
         got = cache.append(keys[:, start:end], values[:, start:end])
@@ -22,7 +43,7 @@ def test_what_goes_in_comes_out() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 3, 30, 64, 1000])
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_rolling_cache_returns_what_the_new_tokens_see(window: int, one_by_one: bool) -> None:
+def test_rolling_cache_returns_the_window(window: int, one_by_one: bool) -> None:
     cache, (keys, values) = RollingLayerCache(window), random_tokens()
     for start, end in [(i, i + 1) for i in range(300)] if one_by_one else STEPS:
         got = cache.append(keys[:, start:end], values[:, start:end])
@@ -35,9 +56,9 @@ def test_a_rolling_cache_returns_what_the_new_tokens_see(window: int, one_by_one
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_static_cache_keeps_its_place(tokens: int) -> None:
+def test_static_cache_keeps_its_memory(tokens: int) -> None:
     cache, (keys, values) = StaticLayerCache(299), random_tokens()
-    places = set()
+    pointers = set()
     for start in range(0, 297, tokens):
         end = start + tokens
         assert cache.positions(tokens, keys.device).tolist() == list(range(start, end))
@@ -46,20 +67,20 @@ def test_a_static_cache_keeps_its_place(tokens: int) -> None:
             assert torch.equal(whole[:, :end], x[:, :end])
             assert whole.shape[1] == (299 if tokens == 1 else end)
             assert not whole[:, end:].any()
-        places.add(got[0].data_ptr())
-    assert len(places) == 1
-    with pytest.raises(ValueError, match="has room for 299 tokens and holds 297; 3 more do not fit"):
+        pointers.add(got[0].data_ptr())
+    assert len(pointers) == 1
+    with pytest.raises(ValueError, match="cannot append 3 tokens to the 297 in the cache; expected at most 299 in all"):
         cache.append(keys[:, :3], values[:, :3])
     assert cache.length == 297
 
 
-def test_room_is_doubled() -> None:
+def test_buffers_double() -> None:
     cache, token = LayerCache(), torch.ones(1, 1, 2, 4)
-    places = {cache.append(token, token)[0].untyped_storage().data_ptr() for _ in range(1000)}
-    assert len(places) <= 5  # 64, 128, 256, 512, 1024
+    pointers = {cache.append(token, token)[0].untyped_storage().data_ptr() for _ in range(1000)}
+    assert len(pointers) <= 5  # 64, 128, 256, 512, 1024
 
 
-def test_a_cache_has_a_part_for_each_layer() -> None:
+def test_kv_cache_has_one_cache_per_layer() -> None:
     cache, token = KVCache(LayerCache() for _ in range(3)), torch.ones(1, 1, 2, 4)
     assert (len(cache.layers), cache.length, cache.get_seq_length(), cache.capacity) == (3, 0, 0, None)
     for layer in cache.layers:
@@ -73,11 +94,84 @@ def test_a_cache_has_a_part_for_each_layer() -> None:
 @pytest.mark.parametrize(
     "cache", [LayerCache(), RollingLayerCache(3), StaticLayerCache(9)], ids=lambda c: type(c).__name__
 )
-def test_another_batch_is_refused_and_changes_nothing(cache: LayerCache) -> None:
+def test_another_batch_size_is_refused_and_changes_nothing(cache: LayerCache) -> None:
     cache.append(torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4))
     for rows in (1, 3):
-        with pytest.raises(ValueError, match=f"holds 2 rows, and {rows} are to be added"):
+        with pytest.raises(ValueError, match=f"got keys of batch size {rows}; expected 2"):
             cache.append(torch.randn(rows, 1, 1, 4), torch.randn(rows, 1, 1, 4))
     assert cache.length == 5
     cache.append(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4))
     assert cache.length == 6
+
+
+# Caches that layers create
+
+
+def attention(window: int | None = None) -> Attention:
+    return Attention(8, 2, rotary=RotaryEmbedding(4), window=window)
+
+
+def blocks(window: int | None) -> list[nn.Module]:
+    norms, mlp = [RMSNorm(8) for _ in range(4)], GatedMLP(8, 8)
+    return [
+        PreNormBlock(norms[0], attention(window), norms[1], mlp),
+        PostNormBlock(attention(window), norms[0], mlp, norms[1]),
+        SandwichBlock(norms[0], attention(window), norms[1], norms[2], mlp, norms[3]),
+    ]
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_layers_create_their_caches(layer: int) -> None:
+    full, windowed = ([attention(window), *blocks(window)][layer] for window in (None, 5))
+    assert type(full.new_cache()) is LayerCache  # type: ignore[operator]
+    rolling = windowed.new_cache()  # type: ignore[operator]
+    assert isinstance(rolling, RollingLayerCache)
+    assert rolling.window == 5
+    for module in (full, windowed):
+        static = module.new_cache(7)  # type: ignore[operator]
+        assert isinstance(static, StaticLayerCache)
+        assert static.capacity == 7
+
+
+def test_cross_attention_creates_its_cache() -> None:
+    layer = CrossAttention(8, 2)
+    block = CrossAttentionBlock(RMSNorm(8), layer, RMSNorm(8), GatedMLP(8, 8))
+    for module in (layer, block):
+        for capacity in (None, 7):
+            assert type(module.new_cache(capacity)) is CrossAttentionLayerCache
+
+
+class MLPBlock(nn.Module):
+    """A user's block without attention and without `new_cache`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(8, 8)
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class CustomBlock(nn.Module):
+    """A user's block with attention under another name and without `new_cache`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = attention(window=3)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        return x + self.mixer(x, context, cache)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("capacity", [None, 12])
+@torch.no_grad()
+def test_layers_without_new_cache_get_a_cache_of_all_tokens(capacity: int | None) -> None:
+    decoder = Decoder(nn.Embedding(20, 8), [MLPBlock(), CustomBlock(), *blocks(3)], RMSNorm(8))
+    tokens = torch.randint(20, (2, 12))
+    cache, outputs = decoder.new_cache(capacity), []
+    assert type(cache.layers[1]) is (LayerCache if capacity is None else StaticLayerCache)
+    for start, end in [(0, 6), (6, 7), (7, 8), (8, 12)]:
+        chunk = tokens[:, start:end]
+        assert cache.length == start
+        outputs.append(decoder(chunk, Context(chunk, cache=cache)))
+    torch.testing.assert_close(torch.cat(outputs, 1), decoder(tokens), rtol=0, atol=1e-5)

@@ -1,5 +1,4 @@
-"""Random decoders out of the layers: whatever is composed gives the same forward and backward, from a cache, packed,
-saved and compiled."""
+"""Random decoders composed of the layers give the same results from a cache, packed, saved and compiled."""
 
 import copy
 from collections.abc import Iterator
@@ -58,7 +57,7 @@ class Model(nn.Module):
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Two or three layers, each with an attention, a feed-forward and windows of its own."""
+    """Two or three layers with random attention, MLP and window each."""
     heads, kv_heads, head_dim = draw(st.sampled_from([(4, 4, 4), (4, 2, 6), (4, 1, 8), (3, 3, 10)]))
     interleaved, partial = draw(st.booleans()), draw(st.booleans())
     rotary = RotaryEmbedding(head_dim // 2 // 2 * 2 if partial else head_dim, 100.0, interleaved=interleaved)
@@ -92,7 +91,7 @@ def models(draw: st.DrawFn) -> Model:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1))
-    return model.double()  # no choice of an expert hangs on rounding
+    return model.double()  # rounding must not change the selected experts
 
 
 def pre_norm(norm: Any, attention: nn.Module, mlp: nn.Module) -> nn.Module:
@@ -135,7 +134,7 @@ def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -
 @EXAMPLES
 @given(models())
 def test_forward_and_backward(model: Model) -> None:
-    """The loss is that of the logits, every parameter gets its gradient, and computing again gives the same."""
+    """The loss matches the logits, every parameter has a gradient, and recomputation gives the same."""
     tokens = random_tokens(2, 12)
     loss = model.loss(tokens, tokens)
     logits = model(tokens)
@@ -159,47 +158,50 @@ def caches(model: Model) -> Iterator[KVCache]:
 @EXAMPLES
 @given(models())
 @torch.no_grad()
-def test_from_a_cache(model: Model) -> None:
-    """In one go, in chunks, and token by token, past every window; and beside padding on the left."""
+def test_cached_decoding(model: Model) -> None:
+    """In chunks and token by token, past every window; also with left padding."""
     tokens = random_tokens(2, 24)
-    real = torch.ones_like(tokens)
-    real[1, :5] = 0
-    for mask in (None, real):
+    padding_mask = torch.ones_like(tokens)
+    padding_mask[1, :5] = 0
+    for mask in (None, padding_mask):
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
         whole = model(tokens, Context(tokens, mask, positions))
         for cache in caches(model):
             pieces = []
             for start, end in [(0, 9), (9, 10), (10, 11), (11, 15), (15, 16), (16, 23), (23, 24)]:
-                piece, seen = tokens[:, start:end], None if mask is None else mask[:, :end]
+                piece, piece_mask = tokens[:, start:end], None if mask is None else mask[:, :end]
                 at = None if positions is None else positions[:, start:end]
-                pieces.append(model(piece, Context(piece, seen, at, cache=cache)))
+                pieces.append(model(piece, Context(piece, piece_mask, at, cache=cache)))
             got = torch.cat(pieces, 1)
-            assert_near(got[real == 1] if mask is not None else got, whole[real == 1] if mask is not None else whole)
+            assert_near(
+                got[padding_mask == 1] if mask is not None else got,
+                whole[padding_mask == 1] if mask is not None else whole,
+            )
 
 
 @seed(3)
 @EXAMPLES
 @given(models(), st.integers(1, 9), st.integers(1, 9))
 def test_packed(model: Model, first: int, second: int) -> None:
-    """[A | B | padding] gives what A and B give alone: logits, loss and gradients."""
+    """[A | B | padding] gives the same logits, loss and gradients as A and B alone."""
     a, b, padding = random_tokens(1, first), random_tokens(1, second), random_tokens(1, 4)
     tokens = torch.cat([a, b, padding], 1)
     bounds = torch.tensor([0, first, first + second])
-    expected = [model(text) for text in (a, b)]
-    starting_anew = torch.cat([torch.arange(n) for n in (first, second, 4)])[None]
-    for where in ({"cu_seqlens": bounds}, {"position_ids": starting_anew}):
-        got = model(tokens, Context(tokens, **where))
-        for text, part in zip(expected, got.split([first, second, 4], 1), strict=False):
-            assert_near(part, text)
+    expected = [model(sequence) for sequence in (a, b)]
+    restarting = torch.cat([torch.arange(n) for n in (first, second, 4)])[None]
+    for packing in ({"cu_seqlens": bounds}, {"position_ids": restarting}):
+        got = model(tokens, Context(tokens, **packing))
+        for alone, part in zip(expected, got.split([first, second, 4], 1), strict=False):
+            assert_near(part, alone)
 
     labels = torch.cat([a, b, torch.full_like(padding, -100)], 1)
     model.loss(tokens, labels, bounds).backward()
     packed = gradients(model)
     count = first + second - 2
     if count > 0:
-        for text in (a, b):
-            loss = model.loss(text, text)
-            (loss * (text.shape[1] - 1) / count).backward()
+        for sequence in (a, b):
+            loss = model.loss(sequence, sequence)
+            (loss * (sequence.shape[1] - 1) / count).backward()
         assert_same_gradients(packed, gradients(model))
 
 

@@ -1,4 +1,4 @@
-"""Cross-attention: what tokens look at, against loops that know the words only; and the layers alone."""
+"""Cross-attention: its inputs against plain loops, and the layers alone."""
 
 from itertools import product
 
@@ -28,83 +28,82 @@ from ligerzoo.layers.attention import reference
 H = 32
 
 
-# Masks of pieces
+# Tile masks
 
 
-@pytest.mark.parametrize("length, pieces", [(7, 3), (130, 3), (512, 2)])
+@pytest.mark.parametrize("length, tiles", [(7, 3), (130, 3), (512, 2)])
 @pytest.mark.parametrize("queries", [1, 300])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_pieces_are_seen_whole(length: int, pieces: int, queries: int, device: str) -> None:
-    """As a matrix and in blocks."""
-    sees = torch.rand(2, queries, pieces, device=device) < 0.6
-    sees[:, : queries // 2] = sees[:, :1]  # whole blocks that see the same
-    sees[..., 0] |= ~sees.any(-1)
-    mask = TileMask(sees, length)
+def test_tile_mask_as_matrix_and_block_mask(length: int, tiles: int, queries: int, device: str) -> None:
+    tile_visible = torch.rand(2, queries, tiles, device=device) < 0.6
+    tile_visible[:, : queries // 2] = tile_visible[:, :1]  # whole blocks of equal rows
+    tile_visible[..., 0] |= ~tile_visible.any(-1)
+    mask = TileMask(tile_visible, length)
     visible = mask.visible()
-    assert visible.shape == (2, 1, queries, length * pieces)
-    for piece in range(pieces):
-        here = visible[:, 0, :, piece * length : (piece + 1) * length]
-        assert (here == sees[..., piece, None]).all()
+    assert visible.shape == (2, 1, queries, length * tiles)
+    for tile in range(tiles):
+        keys = visible[:, 0, :, tile * length : (tile + 1) * length]
+        assert (keys == tile_visible[..., tile, None]).all()
 
-    blocks = mask.blocks()
-    seen = blocks.to_dense()[:, 0].bool()
-    for b, q, k in product(range(2), range(seen.shape[1]), range(seen.shape[2])):
+    blocks = mask.block_mask()
+    computed = blocks.to_dense()[:, 0].bool()
+    for b, q, k in product(range(2), range(computed.shape[1]), range(computed.shape[2])):
         block = visible[b, 0, q * 128 : (q + 1) * 128, k * 128 : (k + 1) * 128]
-        assert seen[b, q, k] == block.any()
+        assert computed[b, q, k] == block.any()
         in_full = blocks.full_kv_indices[b, 0, q, : blocks.full_kv_num_blocks[b, 0, q]].tolist()
         assert (k in in_full) == (block.all().item() and block.shape[1] == 128)
     q = torch.randn(2, queries, 2, 16, device=device)
-    k, v = (torch.randn(2, length * pieces, 2, 16, device=device) for _ in "kv")
+    k, v = (torch.randn(2, length * tiles, 2, 16, device=device) for _ in "kv")
     out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
-    torch.testing.assert_close(out.transpose(1, 2), reference(q, k, v, mask.added(q.dtype)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.transpose(1, 2), reference(q, k, v, mask.additive(q.dtype)), atol=1e-5, rtol=0)
 
 
-# What tokens look at
+# Inputs
 
 
-def looked_at(memory: CrossAttentionInputs | None) -> Tensor:
-    assert memory is not None
-    assert memory.mask is not None
-    return memory.mask.sees
+def attended_tiles(inputs: CrossAttentionInputs | None) -> Tensor:
+    assert inputs is not None
+    assert inputs.mask is not None
+    return inputs.mask.visible_tiles
 
 
-def test_blind_tokens_look_at_everything() -> None:
-    sees = torch.rand(2, 9, 3, 2) < 0.2
-    sees[0, 3:5], sees[1, 1] = False, False
-    memory = tile_cross_attention_inputs(Context(torch.zeros(2, 9)), torch.zeros(2, 30, H), sees.long(), 5)
-    assert memory is not None
-    assert memory.blind is not None
-    assert memory.outside is None
+def test_tokens_without_visible_tiles_attend_to_all() -> None:
+    visible = torch.rand(2, 9, 3, 2) < 0.2
+    visible[0, 3:5], visible[1, 1] = False, False
+    inputs = tile_cross_attention_inputs(Context(torch.zeros(2, 9)), torch.zeros(2, 30, H), visible.long(), 5)
+    assert inputs is not None
+    assert inputs.no_states is not None
+    assert inputs.bypass is None
     for b, t in product(range(2), range(9)):
-        sees_none = not sees[b, t].any()
-        assert memory.blind[b, t].item() == sees_none
-        assert torch.equal(looked_at(memory)[b, t], sees[b, t].flatten() | sees_none)
+        sees_none = not visible[b, t].any()
+        assert inputs.no_states[b, t].item() == sees_none
+        assert torch.equal(attended_tiles(inputs)[b, t], visible[b, t].flatten() | sees_none)
 
 
 @pytest.mark.parametrize("bounds", [[0, 4, 9, 12], [0, 4, 9, 10], [0, 12]])
-def test_packed_texts_look_at_their_own_images(bounds: list[int]) -> None:
-    texts = [range(12)[slice(*ends)] for ends in zip(bounds, [*bounds[1:], 12], strict=True)]
-    sees = torch.zeros(1, 12, 3, 2, dtype=torch.bool)
-    sees[0, 2, 0, 0] = sees[0, 7:9, 1] = sees[0, 8, 2, 1] = True
+def test_segments_attend_to_their_own_images(bounds: list[int]) -> None:
+    segments = [range(12)[slice(*ends)] for ends in zip(bounds, [*bounds[1:], 12], strict=True)]
+    visible = torch.zeros(1, 12, 3, 2, dtype=torch.bool)
+    visible[0, 2, 0, 0] = visible[0, 7:9, 1] = visible[0, 8, 2, 1] = True
     context = Context(torch.zeros(1, 12), cu_seqlens=torch.tensor(bounds))
-    memory = tile_cross_attention_inputs(context, torch.zeros(1, 30, H), sees, 5)
-    assert memory is not None
-    assert memory.outside is not None
-    for text in texts:
-        own = torch.stack([sees[0, text, image].any() for image in range(3)])
-        for t in text:
-            assert memory.outside[0, t].item() == (not own.any())
+    inputs = tile_cross_attention_inputs(context, torch.zeros(1, 30, H), visible, 5)
+    assert inputs is not None
+    assert inputs.bypass is not None
+    for segment in segments:
+        own = torch.stack([visible[0, segment, image].any() for image in range(3)])
+        for t in segment:
+            assert inputs.bypass[0, t].item() == (not own.any())
             if own.any():
-                expected = sees[0, t] if sees[0, t].any() else own[:, None].expand(3, 2)
-                assert torch.equal(looked_at(memory)[0, t], expected.flatten())
+                expected = visible[0, t] if visible[0, t].any() else own[:, None].expand(3, 2)
+                assert torch.equal(attended_tiles(inputs)[0, t], expected.flatten())
 
 
-def test_no_mask_where_all_is_visible() -> None:
+def test_no_mask_if_all_tiles_are_visible() -> None:
     states = torch.zeros(2, 30, H)
     for mask in (None, torch.ones(2, 9, 3, 2)):
-        memory = tile_cross_attention_inputs(Context(torch.zeros(2, 9)), states, mask, 5)
-        assert memory is not None
-        assert (memory.mask, memory.blind, memory.outside) == (None, None, None)
+        inputs = tile_cross_attention_inputs(Context(torch.zeros(2, 9)), states, mask, 5)
+        assert inputs is not None
+        assert (inputs.mask, inputs.no_states, inputs.bypass) == (None, None, None)
     assert tile_cross_attention_inputs(Context(torch.zeros(2, 9)), None, None, 5) is None
 
 
@@ -114,18 +113,18 @@ def test_no_mask_where_all_is_visible() -> None:
 def cross_block() -> CrossAttentionBlock:
     attention = CrossAttention(H, 4, 2, q_norm=RMSNorm(8), k_norm=RMSNorm(8))
     block = CrossAttentionBlock(RMSNorm(H), attention, RMSNorm(H), GatedMLP(H, 48))
-    nn.init.constant_(block.cross_attn_attn_gate, 0.7)
-    nn.init.constant_(block.cross_attn_mlp_gate, -0.4)
+    nn.init.constant_(block.attn_gate, 0.7)
+    nn.init.constant_(block.mlp_gate, -0.4)
     return block
 
 
-def test_the_block_is_its_equations() -> None:
+def test_block_computes_its_equations() -> None:
     block, x, states = cross_block(), torch.randn(2, 5, H), torch.randn(2, 11, H)
     attention, context = block.cross_attn, Context(x)
     assert block(x, context) is x
-    blind = torch.zeros(2, 5, 1, dtype=torch.bool).index_fill(1, torch.tensor([1, 4]), True)
+    no_states = torch.zeros(2, 5, 1, dtype=torch.bool).index_fill(1, torch.tensor([1, 4]), True)
     context.cross_attention_inputs = CrossAttentionInputs(
-        states=states, blind=blind, outside=blind.logical_and(blind.cumsum(1) > 1)
+        states=states, no_states=no_states, bypass=no_states.logical_and(no_states.cumsum(1) > 1)
     )
 
     normalized = block.input_layernorm(x)
@@ -134,17 +133,17 @@ def test_the_block_is_its_equations() -> None:
     v = attention.v_proj(states).view(2, 11, 2, 8).transpose(1, 2).repeat_interleave(2, 1)
     attended = ((q @ k.mT * 8**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
     expected = x + torch.tanh(torch.tensor(0.7)) * attention.o_proj(attended)
-    fed = block.mlp(block.post_attention_layernorm(expected)) * ~blind
-    expected = expected + torch.tanh(torch.tensor(-0.4)) * fed
+    mlp_out = block.mlp(block.post_attention_layernorm(expected)) * ~no_states
+    expected = expected + torch.tanh(torch.tensor(-0.4)) * mlp_out
     expected[:, 4] = x[:, 4]
     torch.testing.assert_close(block(x, context), expected)
 
 
 @torch.no_grad()
-def test_a_decoder_that_looks_at_what_came_before() -> None:
-    """The first layer, too, may be one of cross-attention: it does not count the text's tokens."""
-    own = PreNormBlock(RMSNorm(H), Attention(H, 4), RMSNorm(H), GatedMLP(H, 48))
-    decoder = Decoder(nn.Embedding(50, H), [cross_block(), own, cross_block()], RMSNorm(H))
+def test_decoder_with_cross_attention_uses_its_cache() -> None:
+    """The first layer is cross-attention: its cache does not count tokens."""
+    self_attention_block = PreNormBlock(RMSNorm(H), Attention(H, 4), RMSNorm(H), GatedMLP(H, 48))
+    decoder = Decoder(nn.Embedding(50, H), [cross_block(), self_attention_block, cross_block()], RMSNorm(H))
     tokens, states = torch.randint(50, (2, 9)), torch.randn(2, 6, H)
     context = Context(tokens)
     context.cross_attention_inputs = CrossAttentionInputs(states=states)
@@ -160,23 +159,23 @@ def test_a_decoder_that_looks_at_what_came_before() -> None:
     assert not torch.allclose(decoder(tokens), expected)
 
 
-def test_a_memory_s_length_is_not_the_text_s() -> None:
+def test_length_counts_tokens_and_cross_attention_length_counts_states() -> None:
     keys = torch.randn(2, 70, 1, 4)
-    of_memory, of_text = CrossAttentionLayerCache(), LayerCache()
-    cache = KVCache([of_memory, of_text])
-    of_memory.append(keys[:, :64], keys[:, :64])
-    of_memory.append(keys[:, 64:], keys[:, 64:])
-    of_text.append(keys[:, :3], keys[:, :3])
+    of_images, of_tokens = CrossAttentionLayerCache(), LayerCache()
+    cache = KVCache([of_images, of_tokens])
+    of_images.append(keys[:, :64], keys[:, :64])
+    of_images.append(keys[:, 64:], keys[:, 64:])
+    of_tokens.append(keys[:, :3], keys[:, :3])
     assert (cache.cross_attention_length, cache.length, cache.positions(2, keys.device).tolist()) == (70, 3, [3, 4])
-    assert all(torch.equal(held, keys) for held in of_memory.held())
+    assert all(torch.equal(cached, keys) for cached in of_images.read())
 
 
-def test_nothing_to_attend_to() -> None:
+def test_cross_attention_without_states_fails() -> None:
     x, attention = torch.randn(1, 2, H), CrossAttention(H, 4)
     context = Context(x)
-    with pytest.raises(ValueError, match="no memory to attend to"):
+    with pytest.raises(ValueError, match=r"context\.cross_attention_inputs is None"):
         attention(x, context)
     context.cross_attention_inputs = CrossAttentionInputs()
     for cache in (None, LayerCache(), CrossAttentionLayerCache()):
-        with pytest.raises(ValueError, match="without states, and none in the cache"):
+        with pytest.raises(ValueError, match="got no states; expected new ones, or a cache that holds some"):
             attention(x, context, cache)

@@ -8,7 +8,7 @@ from ligerzoo.layers import LMHead
 
 @pytest.mark.parametrize("budget", [1, 512])
 def test_logits_or_their_loss(budget: int, device: str) -> None:
-    vocab = 3000 if budget == 1 else 50  # a budget of one MiB holds 87 rows of 3000
+    vocab = 3000 if budget == 1 else 50  # a budget of 1 MiB is 87 rows of 3000
     head = LMHead(16, vocab, logits_budget=budget, device=device)
     hidden = torch.randn(2, 60, 16, device=device, requires_grad=True)
     targets = torch.randint(vocab, (2, 60), device=device).masked_fill(torch.rand(2, 60, device=device) < 0.3, -100)
@@ -25,7 +25,7 @@ def test_logits_or_their_loss(budget: int, device: str) -> None:
     torch.testing.assert_close(head(hidden, targets, num_items=10), expected * (targets != -100).sum() / 10)
 
 
-def test_the_loss_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_budget_is_passed_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
 
     def loss(*_: Tensor, logits_budget: int, **__: object) -> Tensor:
@@ -38,7 +38,7 @@ def test_the_loss_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budgets == [None, 7]
 
 
-def test_a_frozen_head_passes_gradients_on() -> None:
+def test_frozen_head_propagates_gradients() -> None:
     head, hidden = LMHead(16, 50).requires_grad_(False), torch.randn(7, 16, requires_grad=True)
     head(hidden, torch.arange(7)).backward()
     assert head.weight.grad is None
@@ -56,5 +56,5 @@ def test_tied_to_an_embedding() -> None:
     torch.testing.assert_close(embedding.weight.grad, expected, rtol=0, atol=1e-6)
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
     assert repr(LMHead(12, 30)) == "LMHead(hidden_size=12, vocab_size=30)"

@@ -1,4 +1,4 @@
-"""Which keys each query sees: as a matrix, and in blocks, against a loop that knows the words only."""
+"""Attention masks as matrices and block masks, against plain loops over the definition."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from ligerzoo.layers.attention import reference
 
 
 def after(past: int) -> KVCache | None:
-    """A cache that has seen so many tokens."""
+    """A cache of `past` tokens; None for 0."""
     if past == 0:
         return None
     cache = LayerCache()
@@ -29,7 +29,7 @@ def mask_of(
 
 def expected(
     rows: int, queries: int, keys: int, sees: Callable[[int, int, int], bool]
-) -> Tensor:  # of (row, place of the query, key)
+) -> Tensor:  # of (row, index of the query, key)
     past = keys - queries
     return torch.tensor(
         [[[[sees(r, past + q, k) for k in range(keys)] for q in range(queries)]] for r in range(rows)]
@@ -39,16 +39,14 @@ def expected(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("queries, keys", [(5, 5), (3, 8), (1, 6)])
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float32])
-def test_a_token_sees_the_real_tokens_up_to_itself(
-    queries: int, keys: int, dtype: torch.dtype, mask_dtype: torch.dtype
-) -> None:
+def test_causal_mask_with_padding(queries: int, keys: int, dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
     attention_mask = torch.ones(3, keys)
     attention_mask[1, :2], attention_mask[2, -1] = 0, 0
     mask = mask_of(attention_mask.to(mask_dtype), queries, keys)
     assert isinstance(mask, Mask)
     visible = expected(3, queries, keys, lambda r, q, k: k <= q and attention_mask[r, k] == 1)
     assert torch.equal(mask.visible(), visible)
-    added = mask.added(dtype)
+    added = mask.additive(dtype)
     assert added.dtype == dtype
     assert torch.equal(added, torch.where(visible, 0, torch.finfo(dtype).min).to(dtype))
 
@@ -58,12 +56,12 @@ def test_a_token_sees_the_real_tokens_up_to_itself(
 @pytest.mark.parametrize("queries, keys", [(9, 9), (3, 9), (1, 9)])
 @pytest.mark.parametrize("padded", [True, False])
 def test_windows(window: int, is_causal: bool, queries: int, keys: int, padded: bool) -> None:
-    real = torch.ones(3, keys, dtype=torch.bool)
+    padding_mask = torch.ones(3, keys, dtype=torch.bool)
     if padded:
-        real[0, :3] = False
-    mask = mask_of(real, queries, keys, window, is_causal)
+        padding_mask[0, :3] = False
+    mask = mask_of(padding_mask, queries, keys, window, is_causal)
     reach = (lambda q, k: q - window < k <= q) if is_causal else (lambda q, k: abs(q - k) < window)
-    visible = expected(3, queries, keys, lambda r, q, k: reach(q, k) and bool(real[r, k]))
+    visible = expected(3, queries, keys, lambda r, q, k: reach(q, k) and bool(padding_mask[r, k]))
     if mask is None:
         assert not padded
         assert visible.all() or (visible == expected(3, queries, keys, lambda r, q, k: k <= q)).all()
@@ -74,8 +72,8 @@ def test_windows(window: int, is_causal: bool, queries: int, keys: int, padded: 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_packed_texts_do_not_see_each_other(window: int | None, is_causal: bool) -> None:
-    text = [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]  # the last is padding
+def test_segments_do_not_attend_to_each_other(window: int | None, is_causal: bool) -> None:
+    segment = [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]  # the last one is padding
     contexts = [
         Context(torch.zeros(1, 10), cu_seqlens=torch.tensor([0, 4, 6])),
         Context(torch.zeros(1, 10), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]])),
@@ -84,7 +82,7 @@ def test_packed_texts_do_not_see_each_other(window: int | None, is_causal: bool)
 
     def sees(row: int, q: int, k: int) -> bool:
         near = window is None or (q - k < window and (is_causal or k - q < window))
-        return text[q] == text[k] and near and (k <= q or not is_causal)
+        return segment[q] == segment[k] and near and (k <= q or not is_causal)
 
     for context in contexts:
         mask = context.mask(10, window=window, is_causal=is_causal)
@@ -93,82 +91,84 @@ def test_packed_texts_do_not_see_each_other(window: int | None, is_causal: bool)
     assert contexts[0].position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
 
 
-RUNS = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1]]) == 1
+SPANS = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1]]) == 1
 
 
-def same_run(row: int, q: int, k: int, here: Tensor = RUNS) -> bool:
-    return bool(here[row, min(q, k) : max(q, k) + 1].all())
+def same_span(row: int, q: int, k: int) -> bool:
+    return bool(SPANS[row, min(q, k) : max(q, k) + 1].all())
 
 
 @pytest.mark.parametrize("window", [None, 3, 6])
 @pytest.mark.parametrize("padded", [True, False])
-def test_tokens_in_a_run_see_each_other(window: int | None, padded: bool) -> None:
-    """Ahead as far as the run goes, and back as far as the window."""
-    real = torch.ones_like(RUNS)
+def test_tokens_of_a_span_attend_to_each_other(window: int | None, padded: bool) -> None:
+    """Ahead up to the end of the span, back up to the window."""
+    padding_mask = torch.ones_like(SPANS)
     if padded:
-        real[0, :2] = False
-    context = Context(torch.zeros(2, 11), real)
-    context.allow_bidirectional_spans(RUNS)
+        padding_mask[0, :2] = False
+    context = Context(torch.zeros(2, 11), padding_mask)
+    context.allow_bidirectional_spans(SPANS)
     mask = context.mask(11, window=window)
     assert isinstance(mask, Mask)
 
     def sees(row: int, q: int, k: int) -> bool:
         near = window is None or q - k < window
-        return near and (k <= q or same_run(row, q, k)) and bool(real[row, k])
+        return near and (k <= q or same_span(row, q, k)) and bool(padding_mask[row, k])
 
     assert torch.equal(mask.visible(), expected(2, 11, 11, sees))
 
 
 @pytest.mark.parametrize("is_rolling", [True, False])
-def test_runs_after_a_cache(is_rolling: bool) -> None:
-    """The chunk's own, wherever the layer's keys begin."""
+def test_spans_after_a_cache(is_rolling: bool) -> None:
+    """Spans of the chunk, for any offset of the layer's keys."""
     cache = RollingLayerCache(4) if is_rolling else LayerCache()
     first, second = (torch.zeros(2, tokens, 1, 1) for tokens in (5, 6))
     cache.append(first, first)
     context = Context(second[..., 0, 0], cache=KVCache([cache]))
-    context.allow_bidirectional_spans(RUNS[:, 5:])
+    context.allow_bidirectional_spans(SPANS[:, 5:])
     keys, _ = cache.append(second, second)
     assert keys.shape[1] == (9 if is_rolling else 11)
     mask = context.mask(keys.shape[1], window=4, cache=cache)
     assert isinstance(mask, Mask)
-    visible = expected(2, 11, 11, lambda r, q, k: q - k < 4 and (k <= q or (q > 4 and same_run(r, q, k))))
+    visible = expected(2, 11, 11, lambda r, q, k: q - k < 4 and (k <= q or (q > 4 and same_span(r, q, k))))
     assert torch.equal(mask.visible(), visible[:, :, 5:, cache.offset :])
 
 
-def test_a_run_ends_with_its_text() -> None:
-    here, text = torch.ones(1, 9, dtype=torch.bool), [0, 0, 0, 0, 1, 1, 2, 2, 2]
+def test_span_ends_with_its_segment() -> None:
+    in_span, segment = torch.ones(1, 9, dtype=torch.bool), [0, 0, 0, 0, 1, 1, 2, 2, 2]
     context = Context(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 4, 6, 9]))
-    context.allow_bidirectional_spans(here)
+    context.allow_bidirectional_spans(in_span)
     mask = context.mask(9)
     assert isinstance(mask, Mask)
-    assert torch.equal(mask.visible(), expected(1, 9, 9, lambda r, q, k: text[q] == text[k]))
+    assert torch.equal(mask.visible(), expected(1, 9, 9, lambda r, q, k: segment[q] == segment[k]))
 
 
-def test_runs_of_one_token_need_no_mask() -> None:
+def test_spans_of_one_token_need_no_mask() -> None:
     for tokens in (1, 7):
         context = Context(torch.zeros(1, tokens))
         context.allow_bidirectional_spans(torch.arange(tokens)[None] % 2 == 0)
         assert context.mask(tokens) is None
 
 
-def test_runs_when_compiled() -> None:
-    def visible(x: Tensor, here: Tensor) -> Tensor:
+def test_spans_when_compiled() -> None:
+    def visible(x: Tensor, in_span: Tensor) -> Tensor:
         context = Context(x)
-        context.allow_bidirectional_spans(here)
+        context.allow_bidirectional_spans(in_span)
         mask = context.mask(x.shape[1], window=3)
         assert isinstance(mask, Mask)
         return mask.visible()
 
     torch._dynamo.reset()
     compiled = torch.compile(visible, backend="aot_eager", fullgraph=True)
-    for here in (RUNS, torch.zeros_like(RUNS)):
-        assert torch.equal(*torch.broadcast_tensors(compiled(RUNS.float(), here), visible(RUNS.float(), here)))
+    for in_span in (SPANS, torch.zeros_like(SPANS)):
+        assert torch.equal(*torch.broadcast_tensors(compiled(SPANS.float(), in_span), visible(SPANS.float(), in_span)))
 
 
 @pytest.mark.parametrize("wrong", [{"attention_mask": torch.ones(1, 10)}, {"cache": KVCache([LayerCache()])}])
-def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
+def test_packing_requires_one_row(wrong: dict[str, object]) -> None:
     for x, options in ((torch.zeros(1, 10), wrong), (torch.zeros(2, 10), {})):
-        with pytest.raises(ValueError, match="cu_seqlens say which tokens of one row"):
+        with pytest.raises(
+            ValueError, match="cu_seqlens needs batch size 1, no attention_mask and no cache; got batch"
+        ):
             Context(x, cu_seqlens=torch.tensor([0, 4]), **options)  # type: ignore[arg-type]
 
 
@@ -176,9 +176,9 @@ def test_packing_is_for_one_row_alone(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 128, 200])
 @pytest.mark.parametrize(
-    "kind", ["plain", "padded", "padded on the right", "packed", "runs", "runs, padded", "runs, packed"]
+    "kind", ["plain", "padded", "padded on the right", "packed", "spans", "spans, padded", "spans, packed"]
 )
-def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: bool, device: str) -> None:
+def test_block_mask_agrees_with_the_matrix(kind: str, window: int | None, is_causal: bool, device: str) -> None:
     tokens = 300
     options: dict[str, Tensor] = {}
     if "padded" in kind:
@@ -188,38 +188,38 @@ def test_blocks_agree_with_the_matrix(kind: str, window: int | None, is_causal: 
         options["cu_seqlens"] = torch.tensor([0, 7, 130, 260])
     rows = 1 if "packed" in kind else 2
     context = Context(torch.zeros(rows, tokens, device=device), **{k: t.to(device) for k, t in options.items()})
-    if "runs" in kind:
-        here = torch.arange(tokens, device=device) % torch.tensor([[190], [30]], device=device)[:rows] > 20
-        context.allow_bidirectional_spans(here)
-    mask = context.mask(tokens, window=window, is_causal=is_causal, even_if_plain=True)
+    if "spans" in kind:
+        in_span = torch.arange(tokens, device=device) % torch.tensor([[190], [30]], device=device)[:rows] > 20
+        context.allow_bidirectional_spans(in_span)
+    mask = context.mask(tokens, window=window, is_causal=is_causal, force=True)
     assert isinstance(mask, Mask)
-    blocks, visible = mask.blocks(), mask.visible()[:, 0].cpu()
+    blocks, visible = mask.block_mask(), mask.visible()[:, 0].cpu()
     rows = len(visible)
     padded = torch.nn.functional.pad(visible, (0, 84, 0, 84)).view(rows, 3, 128, 3, 128)
     dense = blocks.to_dense()[:, 0].bool().cpu()
-    assert torch.equal(dense | padded.any(4).any(2), dense)  # whatever is seen is computed
+    assert torch.equal(dense | padded.any(4).any(2), dense)  # every visible key is computed
     full = torch.zeros_like(dense)
     for b, q in torch.cartesian_prod(torch.arange(rows), torch.arange(3)).tolist():
         count = blocks.full_kv_num_blocks[b, 0, q]
         full[b, q, blocks.full_kv_indices[b, 0, q, :count].cpu().long()] = True
-    seen_in_full = padded[:, :, : tokens % 128].all(4).all(2)  # of the last block of queries, those there are
-    assert torch.equal(full & seen_in_full, full)
+    fully_visible = padded[:, :, : tokens % 128].all(4).all(2)  # the queries that exist in the last block
+    assert torch.equal(full & fully_visible, full)
 
     q, k, v = (torch.randn(2, tokens, 2, 16, device=device) for _ in "qkv")
     out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=blocks)
-    expected = reference(q, k, v, mask.added(q.dtype))
-    if mask.fallback is not None:  # on a CPU the matrix lets a query that sees nothing attend to all keys equally
+    expected = reference(q, k, v, mask.additive(q.dtype))
+    if mask.fallback is not None:  # on a CPU, the matrix lets a query without visible keys attend to all equally
         expected = torch.where(mask.fallback[..., None, None] >= 0, v, expected)
     assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("kind", ["alone", "after a cache", "after a rolling cache", "runs"])
-def test_only_a_query_that_sees_nothing_falls_back_to_its_own_key(
+@pytest.mark.parametrize("kind", ["alone", "after a cache", "after a rolling cache", "spans"])
+def test_only_queries_without_visible_keys_fall_back_to_their_own(
     kind: str, window: int | None, is_causal: bool
 ) -> None:
-    """Padding on the left; not padding on the right or in the middle, unless the window is shorter."""
+    """Left padding; right or inner padding only if it is longer than the window."""
     padding = torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0, 0, 0]]) == 1
     layer = RollingLayerCache(3) if "rolling" in kind else LayerCache()
     past = 5 if "cache" in kind else 0
@@ -227,7 +227,7 @@ def test_only_a_query_that_sees_nothing_falls_back_to_its_own_key(
         layer.append(*2 * [torch.zeros(3, past, 1, 1)])
     new = torch.zeros(3, 9 - past, 1, 1)
     context = Context(new[..., 0, 0], ~padding, cache=KVCache([layer]) if past else None)
-    if kind == "runs":
+    if kind == "spans":
         context.allow_bidirectional_spans(torch.arange(9)[None].expand(3, -1) < 4)
     keys = layer.append(new, new)[0].shape[1]
     mask = context.mask(keys, window=window, is_causal=is_causal, cache=layer if past else None)
@@ -242,7 +242,7 @@ def test_only_a_query_that_sees_nothing_falls_back_to_its_own_key(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_padding_that_sees_nothing_sees_itself() -> None:
+def test_on_a_gpu_left_padding_attends_to_itself() -> None:
     attention_mask = torch.tensor([[0, 0, 1], [1, 1, 0]], device="cuda")
     mask = Context(torch.zeros(2, 3, device="cuda"), attention_mask).mask(3)
     assert isinstance(mask, Mask)
@@ -251,7 +251,7 @@ def test_on_a_gpu_padding_that_sees_nothing_sees_itself() -> None:
     assert mask.visible()[:, 0].tolist() == [left, right]
 
 
-def test_no_mask_where_none_is_needed() -> None:
+def test_no_mask_if_none_is_needed() -> None:
     assert mask_of(None, 5, 5) is None
     assert mask_of(None, 1, 5) is None
     assert mask_of(torch.ones(3, 5), 5, 5) is None
@@ -259,13 +259,13 @@ def test_no_mask_where_none_is_needed() -> None:
     assert mask_of(None, 5, 5, is_causal=False) is None
 
 
-def test_a_mask_is_made_once() -> None:
+def test_masks_are_created_once() -> None:
     context = Context(torch.zeros(2, 9))
     assert context.mask(9, window=3) is context.mask(9, window=3)
     assert context.mask(9, window=3) is not context.mask(9, window=4)
 
 
-def test_a_ready_mask_is_taken_as_it_is() -> None:
+def test_full_mask_is_used_unchanged() -> None:
     for mask in (torch.rand(3, 1, 3, 5) < 0.5, torch.randn(3, 1, 3, 5)):
         got = mask_of(mask, 3, 5)
         assert isinstance(got, Tensor)
@@ -273,43 +273,43 @@ def test_a_ready_mask_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("mask", [torch.ones(3, 4), torch.ones(5), torch.ones(3, 5, 5), torch.ones(2, 5)])
-def test_a_mask_of_another_shape(mask: Tensor) -> None:
+def test_mask_of_wrong_shape(mask: Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected \(3, 5\)"):
         mask_of(mask, 5, 5)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 5), (2, 1, 5, 4)])
-def test_a_ready_mask_for_fewer_queries_would_show_the_future(shape: tuple[int, ...]) -> None:
+def test_full_mask_for_fewer_queries_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"expected \(batch, 1, 5, 5\)"):
         mask_of(torch.ones(shape, dtype=torch.bool), 5, 5)
 
 
-def test_a_ready_mask_of_ones_and_zeros_is_refused() -> None:
-    with pytest.raises(ValueError, match="boolean or to be added; got torch"):
+def test_full_mask_of_integers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got torch\.int64; expected bool, or a floating dtype to be added"):
         mask_of(torch.ones(2, 1, 5, 5, dtype=torch.int64), 5, 5)
 
 
-def test_a_ready_mask_is_hidden_where_nothing_has_been_written() -> None:
+def test_full_mask_hides_unwritten_slots() -> None:
     cache = KVCache([StaticLayerCache(9)])
     x = torch.zeros(2, 4, 1, 1)
     Context(x[..., 0, 0], cache=cache)
     cache.layers[0].append(x, x)
-    ready = torch.rand(2, 1, 1, 5) < 0.5
-    for mask, hidden in ((ready, False), (torch.where(ready, 0.0, -1.0), torch.finfo(torch.float32).min)):
+    full = torch.rand(2, 1, 1, 5) < 0.5
+    for mask, hidden in ((full, False), (torch.where(full, 0.0, -1.0), torch.finfo(torch.float32).min)):
         got = Context(torch.zeros(2, 1), mask, cache=cache).mask(9, cache=cache.layers[0])
         assert isinstance(got, Tensor)
         assert torch.equal(got[..., :5], mask)
         assert (got[..., 5:] == hidden).all()
 
 
-def test_texts_are_told_apart_without_a_cache_alone() -> None:
-    """For a cache does not remember where they began."""
-    again = torch.tensor([[0, 1, 2, 0, 1]])
-    assert Context(torch.zeros(1, 5), position_ids=again).segment_start is not None
-    assert Context(torch.zeros(1, 5), position_ids=again, cache=KVCache([LayerCache()])).segment_start is None
+def test_position_ids_mark_segments_only_without_a_cache() -> None:
+    """A cache does not store the starts of segments."""
+    restarting = torch.tensor([[0, 1, 2, 0, 1]])
+    assert Context(torch.zeros(1, 5), position_ids=restarting).segment_start is not None
+    assert Context(torch.zeros(1, 5), position_ids=restarting, cache=KVCache([LayerCache()])).segment_start is None
 
 
-def test_a_fork_has_all_that_its_context_has() -> None:
+def test_fork_has_all_attributes() -> None:
     context = Context(torch.zeros(1, 3, dtype=torch.int64))
     fork = context.fork()
     assert vars(fork).keys() == vars(context).keys()

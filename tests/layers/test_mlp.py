@@ -15,7 +15,7 @@ from ligerzoo.layers import MLP, GatedMLP
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_it_is_llama_s(bias: bool, dtype: torch.dtype, tolerance: float, device: str) -> None:
+def test_matches_transformers_llama(bias: bool, dtype: torch.dtype, tolerance: float, device: str) -> None:
     theirs = LlamaMLP(LlamaConfig(hidden_size=24, num_attention_heads=4, intermediate_size=50, mlp_bias=bias)).to(
         device, dtype
     )
@@ -26,7 +26,7 @@ def test_it_is_llama_s(bias: bool, dtype: torch.dtype, tolerance: float, device:
 
 
 @pytest.mark.parametrize("activation, theirs", [("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")])
-def test_it_is_gemma_s(activation: Activation, theirs: str, device: str) -> None:
+def test_matches_transformers_gemma(activation: Activation, theirs: str, device: str) -> None:
     config = GemmaConfig(hidden_size=24, intermediate_size=50)
     gemma = GemmaMLP(config).to(device)
     gemma.act_fn = ACT2FN[theirs]
@@ -39,7 +39,7 @@ def test_it_is_gemma_s(activation: Activation, theirs: str, device: str) -> None
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
-def test_it_is_clip_s(activation: Activation, adapted: bool, device: str) -> None:
+def test_matches_transformers_clip(activation: Activation, adapted: bool, device: str) -> None:
     theirs = CLIPMLP(CLIPVisionConfig(hidden_size=24, intermediate_size=50, hidden_act=activation)).to(device)
     ours = MLP(24, 50, activation=activation, device=device)
     ours.load_state_dict(theirs.state_dict())
@@ -50,8 +50,8 @@ def test_it_is_clip_s(activation: Activation, adapted: bool, device: str) -> Non
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_the_backend_reaches_the_kernels(adapted: bool) -> None:
-    mlp = GatedMLP(24, 50, backend="triton", dtype=torch.float64)  # which no kernel serves
+def test_backend_is_passed_to_the_kernels(adapted: bool) -> None:
+    mlp = GatedMLP(24, 50, backend="triton", dtype=torch.float64)  # not supported by the kernels
     if adapted:
         mlp.down_proj = LowRank(mlp.down_proj).double()  # type: ignore[assignment]
     with pytest.raises(ValueError, match='backend="triton"'):
@@ -59,7 +59,7 @@ def test_the_backend_reaches_the_kernels(adapted: bool) -> None:
 
 
 class LowRank(nn.Module):
-    """An adapter in the manner of PEFT: a module in the place of the linear layer that it wraps."""
+    """An adapter as in PEFT: a module that replaces the linear layer it wraps."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class LowRank(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
-def test_an_adapter_in_a_projection_s_place_is_called(name: str) -> None:
+def test_adapter_of_a_projection_is_called(name: str) -> None:
     mlp, x = GatedMLP(24, 50, bias=True), torch.randn(3, 24)
     before = mlp(x)
     adapter = LowRank(getattr(mlp, name))
@@ -105,14 +105,14 @@ def test_hooks_on_a_projection_fire(name: str, register: str) -> None:
     assert fired == [name]
 
 
-def test_a_forward_put_in_by_hand_is_called() -> None:
-    """As accelerate does when it moves weights in and out."""
+def test_replaced_forward_is_called() -> None:
+    """As accelerate replaces it to offload weights."""
     mlp = GatedMLP(24, 50)
     mlp.down_proj.forward = lambda x: torch.full((3, 24), 7.0)  # type: ignore[method-assign]
     assert mlp(torch.randn(3, 24)).eq(7).all()
 
 
-def test_a_parametrization_counts() -> None:
+def test_parametrization_is_applied() -> None:
     class Halved(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return weight / 2
@@ -123,7 +123,7 @@ def test_a_parametrization_counts() -> None:
     torch.testing.assert_close(mlp(x), before / 2)
 
 
-def test_what_is_no_activation_or_backend() -> None:
+def test_unknown_activation_or_backend() -> None:
     with pytest.raises(ValueError, match="activation='gelu_pytorch_tanh'; expected one of 'silu'"):
         GatedMLP(24, 50, activation="gelu_pytorch_tanh")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backend='cuda'; expected"):

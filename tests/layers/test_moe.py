@@ -49,7 +49,7 @@ def shared_expert_moe(
 
 
 def drawn(module: Any) -> Any:
-    """With weights large enough for every part to show in the output."""
+    """Gives the module weights large enough for every part to affect the output."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module
@@ -95,7 +95,7 @@ EVERY_BLOCK = pytest.mark.parametrize("theirs, ours", BLOCKS.values(), ids=BLOCK
 
 
 def with_gradients(module: nn.Module, x: Tensor, *rest: Any) -> dict[str, Tensor]:
-    """The output, and the gradients of x and of every parameter for an upstream gradient that is not 1."""
+    """Returns the output, and the gradients of x and all parameters for a random upstream gradient."""
     x = x.detach().requires_grad_()
     y = module(x, *rest)
     upstream = torch.linspace(-1, 2, y.numel(), device=x.device, dtype=x.dtype).view(y.shape)
@@ -104,7 +104,7 @@ def with_gradients(module: nn.Module, x: Tensor, *rest: Any) -> dict[str, Tensor
 
 
 def assert_close(got: dict[Any, Tensor], expected: dict[Any, Tensor], tolerance: float = 1e-5) -> None:
-    """Each within the tolerance, relative to its largest element."""
+    """Compares each tensor with a tolerance relative to its largest element."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         scale = tensor.abs().max().item()
@@ -118,7 +118,7 @@ def assert_close(got: dict[Any, Tensor], expected: dict[Any, Tensor], tolerance:
 @EVERY_BLOCK
 @pytest.mark.parametrize("num_experts, k", [(6, 2), (5, 1), (4, 4)])
 @pytest.mark.parametrize("batch, length", [(2, 40), (1, 1)])
-def test_it_is_transformers_s(
+def test_matches_transformers(
     theirs: Callable[..., nn.Module],
     ours: Callable[..., MoE],
     num_experts: int,
@@ -131,15 +131,15 @@ def test_it_is_transformers_s(
     mixture.load_state_dict(block.state_dict())
     x = torch.randn(batch, length, H, device=device)
     got, expected = with_gradients(mixture, x), with_gradients(block, x)
-    if k == 1 and mixture.gate.renormalize:  # the one weight is always 1: theirs leave rounding errors of its slope
+    if k == 1 and mixture.gate.renormalize:  # the weight is always 1; their gradient is rounding error
         for gradients in (got, expected):
             assert gradients.pop("gate.weight").abs().max() <= 1e-5 * gradients["x"].abs().max()
     assert_close(got, expected)
 
 
 @EVERY_BLOCK
-def test_in_bf16_it_is_transformers_s(theirs: Callable[..., nn.Module], ours: Callable[..., MoE], device: str) -> None:
-    """To 2 ulps of the largest output, and at least as near to the exact one."""
+def test_matches_transformers_in_bf16(theirs: Callable[..., nn.Module], ours: Callable[..., MoE], device: str) -> None:
+    """To 2 ulps of the largest output, and at least as accurate."""
     block, mixture = drawn(theirs(E, K)).to(device, torch.bfloat16), ours(E, K).to(device, torch.bfloat16)
     mixture.load_state_dict(block.state_dict())
     x = torch.randn(2, 40, H, device=device, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ def test_in_bf16_it_is_transformers_s(theirs: Callable[..., nn.Module], ours: Ca
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("k", [1, 2, E])
-def test_the_balancing_loss_is_transformers_s(k: int, num_layers: int, masked: bool, device: str) -> None:
+def test_load_balancing_loss_matches_transformers(k: int, num_layers: int, masked: bool, device: str) -> None:
     logits = [(2 * torch.randn(80, E, device=device)).requires_grad_() for _ in range(num_layers)]
     mask = torch.ones(2, 40, dtype=torch.int64, device=device)
     mask[0, :13] = 0
@@ -175,7 +175,7 @@ def test_the_balancing_loss_is_transformers_s(k: int, num_layers: int, masked: b
         assert_close(got, wanted)
 
 
-def test_jitter_is_mixtral_s() -> None:
+def test_jitter_matches_mixtral() -> None:
     block, mixture = drawn(mixtral(E, K, jitter=0.3)), moe(jitter_noise=0.3)
     mixture.load_state_dict(block.state_dict())
     x = torch.randn(2, 40, H)
@@ -189,7 +189,7 @@ def test_jitter_is_mixtral_s() -> None:
 
 
 class OneByOne(nn.Module):
-    """A mixture's parameters, and its definition: one token and one expert after the other."""
+    """The definition of MoE with a module's parameters: a loop over tokens and experts."""
 
     def __init__(self, mixture: MoE) -> None:
         super().__init__()
@@ -214,14 +214,14 @@ class OneByOne(nn.Module):
 
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_it_is_its_definition(activation: Any, renormalize: bool, device: str) -> None:
+def test_matches_its_definition(activation: Any, renormalize: bool, device: str) -> None:
     mixture = moe(renormalize=renormalize).to(device)
     mixture.experts.activation = activation
     x = torch.randn(2, 9, H, device=device)
     assert_close(with_gradients(mixture, x), with_gradients(OneByOne(mixture), x))
 
 
-def test_experts_that_nobody_chooses(device: str) -> None:
+def test_experts_without_tokens(device: str) -> None:
     mixture, x = moe().to(device), torch.randn(2, 9, H, device=device)
     x[..., 0] = 1
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_the_shared_expert_is_added(device: str) -> None:
     torch.testing.assert_close(mixture(x), plain + share * mixture.shared_expert(x))
 
 
-def test_names_are_the_checkpoint_s() -> None:
+def test_parameter_names() -> None:
     assert list(moe().state_dict()) == ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
     assert list(shared_expert_moe().state_dict())[3:] == [
         "shared_expert.gate_proj.weight",
@@ -264,7 +264,7 @@ def test_names_are_the_checkpoint_s() -> None:
 
 
 @pytest.mark.parametrize("make", [moe, shared_expert_moe])
-def test_the_context_takes_the_router_s_logits(make: Callable[..., MoE], device: str) -> None:
+def test_context_collects_router_logits(make: Callable[..., MoE], device: str) -> None:
     layers, x, shared = [make(device=device), make(device=device)], torch.randn(2, 9, H, device=device), Context()
     for layer in layers:
         assert torch.equal(layer(x, shared), layer(x))
@@ -275,13 +275,13 @@ def test_the_context_takes_the_router_s_logits(make: Callable[..., MoE], device:
     assert all(layer.gate.weight.grad.abs().max() > 0 for layer in layers)
 
 
-def test_even_work_costs_k_and_uneven_more() -> None:
+def test_balanced_load_costs_k_and_unbalanced_load_more() -> None:
     even = 5 * torch.eye(E) + 3 * torch.eye(E).roll(1, 0)
     assert load_balancing_loss([even], 2).item() == pytest.approx(2)
     assert load_balancing_loss([even[:1].expand(9, E) * 10], 2).item() == pytest.approx(E)
 
 
-def test_padding_has_no_part_in_the_loss(device: str) -> None:
+def test_padding_is_excluded_from_the_loss(device: str) -> None:
     logits = [torch.randn(20, E, device=device, requires_grad=True) for _ in range(2)]
     mask = torch.rand(20, device=device) < 0.5
     loss = load_balancing_loss(logits, K, mask)
@@ -294,11 +294,11 @@ def test_padding_has_no_part_in_the_loss(device: str) -> None:
 
 
 def test_the_loss_of_bf16_logits_is_computed_in_fp32() -> None:
-    logits = [(0.01 * torch.randn(50, E)).bfloat16() for _ in range(2)]  # whose softmax in bf16 would be full of ties
+    logits = [(0.01 * torch.randn(50, E)).bfloat16() for _ in range(2)]  # their softmax in bf16 has many ties
     torch.testing.assert_close(load_balancing_loss(logits, K), load_balancing_loss([t.float() for t in logits], K))
 
 
-def test_logits_kept_of_a_checkpointed_layer_are_differentiated(device: str) -> None:
+def test_router_logits_of_a_checkpointed_layer_have_gradients(device: str) -> None:
     mixture, x = moe(device=device), torch.randn(2, 9, H, device=device, requires_grad=True)
 
     def gradients(recompute: bool) -> tuple[Tensor, ...]:
@@ -313,7 +313,7 @@ def test_logits_kept_of_a_checkpointed_layer_are_differentiated(device: str) -> 
 # Jitter
 
 
-def test_jitter_is_for_training_alone_and_leaves_the_input_be() -> None:
+def test_jitter_is_for_training_only_and_keeps_the_input() -> None:
     mixture, x = moe(jitter_noise=0.3), torch.randn(2, 9, H)
     before, version = x.clone(), x._version
     assert not torch.equal(mixture(x), mixture(x))
@@ -323,11 +323,11 @@ def test_jitter_is_for_training_alone_and_leaves_the_input_be() -> None:
 
 
 def test_jitter_stays_within_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture, seen = moe(jitter_noise=0.3), []
-    mixture.gate.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    mixture.experts.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    mixture, inputs = moe(jitter_noise=0.3), []
+    mixture.gate.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    mixture.experts.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     mixture(torch.ones(100, H))
-    for tokens in seen:
+    for tokens in inputs:
         assert 0.7 <= tokens.min() < 0.71 < 1.29 < tokens.max() <= 1.3
 
 
@@ -365,8 +365,8 @@ def test_copies_and_pickles(make: Callable[..., MoE]) -> None:
 
 
 @pytest.mark.parametrize("make", [moe, shared_expert_moe])
-def test_nothing_depends_on_what_the_numbers_are(make: Callable[..., MoE]) -> None:
-    """On meta there are none, so that whatever would make the host wait for a GPU fails."""
+def test_runs_on_meta(make: Callable[..., MoE]) -> None:
+    """Any host sync fails on meta."""
     mixture, shared = make(device="meta", dtype=torch.bfloat16), Context()
     x = torch.randn(2, 9, H, device="meta", dtype=torch.bfloat16, requires_grad=True)
     y = mixture(x, shared)
@@ -378,7 +378,7 @@ def test_nothing_depends_on_what_the_numbers_are(make: Callable[..., MoE]) -> No
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_gpu_is_waited_for() -> None:
+def test_no_host_sync() -> None:
     mixture, shared = shared_expert_moe(device="cuda", dtype=torch.bfloat16), Context()
     x, mask = torch.randn(2, 9, H, device="cuda", dtype=torch.bfloat16), torch.ones(2, 9, device="cuda")
 
@@ -417,8 +417,8 @@ def test_derivatives(device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="there Triton serves a CPU too")
-def test_the_backend_reaches_the_kernels() -> None:
-    mixture, x = moe(dtype=torch.float64), torch.randn(3, H, dtype=torch.float64)  # which no kernel serves
+def test_backend_is_passed_to_the_kernels() -> None:
+    mixture, x = moe(dtype=torch.float64), torch.randn(3, H, dtype=torch.float64)  # not supported by the kernels
     set_backend(mixture, "triton")
     with pytest.raises(ValueError, match='backend="triton"'):
         mixture(x)
@@ -426,17 +426,17 @@ def test_the_backend_reaches_the_kernels() -> None:
     assert mixture(x).isfinite().all()
 
 
-def test_new_weights() -> None:
+def test_init_weights() -> None:
     for module in (Router(64, 50, 2), Experts(64, 32, 50)):
         for _ in range(2):
             for parameter in module.parameters():
                 assert parameter.mean().item() == pytest.approx(0, abs=2e-3)
                 assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
                 nn.init.constant_(parameter, math.nan)
-            module.reset_parameters()
+            module.init_weights()
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr() -> None:
     text = re.sub(r"\s+", " ", repr(moe(jitter_noise=0.1, renormalize=False)))
     assert text == (
         "MoE( jitter_noise=0.1 (gate): Router(24, 6, 2, renormalize=False) "
@@ -460,6 +460,6 @@ def test_it_says_what_it_is() -> None:
         (lambda: load_balancing_loss([torch.zeros(6, E)], 2, torch.ones(2, 4)), r"shape \(2, 4\); expected 6 entries"),
     ],
 )
-def test_what_cannot_be(make: Callable[[], object], message: str) -> None:
+def test_invalid_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

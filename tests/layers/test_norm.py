@@ -16,7 +16,7 @@ OLMO2 = {"round_before_scale": False}
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, device: str, dtype: torch.dtype) -> None:
-    """The same numbers, to the bit where both compute on a CPU in less than fp32."""
+    """Equal values; bitwise equal on a CPU below fp32."""
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, mean=1)
     ours.load_state_dict(theirs.state_dict())
@@ -27,7 +27,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, device: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model, options", [(LlamaRMSNorm, {}), (Gemma2RMSNorm, GEMMA), (Olmo2RMSNorm, OLMO2)])
-def test_it_is_the_model_s(model: type[nn.Module], options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+def test_matches_transformers(model: type[nn.Module], options: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     theirs = model(33, eps=1e-5).to(device, dtype)
     ours = RMSNorm(33, eps=1e-5, **options, device=device, dtype=dtype)
     assert torch.equal(ours.weight, theirs.weight)  # as initialized
@@ -47,7 +47,7 @@ def test_without_a_learned_scale(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(normalized, ours(summed))
 
 
-def test_all_heads_together_are_one_vector(device: str) -> None:
+def test_all_heads_are_normalized_together(device: str) -> None:
     plain, together = (kind(12, **OLMO2, device=device) for kind in (RMSNorm, AllHeadsRMSNorm))
     nn.init.normal_(plain.weight)
     together.load_state_dict(plain.state_dict())
@@ -57,7 +57,7 @@ def test_all_heads_together_are_one_vector(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_norm_is_torch_s(bias: bool, dtype: torch.dtype, device: str) -> None:
+def test_layer_norm_matches_torch(bias: bool, dtype: torch.dtype, device: str) -> None:
     theirs = nn.LayerNorm(33, eps=1e-3, bias=bias, device=device, dtype=dtype)
     ours = LayerNorm(33, 1e-3, bias, device=device, dtype=dtype)
     for name, parameter in theirs.named_parameters():
@@ -72,12 +72,12 @@ def test_eps_keeps_zeros_finite(norm: type[nn.Module], device: str) -> None:
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
-def test_the_backend_is_the_kernel_s(norm: type[nn.Module]) -> None:
+def test_backend_is_passed_to_the_kernel(norm: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=r'backend="triton" with tensors torch\.float64'):
         norm(4, backend="triton", dtype=torch.float64)(torch.ones(3, 4, dtype=torch.float64))
 
 
-def test_they_say_what_they_are() -> None:
+def test_repr() -> None:
     assert repr(RMSNorm(12, 1e-5)) == "RMSNorm(12, eps=1e-05)"
     assert repr(RMSNorm(12, weight_offset=1.0)) == "RMSNorm(12, eps=1e-06, weight_offset=1.0)"
     assert repr(LayerNorm(12, 1e-5)) == "LayerNorm(12, eps=1e-05, bias=True)"
@@ -85,15 +85,15 @@ def test_they_say_what_they_are() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "round_before_scale": False}], ids=str)
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
-def test_a_sum_and_its_norm(norm: type[nn.Module], options: dict[str, Any], device: str) -> None:
-    """Whatever the norm is: one of ours, one of torch's, one that is watched, or an adapter around one."""
+def test_add_and_normalize(norm: type[nn.Module], options: dict[str, Any], device: str) -> None:
+    """For our norms, torch's, one with a hook, and a wrapped one."""
     ours = norm(33, device=device, **(options if norm is RMSNorm else {}))
     x, residual = torch.randn(2, 3, 33, device=device), torch.randn(2, 3, 33, device=device)
-    seen: list[object] = []
-    watched = copy.deepcopy(ours)
-    watched.register_forward_hook(lambda *_: seen.append(_))
-    for module in (ours, nn.LayerNorm(33, device=device), watched, nn.Sequential(ours)):
+    calls: list[object] = []
+    hooked = copy.deepcopy(ours)
+    hooked.register_forward_hook(lambda *_: calls.append(_))
+    for module in (ours, nn.LayerNorm(33, device=device), hooked, nn.Sequential(ours)):
         normalized, summed = add_and_normalize(x, residual, module)
         assert torch.equal(summed, x + residual)
         torch.testing.assert_close(normalized, module(x + residual), rtol=1e-6, atol=1e-6)
-    assert len(seen) == 2  # as the argument of `add_and_normalize`, and when called
+    assert len(calls) == 2  # as the argument of `add_and_normalize`, and when called

@@ -1,4 +1,4 @@
-"""What all parts promise: where and of what they are made, a fresh start, autocast, and derivatives."""
+"""All layers: device and dtype, initialization, autocast and derivatives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def block(**factory_kwargs: Any) -> PreNormBlock:
 
 
 class Part(nn.Module):
-    """A part as a function of one tensor."""
+    """A layer as a function of one tensor."""
 
     def __init__(self, part: nn.Module, *, in_context: bool = False) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ def test_device_and_dtype(make: Callable[..., Part]) -> None:
 
 
 @EVERY_PART
-def test_reset_parameters(make: Callable[..., Part]) -> None:
+def test_init_weights_replaces_all_parameters(make: Callable[..., Part]) -> None:
     part = make()
     means = [parameter.mean().item() for parameter in part.parameters()]
     for parameter in part.parameters():
         nn.init.constant_(parameter, float("nan"))
     for module in part.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        if hasattr(module, "init_weights"):
+            module.init_weights()
     for parameter, mean in zip(part.parameters(), means, strict=True):
         assert parameter.isfinite().all()
         assert (parameter == 1).all() or abs(parameter.mean().item() - mean) < 1
@@ -82,7 +82,7 @@ def test_reset_parameters(make: Callable[..., Part]) -> None:
 
 @EVERY_PART
 def test_derivatives(make: Callable[..., Part], device: str) -> None:
-    """First and second, against differences; torch's fused attention has no second."""
+    """First and second derivatives by finite differences; torch's fused attention has no second."""
     part = make(device=device, dtype=torch.float64)
     x = torch.randn(1, 5, H, device=device, dtype=torch.float64, requires_grad=True)
     inputs = (x, *part.parameters())
@@ -111,24 +111,24 @@ def decoder() -> Decoder:
     return Decoder(nn.Embedding(30, H), [block() for _ in range(3)], RMSNorm(H))
 
 
-def test_a_decoder_takes_tokens_or_embeddings() -> None:
+def test_decoder_accepts_tokens_or_embeddings() -> None:
     model, tokens = decoder(), torch.randint(30, (2, 9))
     assert torch.equal(model(tokens), model(model.embed_tokens(tokens)))
 
 
-def test_a_decoder_counts_positions_from_the_cache() -> None:
+def test_decoder_continues_positions_from_the_cache() -> None:
     model, tokens, cache = decoder(), torch.randint(30, (2, 9)), decoder().new_cache()
     model(tokens[:, :4], Context(tokens[:, :4], cache=cache))
     rest = model(tokens[:, 4:], Context(tokens[:, 4:], cache=cache))
     torch.testing.assert_close(rest, model(tokens)[:, 4:], rtol=0, atol=1e-5)
     given = model(tokens, Context(tokens, position_ids=torch.arange(9)[None] + 5))
-    torch.testing.assert_close(given, model(tokens), rtol=0, atol=1e-5)  # for rotations are relative
+    torch.testing.assert_close(given, model(tokens), rtol=0, atol=1e-5)  # rotations are relative
     stretched = Context(tokens, torch.ones(2, 9), position_ids=torch.arange(9)[None] * 3)
     assert not torch.allclose(model(tokens, stretched), model(tokens), atol=1e-4)
 
 
-def test_a_decoder_of_one_s_own_learns() -> None:
-    """Composed from the layers alone: a block that is in no architecture, and nothing of ligerzoo.models."""
+def test_custom_decoder_learns() -> None:
+    """Composed of layers only: a block of no architecture, and nothing of ligerzoo.models."""
 
     class Parallel(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Frequencies against transformers', for every rope type; and angles that stay fp32 wherever the module goes."""
+"""Frequencies of every rope type against transformers; angles stay fp32 when the module is moved or cast."""
 
 import copy
 import pickle
@@ -11,7 +11,6 @@ from transformers import LlamaConfig, Qwen2VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
-from ligerzoo.errors import ConfigError
 from ligerzoo.kernels import rope
 from ligerzoo.layers import RotaryEmbedding, sectioned
 
@@ -58,18 +57,18 @@ def theirs(scaling: dict[str, Any], positions: Tensor, dtype: torch.dtype, theta
 
 @pytest.mark.parametrize("length", [100, 101, 1000, 1001, 5000])
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
-def test_rotations_are_transformers(scaling: dict[str, Any], length: int) -> None:
+def test_rotations_match_transformers(scaling: dict[str, Any], length: int) -> None:
     positions = torch.arange(length)[None]
     ours = RotaryEmbedding(DIM, 1e4, scaling, MAX_POSITION)
     for got, expected in zip(ours(positions, torch.float32), theirs(scaling, positions, torch.float32), strict=True):
         assert (got.dtype, got.shape) == (torch.float32, (1, length, DIM // 2))
-        # An ulp of the frequency is 1e-7 of the angle, which is at most the position.
+        # An ulp of the frequency is 1e-7 of the angle, and the angle is at most the position.
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-7 * length)
 
 
 @pytest.mark.parametrize("name", sorted(SCALINGS.keys() - {"default"}))
-def test_every_scaling_matters(name: str) -> None:
-    """So that the comparison above cannot pass by ignoring what is asked for."""
+def test_every_scaling_has_an_effect(name: str) -> None:
+    """The comparison above cannot pass by ignoring the scaling."""
     positions = torch.arange(1500)[None]
     plain, scaled = (RotaryEmbedding(DIM, 1e4, scaling, MAX_POSITION) for scaling in (None, SCALINGS[name]))
     assert (plain(positions, torch.float32)[0] - scaled(positions, torch.float32)[0]).abs().max() > 0.1
@@ -82,8 +81,8 @@ def test_theta(theta: float) -> None:
     torch.testing.assert_close(ours, theirs({}, positions, torch.float32, theta), rtol=0, atol=1e-6)
 
 
-def test_a_whole_number_as_theta() -> None:
-    """Which in a file has any number of digits."""
+def test_integer_theta() -> None:
+    """In a file it may have any number of digits."""
     positions = torch.arange(9)[None]
     of_whole, of_float = (RotaryEmbedding(DIM, theta)(positions, torch.float32) for theta in (10**20, 1e20))
     assert torch.equal(torch.stack(of_whole), torch.stack(of_float))
@@ -100,8 +99,8 @@ def test_angles_are_fp32_and_rounded_last(device: str) -> None:
     torch.testing.assert_close(sin.double(), exact.sin(), rtol=2**-8, atol=0.01)
 
 
-def test_nothing_is_lost_on_the_way(device: str) -> None:
-    """Built on meta, moved, copied or pickled, it gives the same rotations; and it has nothing to save."""
+def test_module_can_be_moved_copied_and_pickled(device: str) -> None:
+    """It gives the same rotations and has no state to save."""
     positions = torch.arange(50, device=device)[None]
     expected = RotaryEmbedding(DIM, scaling=YARN)(positions, torch.float32)
     with torch.device("meta"):
@@ -112,8 +111,8 @@ def test_nothing_is_lost_on_the_way(device: str) -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_a_call_leaves_no_trace(rope_type: str) -> None:
-    """A long call, then a short one: what a fresh module gives (transformers' dynamic type stays long)."""
+def test_calls_are_independent(rope_type: str) -> None:
+    """After a long call, a short one gives the same as before (transformers' dynamic type stays long)."""
     rotary, short = (
         RotaryEmbedding(DIM, scaling=SCALINGS[rope_type], max_position_embeddings=100),
         torch.arange(90)[None],
@@ -123,13 +122,13 @@ def test_a_call_leaves_no_trace(rope_type: str) -> None:
     assert all(map(torch.equal, rotary(short, torch.float32), before))
 
 
-def test_it_runs_on_meta() -> None:
+def test_runs_on_meta() -> None:
     cos, _ = RotaryEmbedding(DIM)(torch.arange(5, device="meta")[None], torch.float32)
     assert (cos.device.type, cos.shape) == ("meta", (1, 5, DIM // 2))
 
 
 @pytest.mark.parametrize("sections", [[5, 6, 5], [16], [2, 3, 3, 4, 1, 3]], ids=str)
-def test_sections_are_qwen2_vl_s(sections: list[int]) -> None:
+def test_sections_match_qwen2_vl(sections: list[int]) -> None:
     positions = torch.randint(1000, (3, 2, 7))
     q, k = torch.randn(2, 7, 4, DIM), torch.randn(2, 7, 2, DIM)
     cos, sin = (sectioned(t, sections) for t in RotaryEmbedding(DIM, 1e4)(positions, torch.float32))
@@ -137,20 +136,20 @@ def test_sections_are_qwen2_vl_s(sections: list[int]) -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     config = Qwen2VLTextConfig(hidden_size=4 * DIM, num_attention_heads=4, rope_parameters=parameters)
     theirs = qwen2_vl.Qwen2VLRotaryEmbedding(config)(q, positions)
-    if hasattr(qwen2_vl, "apply_multimodal_rotary_pos_emb"):  # the versions that choose the axes late
+    if hasattr(qwen2_vl, "apply_multimodal_rotary_pos_emb"):  # versions that select the axes late
         expected = qwen2_vl.apply_multimodal_rotary_pos_emb(q, k, *theirs, sections, unsqueeze_dim=2)
     else:
         expected = qwen2_vl.apply_rotary_pos_emb(q, k, *theirs, unsqueeze_dim=2)
     torch.testing.assert_close(rope(q, k, cos, sin), expected, rtol=0, atol=1e-5)
 
 
-def test_equal_positions_need_no_sections() -> None:
+def test_equal_positions_on_all_axes() -> None:
     rotary, positions = RotaryEmbedding(DIM), torch.arange(50)[None]
     plain, on_axes = (rotary(p, torch.float32) for p in (positions, positions.expand(3, 1, 50)))
     assert all(torch.equal(sectioned(axes, [4, 6, 6]), one) for axes, one in zip(on_axes, plain, strict=True))
 
 
-def test_sections_that_do_not_add_up() -> None:
+def test_sections_must_add_up() -> None:
     with pytest.raises(ValueError, match=r"sections \(4, 6, 5\); expected a sum of R/2 = 16"):
         sectioned(torch.ones(3, 1, 2, 16), [4, 6, 5])
 
@@ -177,18 +176,18 @@ def test_sections_that_do_not_add_up() -> None:
         ({**LONGROPE, "short_factor": 1.0}, "short_factor"),
     ],
 )
-def test_impossible_scalings(scaling: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rope_scaling.*{named}"):
+def test_invalid_scalings(scaling: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"scaling: .*{named}"):
         RotaryEmbedding(DIM, scaling=scaling)
 
 
 @pytest.mark.parametrize("dim", [0, 7, -2, 2**31 - 2])
-def test_impossible_sizes(dim: int) -> None:
-    with pytest.raises(ConfigError, match="head_dim"):
+def test_invalid_dims(dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"dim={dim}; expected an even number"):
         RotaryEmbedding(dim)
 
 
 @pytest.mark.parametrize("theta", [0, 1, -5.0, float("inf"), float("nan"), 10**400])
-def test_impossible_bases(theta: float) -> None:
-    with pytest.raises(ConfigError, match="rope_theta"):
+def test_invalid_thetas(theta: float) -> None:
+    with pytest.raises(ValueError, match=r"theta=.*; expected a number above 1"):
         RotaryEmbedding(DIM, theta)

@@ -167,7 +167,7 @@ def test_options() -> None:
     torch.testing.assert_close(distilled, losses.Distillation().of_teacher(model, tiny(seed=5), input_ids, labels).loss)
     with pytest.raises(ValueError, match="DPO: got both reference and ref_logps"):
         losses.DPO().of(model, input_ids, labels, reference=model, ref_logps=torch.zeros(len(labels)))
-    with pytest.raises(ValueError, match="an objective needs labels, got None"):
+    with pytest.raises(ValueError, match="labels: got None with an objective"):
         losses.DPO().of(model, input_ids, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="DPO: got ignore_index=-1; expected none, models ignore labels of -100"):
         losses.DPO(ignore_index=-1).of(model, input_ids, labels)

@@ -1,4 +1,4 @@
-"""The calling convention: labels, logits, caches, embeddings, checkpointing, compilation, copies."""
+"""CausalLM: labels, logits, caches, embeddings, checkpointing, compilation, copies."""
 
 import copy
 import pickle
@@ -55,7 +55,7 @@ def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -
 # Labels
 
 
-def test_labels_are_shifted_here_and_ignored_where_negative(model: Llama, device: str) -> None:
+def test_labels_are_shifted_and_ignored_if_negative(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 40, device)
     logits = model(tokens).logits
     assert (logits.shape, logits.dtype) == ((2, 40, VOCAB), torch.float32)
@@ -68,7 +68,7 @@ def test_labels_are_shifted_here_and_ignored_where_negative(model: Llama, device
     assert torch.equal(model(tokens, labels=tokens, shift_labels=shifted).loss, out.loss)
 
 
-def test_with_labels_there_are_no_logits(model: Llama, device: str) -> None:
+def test_labels_give_no_logits(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 40, device)
     out = model(tokens, labels=labels)
     assert out.logits is None
@@ -148,7 +148,7 @@ def test_a_token_outside_the_vocabulary(model: Llama, device: str, wrong: int) -
             model(tokens)
 
 
-def test_the_values_of_inputs_are_looked_at_where_that_is_cheap_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_values_are_checked_on_a_cpu_or_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(device="meta"), torch.zeros(1, 3, dtype=torch.int64, device="meta")
     calls: list[tuple[int, ...]] = []
     monkeypatch.setattr(Llama, "check_inputs", lambda _, ids, *more, **modalities: calls.append(tuple(ids.shape)))
@@ -160,14 +160,14 @@ def test_the_values_of_inputs_are_looked_at_where_that_is_cheap_or_asked_for(mon
 
 
 @pytest.mark.parametrize("name", ["images", "pixel_values", "attention_masks"])
-def test_what_the_model_does_not_read(model: Llama, device: str, name: str) -> None:
+def test_unknown_inputs_are_refused(model: Llama, device: str, name: str) -> None:
     tokens, _ = tokens_and_labels(2, 10, device)
     for call in (model, lambda *ids, **options: model.generate(*ids, max_new_tokens=1, **options)):
-        with pytest.raises(LigerzooError, match=f"{name}: Llama does not read it; expected text alone"):
+        with pytest.raises(LigerzooError, match=f"{name}: not an input of Llama; expected text inputs only"):
             call(tokens, **{name: torch.zeros(2, 3)})
 
 
-def test_a_model_names_what_it_reads() -> None:
+def test_modalities() -> None:
     class Louder(Llama):
         def embed(self, x: Tensor, context: Any, volume: float = 1.0, **more: Any) -> Tensor:
             return self.model.embed_tokens(x) * volume
@@ -189,11 +189,11 @@ def test_logits_to_keep(model: Llama, device: str) -> None:
     logits = model(tokens).logits
     torch.testing.assert_close(model(tokens, logits_to_keep=1).logits, logits[:, -1:])
     torch.testing.assert_close(model(tokens, logits_to_keep=7).logits, logits[:, -7:])
-    places = torch.tensor([3, 0, 39], device=device)
-    torch.testing.assert_close(model(tokens, logits_to_keep=places).logits, logits[:, places])
+    indices = torch.tensor([3, 0, 39], device=device)
+    torch.testing.assert_close(model(tokens, logits_to_keep=indices).logits, logits[:, indices])
 
 
-def test_embeddings_in_place_of_tokens(model: Llama, device: str) -> None:
+def test_inputs_embeds(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 40, device)
     embeddings = model.model.embed_tokens(tokens).detach().requires_grad_()
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(tokens).logits)
@@ -201,7 +201,7 @@ def test_embeddings_in_place_of_tokens(model: Llama, device: str) -> None:
     assert embeddings.grad is not None
     assert embeddings.grad.abs().sum(-1).gt(0).any()
     for wrong in ({}, {"input_ids": tokens, "inputs_embeds": embeddings}):
-        with pytest.raises(ValueError, match="give one of input_ids and inputs_embeds"):
+        with pytest.raises(ValueError, match="expected exactly one of input_ids and inputs_embeds; got"):
             model(**wrong)
 
 
@@ -210,7 +210,7 @@ def test_masks_of_either_shape(model: Llama, device: str) -> None:
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1, -2:] = 0, 0
     visible = torch.ones(10, 10, dtype=torch.bool, device=device).tril() & mask.bool()[:, None, None, :]
-    if device == "cuda":  # what sees nothing else sees itself
+    if device == "cuda":  # a query without visible keys sees itself
         visible[0, 0, :3, :3] = torch.eye(3, dtype=torch.bool)
     expected = model(tokens, attention_mask=mask).logits
     assert torch.equal(model(tokens, attention_mask=visible).logits, expected)
@@ -231,7 +231,7 @@ def test_positions_are_relative(model: Llama, device: str) -> None:
 
 @pytest.mark.parametrize("chunks", [[40], [39, 1], [1] * 40, [7, 1, 1, 13, 18], [3] * 13 + [1]])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_cache_changes_nothing(model: Llama, device: str, chunks: list[int], padded: bool) -> None:
+def test_cache_does_not_change_the_logits(model: Llama, device: str, chunks: list[int], padded: bool) -> None:
     tokens, _ = tokens_and_labels(3, 40, device)
     mask = torch.ones_like(tokens)
     if padded:
@@ -254,7 +254,7 @@ def test_a_cache_changes_nothing(model: Llama, device: str, chunks: list[int], p
     torch.testing.assert_close(torch.cat(parts, dim=1)[mask == 1], expected[mask == 1], rtol=0, atol=2e-5)
 
 
-def test_a_cache_is_made_or_extended(model: Llama, device: str) -> None:
+def test_cache_is_created_or_extended(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 8, device)
     assert model(tokens).past_key_values is None
     cache = model.new_cache()
@@ -269,7 +269,7 @@ def test_a_cache_is_made_or_extended(model: Llama, device: str) -> None:
 # Training
 
 
-def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str) -> None:
+def test_gradient_checkpointing_recomputes_blocks(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 40, device)
     calls: list[int] = []
     model.model.layers[1].register_forward_pre_hook(lambda *_: calls.append(1))
@@ -285,7 +285,7 @@ def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str)
     with torch.no_grad():
         model(tokens)
     assert len(calls) == 4
-    cache = model.new_cache()  # which computing again would extend again
+    cache = model.new_cache()  # recomputation would extend it twice
     model(tokens, labels=labels, past_key_values=cache).loss.backward()
     assert (len(calls), cache.length) == (5, 40)
     model.gradient_checkpointing_disable()
@@ -293,8 +293,8 @@ def test_gradient_checkpointing_computes_blocks_again(model: Llama, device: str)
     assert len(calls) == 6
 
 
-def test_steps_that_count_padding_are_transformers(model: Llama, device: str) -> None:
-    """As many scripts train: padded on the right, with labels that are the ids."""
+def test_training_on_padding_matches_transformers(model: Llama, device: str) -> None:
+    """Right padding with labels equal to the ids, as in many scripts."""
     config = transformers.LlamaConfig(**vars(model.config) | {"pad_token_id": None, "rope_scaling": None})
     theirs = transformers.LlamaForCausalLM(config).to(device)
     theirs.load_state_dict(model.state_dict())
@@ -329,7 +329,7 @@ def test_a_step_under_autocast(model: Llama, device: str) -> None:
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients(model).values())
 
 
-def test_a_loss_is_differentiated_once(model: Llama, device: str) -> None:
+def test_loss_can_be_differentiated_once(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 8, device)
     loss = model(tokens, labels=labels).loss
     with pytest.raises(RuntimeError, match="only once"):
@@ -351,7 +351,7 @@ def test_frozen_weights_get_no_gradient(model: Llama, device: str) -> None:
 
 
 def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, int]], padded: bool) -> None:
-    """Loss and gradients of the full graph, for batches of these sizes."""
+    """Compares loss and gradients of the full graph for batches of these sizes."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for batch, length in sizes:
@@ -369,12 +369,12 @@ def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, 
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_compiled_is_eager_and_compiles_twice_at_most(device: str, padded: bool) -> None:
+def test_compiled_model_matches_eager_and_compiles_at_most_twice(device: str, padded: bool) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     model = llama(num_hidden_layers=1, rope_scaling=scaling, max_position_embeddings=30).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     assert_compiled_is_eager(model, counter, [(2, 24), (3, 17), (4, 40)], padded)
-    assert counter.frame_count <= 2  # for the first sizes, and then for any
+    assert counter.frame_count <= 2  # for the first sizes, then for dynamic ones
 
 
 @pytest.mark.inductor
@@ -383,8 +383,8 @@ def test_compiled_by_inductor(device: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 64])
-def test_a_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None:
-    """That it was given, or that it makes itself and returns."""
+def test_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None:
+    """A cache that was passed, or one that the model creates."""
     model = llama(num_hidden_layers=1).to(device)
     tokens, _ = tokens_and_labels(2, 12, device)
     torch._dynamo.reset()
@@ -403,8 +403,8 @@ def test_a_compiled_model_fills_a_cache(device: str, capacity: int | None) -> No
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=2e-5)
 
 
-def test_a_compiled_model_generates(device: str) -> None:
-    """And is compiled for the prompt, for the first token and for any other."""
+def test_compiled_model_generates(device: str) -> None:
+    """Compiles for the prompt, the first token and all other tokens."""
     model = llama(num_hidden_layers=1).to(device)
     tokens, _ = tokens_and_labels(2, 10, device)
     mask = torch.ones_like(tokens)
@@ -431,7 +431,7 @@ def test_copies_and_pickles(device: str, tied: bool) -> None:
     assert model(tokens).logits.abs().max() > 0
 
 
-def test_built_on_meta_and_filled(device: str) -> None:
+def test_meta_model_can_be_initialized(device: str) -> None:
     with torch.device("meta"):
         model = llama(tie_word_embeddings=True)
     assert model.device.type == "meta"
@@ -439,14 +439,14 @@ def test_built_on_meta_and_filled(device: str) -> None:
     assert out.logits.shape == (2, 10, VOCAB)
     model.to_empty(device=device)
     model.tie_weights()
-    model.reset_parameters()
+    model.init_weights()
     reference = llama(tie_word_embeddings=True).to(device)
     reference.load_state_dict(model.state_dict())
     tokens, _ = tokens_and_labels(2, 10, device)
     assert torch.equal(model(tokens).logits, reference(tokens).logits)
 
 
-def test_new_weights_are_drawn_as_the_config_says() -> None:
+def test_initializer_range() -> None:
     model = llama(hidden_size=64, vocab_size=500, attention_bias=True, mlp_bias=True, initializer_range=0.1)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -456,7 +456,7 @@ def test_new_weights_are_drawn_as_the_config_says() -> None:
             assert abs(parameter.mean().item()) < 0.01, name
 
 
-def test_where_and_of_what_it_is_made() -> None:
+def test_device_and_dtype() -> None:
     config = llama().config
     model = Llama(config, device="meta", dtype=torch.bfloat16)
     assert (model.device, model.dtype) == (torch.device("meta"), torch.bfloat16)
@@ -464,7 +464,7 @@ def test_where_and_of_what_it_is_made() -> None:
     assert dict(model.named_buffers()) == {}
 
 
-def test_casting_the_model_leaves_angles_alone(device: str) -> None:
+def test_casting_the_model_keeps_rotary_angles(device: str) -> None:
     model = llama().to(device)
     positions = torch.arange(5000, 5040, device=device)[None]
     before = model.model.layers[0].self_attn.rotary(positions, torch.float32)

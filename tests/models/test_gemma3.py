@@ -72,18 +72,19 @@ def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
 
 
 def labels_for(p: Prompt) -> Tensor:
-    """Of text, and none for the first token, which padding would predict."""
-    wanted = (
+    """Labels of text tokens, except the first, which padding would predict."""
+    has_label = (
         (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.types == 0) & (torch.rand(p.ids.shape) < 0.8).to(p.ids.device)
     )
-    return p.ids.masked_fill(~wanted, -100)
+    return p.ids.masked_fill(~has_label, -100)
 
 
-def assert_same_gradients(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        if "vision_tower" in name and name.endswith("k_proj.bias"):  # adds the same to all scores of a query: no slope
-            largest = TOLERANCE * wanted[name.replace("bias", "weight")].abs().max()
+def assert_same_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # This bias shifts all scores of a query equally, so its exact gradient is zero.
+        if "vision_tower" in name and name.endswith("k_proj.bias"):
+            largest = TOLERANCE * expected[name.replace("bias", "weight")].abs().max()
             assert max(got[name].abs().max(), gradient.abs().max()) <= largest, name
         else:
             assert_close(got[name], gradient, f"gradient of {name}")
@@ -105,10 +106,10 @@ def test_logits_loss_and_gradients(models: tuple[Gemma3, PreTrainedModel], rows:
     assert_close(loss, expected.loss, "loss")
     loss.backward()
     expected.loss.backward()
-    wanted = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), wanted)
-    assert any("vision_tower" in name for name in wanted) == bool(p.images)
-    assert_same_gradients(got, wanted)
+    their_gradients = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), their_gradients)
+    assert any("vision_tower" in name for name in their_gradients) == bool(p.images)
+    assert_same_gradients(got, their_gradients)
 
 
 @prompts("images, two of them side by side", "a padded batch")
@@ -136,7 +137,7 @@ def test_greedy_generation(models: tuple[Gemma3, PreTrainedModel], rows: list[Ro
     assert torch.equal(got, expected)
 
 
-def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is Gemma3
     theirs, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
@@ -155,13 +156,12 @@ def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path
     assert torch.equal(theirs_on(again.eval(), p).logits, theirs_on(theirs.eval(), p).logits)
 
 
-# Who sees whom
+# Attention mask
 
 
 @torch.no_grad()
-def test_images_are_told_by_their_tokens(model: Gemma3) -> None:
-    """Or by types, where embeddings are given, or where one wants it otherwise: causal throughout, as transformers is
-    without them."""
+def test_image_mask_from_ids_or_token_types(model: Gemma3) -> None:
+    """`token_type_ids` of 0 make image tokens causal, as in transformers without `token_type_ids`."""
     p = prompt_for(model, PROMPTS["a padded batch"])
     logits = model(p.ids, p.mask, **p.images).logits
     assert torch.equal(model(p.ids, p.mask, token_type_ids=p.types, **p.images).logits, logits)
@@ -174,12 +174,12 @@ def test_images_are_told_by_their_tokens(model: Gemma3) -> None:
 
 
 @torch.no_grad()
-def test_what_changes_with_an_image(model: Gemma3) -> None:
-    """Its last pixel is seen by its first token, and by none before; text sees no text to come."""
+def test_image_affects_only_visible_tokens(model: Gemma3) -> None:
+    """Its last pixel affects its first token and none before; text is causal."""
     p = prompt_for(model, [[5, "image", 8]])
     assert p.pixels is not None
     other = p.pixels.clone()
-    other[..., 23, 23] += 5  # what is beyond the last patch nobody looks at
+    other[..., 23, 23] += 5  # pixels beyond the last patch are ignored
     logits, changed = (model(p.ids, pixel_values=pixels).logits for pixels in (p.pixels, other))
     differs = (logits != changed).any(-1)[0]
     assert differs.tolist() == [False] * 5 + [True] * 17
@@ -187,38 +187,38 @@ def test_what_changes_with_an_image(model: Gemma3) -> None:
     assert_close(shorter, logits[:, :-3], "logits")
 
 
-# Caches and packed texts
+# Caches and packed rows
 
 
 @torch.no_grad()
-def test_a_conversation_from_a_cache(model: Gemma3) -> None:
-    """In chunks, with a new image in a later one, beside a row without any and padding: as computed at once."""
+def test_conversation_with_a_cache(model: Gemma3) -> None:
+    """Chunks, with a new image in a later one, a row without images, and padding: as in one forward."""
     rows: list[list[Row]] = [[[4, "image", 3], [9]], [[3], [3]], [[2, "image", 4], ["image", 2]], [[1], [1]]]
-    turns = [prompt_for(model, turn) for turn in rows]
-    ids, mask = (torch.cat([getattr(turn, name) for turn in turns], 1) for name in ("ids", "mask"))
-    first, _, *others = turns
-    # Of all images in their order: by rows, then by turns.
-    pixels = torch.cat([*(turn.pixels[:1] for turn in (first, others[0]) if turn.pixels is not None),
-                        *(turn.pixels[1:] for turn in others if turn.pixels is not None)])  # fmt: skip
+    chunks = [prompt_for(model, chunk) for chunk in rows]
+    ids, mask = (torch.cat([getattr(chunk, name) for chunk in chunks], 1) for name in ("ids", "mask"))
+    first, _, *others = chunks
+    # All images in order: by row, then by chunk.
+    pixels = torch.cat([*(chunk.pixels[:1] for chunk in (first, others[0]) if chunk.pixels is not None),
+                        *(chunk.pixels[1:] for chunk in others if chunk.pixels is not None)])  # fmt: skip
     whole = model(ids, mask, pixel_values=pixels).logits
     for cache in (model.new_cache(), model.new_cache(capacity=64)):
         end, pieces = 0, []
-        for turn in turns:
-            end += turn.ids.shape[1]
-            pieces.append(model(turn.ids, mask[:, :end], past_key_values=cache, **turn.images).logits)
+        for chunk in chunks:
+            end += chunk.ids.shape[1]
+            pieces.append(model(chunk.ids, mask[:, :end], past_key_values=cache, **chunk.images).logits)
         assert_close(torch.cat(pieces, 1)[mask == 1], whole[mask == 1], "logits from a cache")
 
 
 @torch.no_grad()
-def test_generation_with_types_of_tokens(model: Gemma3) -> None:
-    """As processors give them, aligned with the prompts, and with and without a cache."""
+def test_generation_with_token_type_ids(model: Gemma3) -> None:
+    """Token types of processors, aligned with the prompts, with and without a cache."""
     left, rows = prompt_for(model, PROMPTS["a padded batch"]), PROMPTS["a padded batch"]
     expected = model.generate(left.ids, left.mask, max_new_tokens=6, **left.images)[:, left.ids.shape[1] :]
     ids, mask, types = (torch.zeros_like(left.ids) for _ in range(3))
     for i in range(len(rows)):
-        real = left.mask[i] == 1
+        not_padding = left.mask[i] == 1
         for ours, theirs in ((ids, left.ids), (mask, left.mask), (types, left.types)):
-            ours[i, : int(real.sum())] = theirs[i, real]
+            ours[i, : int(not_padding.sum())] = theirs[i, not_padding]
     for use_cache in (True, False):
         for p in (left, Prompt(ids, mask, types, left.pixels)):
             got = model.generate(
@@ -230,8 +230,8 @@ def test_generation_with_types_of_tokens(model: Gemma3) -> None:
 
 
 @torch.no_grad()
-def test_padding_may_look_like_an_image(model: Gemma3) -> None:
-    """As it does beside a prompt that ends with one: `generate` repeats the last token there."""
+def test_padding_may_equal_the_image_token(model: Gemma3) -> None:
+    """`generate` pads with the last token of the prompts, which may be an image token."""
     p = prompt_for(model, [[3, "image"], [20]])
     got = model.generate(p.ids, p.mask, max_new_tokens=4, **p.images)
     alone = model.generate(p.ids[:1, p.mask[0] == 1], max_new_tokens=4, **p.images)
@@ -240,8 +240,7 @@ def test_padding_may_look_like_an_image(model: Gemma3) -> None:
 
 @pytest.mark.parametrize("by_positions", [False, True])
 def test_packed(model: Gemma3, by_positions: bool) -> None:
-    """[A | B] gives the logits, the loss and the gradients of A and B alone, each with an image, and these side by
-    side."""
+    """[A | B] gives the same logits, loss and gradients as A and B alone; the image tokens of A and B are adjacent."""
     both = prompt_for(model, [[3, "image", "image", 4, "image", 7]])
     assert both.pixels is not None
     lengths = [12, 29]
@@ -253,17 +252,17 @@ def test_packed(model: Gemma3, by_positions: bool) -> None:
     packing = {name: tensor.to(model.device) for name, tensor in packing.items()}
     with torch.no_grad():
         got = model(both.ids, **packing, **both.images).logits.split(lengths, 1)
-        for part, text in zip(got, (a, b), strict=True):
-            assert_close(part, model(**text).logits, "logits")
+        for part, alone in zip(got, (a, b), strict=True):
+            assert_close(part, model(**alone).logits, "logits")
 
     labels = both.ids.masked_fill(both.types == 1, -100)
     packed = all_gradients(model, input_ids=both.ids, labels=labels, **packing, **both.images)
-    items = 2 + (4 + 7)  # all text but the first token of each, where it is text
-    alone = [
-        all_gradients(model, **text, labels=its, num_items_in_batch=items)
-        for text, its in zip((a, b), labels.split(lengths, 1), strict=True)
+    items = 2 + (4 + 7)  # all text tokens but the first of each segment
+    separate = [
+        all_gradients(model, **x, labels=its, num_items_in_batch=items)
+        for x, its in zip((a, b), labels.split(lengths, 1), strict=True)
     ]
-    assert_same_gradients(packed, {name: alone[0][name] + alone[1][name] for name in packed})
+    assert_same_gradients(packed, {name: separate[0][name] + separate[1][name] for name in packed})
 
 
 # Training
@@ -290,7 +289,7 @@ def test_gradient_checkpointing(model: Gemma3) -> None:
         torch.testing.assert_close(found[1][name], gradient)
 
 
-def test_a_frozen_tower(model: Gemma3) -> None:
+def test_frozen_tower(model: Gemma3) -> None:
     p = prompt_for(model, PROMPTS["an image"])
     inputs = {"input_ids": p.ids, "labels": labels_for(p), **p.images}
     whole = all_gradients(model, **inputs)
@@ -306,7 +305,7 @@ def test_a_frozen_tower(model: Gemma3) -> None:
 
 
 def test_compiled(model: Gemma3) -> None:
-    """In one graph."""
+    """Full graph."""
     p = prompt_for(model, PROMPTS["a padded batch"])
     inputs = {"input_ids": p.ids, "attention_mask": p.mask, "labels": labels_for(p), **p.images}
     expected = all_gradients(model, **inputs)
@@ -319,8 +318,8 @@ def test_compiled(model: Gemma3) -> None:
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=2e-5 * gradient.abs().max().item())
 
 
-def test_a_new_model(tmp_path: Path) -> None:
-    """Is drawn at random, tower included, and saved as the hub has them."""
+def test_new_model(tmp_path: Path) -> None:
+    """Initializes all weights, tower included, and saves in the format of the hub."""
     vision = Gemma3VisionConfig(
         hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8
     )
@@ -334,7 +333,7 @@ def test_a_new_model(tmp_path: Path) -> None:
         std = parameter.std().item()
         if name.endswith("bias") or parameter.ndim == 1:
             is_layer_norm = "layernorm" in name and name.startswith("vision_tower.")
-            one = not name.endswith("bias") and is_layer_norm  # others store their scale less 1
+            one = not name.endswith("bias") and is_layer_norm  # RMSNorm stores its scale minus 1
             assert (parameter == one).all(), name
         else:
             assert 0.2 < std < 0.4, name
@@ -349,8 +348,8 @@ def test_a_new_model(tmp_path: Path) -> None:
     assert_close(made(p.ids, **p.images).logits, theirs_on(theirs, p).logits, "logits")
 
 
-def test_from_messages_to_an_answer(tmp_path: Path, device: str) -> None:
-    """A file of an image, beside a conversation without any: the processor's inputs are the model's."""
+def test_messages_to_answer(tmp_path: Path, device: str) -> None:
+    """An image file and a conversation without images: the model accepts the processor's inputs."""
     vision = Gemma3VisionConfig(
         hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=9
     )
@@ -375,7 +374,7 @@ def test_from_messages_to_an_answer(tmp_path: Path, device: str) -> None:
     assert torch.equal(got, theirs.generate(**inputs, max_new_tokens=8, do_sample=False))
 
 
-# Refusals, and what config.json says
+# Refusals and config.json
 
 
 def test_placeholders_without_images(model: Gemma3) -> None:
@@ -384,29 +383,33 @@ def test_placeholders_without_images(model: Gemma3) -> None:
     )
     for call in (model.check_inputs, lambda ids: model.generate(ids, max_new_tokens=1)):
         with pytest.raises(
-            ValueError, match=r"input_ids: tokens that stand for images .* expected pixel_values with them"
+            ValueError, match=r"input_ids: placeholder tokens of images .* expected pixel_values as well"
         ):
             call(ids)
 
 
-def test_what_does_not_fit_together(model: Gemma3) -> None:
+def test_inconsistent_inputs(model: Gemma3) -> None:
     p = prompt_for(model, PROMPTS["an image"])
-    with pytest.raises(ValueError, match="9 embeddings of images or videos; expected 8, one for each token there"):
+    with pytest.raises(ValueError, match="got 9 embeddings of images or videos; expected 8, the number of image"):
         model(p.ids.index_fill(1, torch.tensor([5], device=p.ids.device), 7), **p.images)
-    with pytest.raises(ValueError, match=r"pixel_values \(1, 3, 26, 25\); expected \(images, 3, 26, 26\)"):
+    with pytest.raises(ValueError, match=r"pixel_values has shape \(1, 3, 26, 25\); expected \(images, 3, 26, 26\)"):
         model(p.ids, pixel_values=torch.zeros(1, 3, 26, 25, device=p.ids.device))
-    with pytest.raises(ValueError, match="input_ids to tell their places"):
+    with pytest.raises(ValueError, match="got images with inputs_embeds; expected input_ids"):
         model(inputs_embeds=model.model.embed_tokens(p.ids), **p.images)
-    with pytest.raises(ValueError, match=r"token_type_ids \(1, 39\); expected \(1, 38\), one for each token"):
+    with pytest.raises(ValueError, match=r"token_type_ids has shape \(1, 39\); expected \(1, 38\), one per token"):
         model(p.ids, token_type_ids=F.pad(p.types, (1, 0)), **p.images)
 
 
 @pytest.mark.parametrize(
     "part, changes, named",
     [
-        ("", {"mm_tokens_per_image": 8}, "mm_tokens_per_image: .* got 8 tokens for 6 x 6 patches; expected the square"),
+        (
+            "",
+            {"mm_tokens_per_image": 8},
+            "mm_tokens_per_image: .* got 8 tokens for 6 x 6 patches; expected a perfect",
+        ),
         ("", {"mm_tokens_per_image": 16}, "got 16 tokens for 6 x 6 patches"),
-        ("", {"vision_config": None}, "got 9 tokens for 14 x 14 patches.* text alone.* model_type gemma3_text"),
+        ("", {"vision_config": None}, "got 9 tokens for 14 x 14 patches.* text-only .* model_type gemma3_text"),
         ("", {"vision_config": "large"}, "vision_config: not an object"),
         ("", {"text_config": 5}, "text_config: not an object"),
         ("", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
@@ -423,24 +426,24 @@ def test_what_does_not_fit_together(model: Gemma3) -> None:
         ("vision_config", {"hidden_size": 25}, "hidden_size: .* a multiple of num_attention_heads, 2"),
     ],
 )
-def test_configs_that_cannot_be(part: str, changes: dict[str, Any], named: str) -> None:
+def test_invalid_configs(part: str, changes: dict[str, Any], named: str) -> None:
     raw = {**GEMMA3, part: {**GEMMA3[part], **changes}} if part else {**GEMMA3, **changes}
     with pytest.raises(ConfigError, match=named):
         config_from_hf(raw)
 
 
-def test_which_entry_counts() -> None:
+def test_precedence_of_entries() -> None:
     top = {"image_token_id": 91, "tie_word_embeddings": None, "initializer_range": 0.5}
     read = config_from_hf({**GEMMA3, **top, "text_config": {**TEXT, "eos_token_id": 5, "tie_word_embeddings": False}})
     assert (read.image_token_id, read.eos_token_id, read.initializer_range) == (91, [1, 87], 0.5)
-    assert read.tie_word_embeddings  # for transformers asks the top level alone
+    assert read.tie_word_embeddings  # transformers reads the top level only
     for raw in (GEMMA3, {**GEMMA3, "image_token_id": None}):
         assert config_from_hf(raw).image_token_id == IMAGE
     nothing = config_from_hf({"vision_config": {"image_size": 256}})
     assert nothing == Gemma3Config(vision_config=Gemma3VisionConfig(image_size=256))
 
 
-def test_a_tower_of_more_blocks_than_tensors(tmp_path: Path) -> None:
+def test_more_blocks_than_tensors(tmp_path: Path) -> None:
     CHECKPOINTS[0].write(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["vision_config"]["num_hidden_layers"] = 10**9
@@ -449,8 +452,8 @@ def test_a_tower_of_more_blocks_than_tensors(tmp_path: Path) -> None:
         AutoModel.from_pretrained(tmp_path)
 
 
-def test_a_head_that_config_json_does_not_tell_of(tmp_path: Path) -> None:
-    """Is handed on."""
+def test_classification_head_is_kept(tmp_path: Path) -> None:
+    """Also if config.json does not mention it."""
     head = CHECKPOINTS[2]
     assert head.config["vision_config"] == {**VISION, "vision_use_head": True}
     head.write(tmp_path / "read")

@@ -1,5 +1,4 @@
-"""Llama 3.2 Vision against transformers: every tiny checkpoint on text, images in several tilings and padded batches of
-them."""
+"""Llama 3.2 Vision against transformers: every tiny checkpoint on text, tiled images and padded batches."""
 
 import json
 import math
@@ -38,7 +37,7 @@ from tests.vision.test_processor import text, user
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-# transformers 5.17 calls its own tower by a name that it deprecates.
+# transformers 5.17 uses a deprecated name of its own tower.
 pytestmark = pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")
 IMAGES, BATCH = PROMPTS["images of several tilings"], PROMPTS["a padded batch"]
 
@@ -56,7 +55,7 @@ def models(directory: Path, device: str) -> tuple[Mllama, PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, device: str) -> tuple[Mllama, PreTrainedModel]:
-    """One checkpoint, for what need not be shown of all."""
+    """One checkpoint, for tests that do not need all."""
     path = tmp_path_factory.mktemp("checkpoint")
     CHECKPOINTS[0].write(path)
     return load_both(path, torch.float32, device)
@@ -74,7 +73,7 @@ def prompt_for(model: Mllama, rows: list[Row], side: str = "left") -> Prompt:
 
 
 def labels_for(p: Prompt, vocab_size: int) -> Tensor:
-    """Of text, and none for the first token, which padding would predict."""
+    """Labels of text tokens, except the first, which padding would predict."""
     wanted = (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.ids < vocab_size)
     return p.ids.masked_fill(~wanted | (torch.rand(p.ids.shape) < 0.2).to(p.ids.device), -100)
 
@@ -102,7 +101,7 @@ def test_logits_loss_and_gradients(models: tuple[Mllama, PreTrainedModel], rows:
     gates = [name for name, gradient in wanted.items() if gradient.shape == (1,)]
     for name in wanted.keys() - gates:
         assert_close(got[name], wanted[name], f"gradient of {name}")
-    if gates:  # each a sum over all features of all tokens, which may all but cancel: the largest is the measure
+    if gates:  # sums over all features and tokens, which nearly cancel: compared to the largest
         assert_close(torch.cat([got[name] for name in gates]), torch.cat([wanted[name] for name in gates]), "gates")
 
 
@@ -128,13 +127,13 @@ def test_greedy_generation(models: tuple[Mllama, PreTrainedModel], rows: list[Ro
     ours, theirs = models
     p = prompt_for(ours, rows)
     got = ours.generate(p.ids, p.mask, max_new_tokens=8, eos_token_id=[], **p.vision)
-    # Their cache would take the number of states of images, in the first layer, for that of tokens.
+    # Their cache counts the image states in the first layer as tokens.
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
     options["use_cache"] = 0 not in ours.config.cross_attention_layers
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **options))
 
 
-def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     assert type(model) is Mllama
     theirs = AutoModelForImageTextToText.from_pretrained(directory)
@@ -158,7 +157,7 @@ def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path
 @pytest.mark.parametrize("tiles", [[(1, 1)], [(1, 4)], [(2, 2), (3, 1), (1, 1), (1, 2)]])
 @torch.no_grad()
 def test_tiles_of_an_image(pair: tuple[Mllama, PreTrainedModel], tiles: list[tuple[int, int]]) -> None:
-    """With padding that sees what is real, and is seen: pixels of tiles that are not there change what comes out."""
+    """Padding attends to tiles and vice versa: pixels of padding tiles affect the output."""
     ours, theirs = pair
     vision = prompt_for(ours, [[tile, 1] for tile in tiles] + [[2]]).vision
     inputs = [vision[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")]
@@ -170,7 +169,7 @@ def test_tiles_of_an_image(pair: tuple[Mllama, PreTrainedModel], tiles: list[tup
 
 
 def test_large_images(tmp_path: Path, device: str) -> None:
-    """Whose attention is that of blocks on a GPU, in the tower and in the text."""
+    """Uses block masks on a GPU, in the tower and in the decoder."""
     large = {"hidden_size": 32, "vision_output_dim": 96, "image_size": 64, "num_hidden_layers": 3}
     mllama("large", {"hidden_size": 64}, large).write(tmp_path)
     ours, theirs = load_both(tmp_path, torch.float32, device)
@@ -186,7 +185,7 @@ def test_large_images(tmp_path: Path, device: str) -> None:
             assert_close(gradient, wanted[name], f"gradient of {name}")
 
 
-# What tokens see
+# Cross-attention masks
 
 
 @pytest.mark.parametrize("kind", ["at random", "by default", "of no image", "as one number"])
@@ -206,7 +205,7 @@ def test_cross_attention_masks(pair: tuple[Mllama, PreTrainedModel], kind: str) 
 
 
 @torch.no_grad()
-def test_states_in_place_of_pixels(pair: tuple[Mllama, PreTrainedModel]) -> None:
+def test_cross_attention_states_replace_pixels(pair: tuple[Mllama, PreTrainedModel]) -> None:
     ours, theirs = pair
     p = prompt_for(ours, BATCH)
     mask = p.vision["cross_attention_mask"]
@@ -222,19 +221,21 @@ def test_states_in_place_of_pixels(pair: tuple[Mllama, PreTrainedModel]) -> None
 
 @pytest.mark.parametrize("capacity", [None, 64])
 @torch.no_grad()
-def test_a_conversation_from_a_cache(pair: tuple[Mllama, PreTrainedModel], capacity: int | None) -> None:
-    """As transformers goes on with a new image: it is put behind those in the cache, which tokens before never saw."""
+def test_conversation_with_a_cache(pair: tuple[Mllama, PreTrainedModel], capacity: int | None) -> None:
+    """As in transformers, a new image is appended to those in the cache; earlier tokens do not attend to it."""
     ours, theirs = pair
-    turns: list[list[Row]] = [[[4, (1, 2), 3], [8]], [[3], [3]], [[2, (2, 1), 4], [3, (1, 1), 3]]]
-    first, second, third = (prompt_for(ours, turn) for turn in turns)
+    chunks: list[list[Row]] = [[[4, (1, 2), 3], [8]], [[3], [3]], [[2, (2, 1), 4], [3, (1, 1), 3]]]
+    first, second, third = (prompt_for(ours, chunk) for chunk in chunks)
     before = first.vision["cross_attention_mask"]
     before = torch.cat([before, before[:, -1:].expand(-1, 3, -1, -1)], 1)
     after = torch.cat([before[:, -1:].expand(-1, 7, -1, -1), third.vision["cross_attention_mask"]], 2)
     third.vision["cross_attention_mask"] = torch.cat([F.pad(before, (0, 0, 0, 1)), after], 1)
     cache, theirs_cache = ours.new_cache(capacity), None
-    for p, told in ((first, {}), (second, {"cross_attention_mask": before}), (third, {})):
-        got = ours(p.ids, past_key_values=cache, **p.vision).logits  # which remembers what transformers must be told
-        expected = theirs(input_ids=p.ids, past_key_values=theirs_cache, use_cache=True, **p.vision, **told)
+    for p, mask in ((first, {}), (second, {"cross_attention_mask": before}), (third, {})):
+        got = ours(
+            p.ids, past_key_values=cache, **p.vision
+        ).logits  # the cache stores the mask that transformers needs as input
+        expected = theirs(input_ids=p.ids, past_key_values=theirs_cache, use_cache=True, **p.vision, **mask)
         theirs_cache = expected.past_key_values
         assert_close(got, expected.logits, "logits from a cache")
     assert (cache.length, cache.cross_attention_length) == (18, 2 * 4 * ours.vision_model.tile_length)
@@ -247,7 +248,7 @@ def test_chunks_and_single_tokens(model: Mllama, capacity: int | None) -> None:
     whole = model(p.ids, p.mask, **p.vision).logits
     mask = p.vision["cross_attention_mask"]
     assert (mask[:, 20:] == mask[:, 20:21]).all()
-    for remembers in (True, False):  # of all tokens, and of the first, those after which see the same
+    for remembers in (True, False):  # a mask of all tokens, or only of the first, which the rest repeat
         cache, pieces, end, vision = model.new_cache(capacity), [], 0, p.vision
         for size in (9, 1, 7, 1, 1, 1, 6, p.ids.shape[1] - 26):
             start, end = end, end + size
@@ -259,8 +260,8 @@ def test_chunks_and_single_tokens(model: Mllama, capacity: int | None) -> None:
 
 
 @torch.no_grad()
-def test_a_static_cache_keeps_its_place(model: Mllama) -> None:
-    """Steps of one token change neither shapes nor addresses, so that they can be captured in a CUDA graph."""
+def test_static_cache_keeps_its_memory(model: Mllama) -> None:
+    """Decode steps keep shapes and addresses, so that a CUDA graph can capture them."""
     p, cache = prompt_for(model, IMAGES), model.new_cache(capacity=60)
     model(p.ids, past_key_values=cache, **p.vision)
     buffers = [(layer._keys.shape, layer._keys.data_ptr()) for layer in cache.layers if layer._keys is not None]
@@ -272,14 +273,13 @@ def test_a_static_cache_keeps_its_place(model: Mllama) -> None:
 
 @torch.no_grad()
 def test_generation(model: Mllama) -> None:
-    """With and without a cache, padded on either side and more than needed: the same. And tokens that have no logit, as
-    an image's, are not in the way of a penalty."""
+    """The cache and padding do not change the result, and the repetition penalty ignores tokens without a logit."""
     p = prompt_for(model, BATCH)
     ids, mask, sees = p.ids, p.mask, p.vision.pop("cross_attention_mask")
     right = [torch.zeros_like(x) for x in (ids, mask, sees)]
     for i, row in enumerate(mask):
-        for there, here in zip(right, (ids, mask, sees), strict=True):
-            there[i, : int(row.sum())] = here[i, row == 1]
+        for padded_right, padded_left in zip(right, (ids, mask, sees), strict=True):
+            padded_right[i, : int(row.sum())] = padded_left[i, row == 1]
     wider = [torch.cat([torch.zeros_like(x[:, :2]), x], 1) for x in (ids, mask, sees)]
     options: dict[str, Any] = {"max_new_tokens": 6, "repetition_penalty": 1.3, **p.vision}
     expected = model.generate(ids, mask, cross_attention_mask=sees, **options)[:, -6:]
@@ -292,15 +292,14 @@ def test_generation(model: Mllama) -> None:
         model.generate(ids, mask, cross_attention_mask=sees[:, :4], **options)
 
 
-# Packed texts
+# Packed rows
 
 
 @pytest.mark.parametrize("by_positions", [False, True])
 def test_packed(model: Mllama, by_positions: bool) -> None:
-    """[A | text | B | padding] gives the logits, the loss and the gradients of each alone, which see their own images,
-    and also where they should see none yet."""
-    texts: list[Row] = [[3, (1, 2), 8], [9], [4, (2, 1), (1, 1), 6]]
-    parts = [prompt_for(model, [row]) for row in texts]
+    """[A | text | B | padding] gives the same logits, loss and gradients as each alone, with its own images."""
+    sequences: list[Row] = [[3, (1, 2), 8], [9], [4, (2, 1), (1, 1), 6]]
+    parts = [prompt_for(model, [row]) for row in sequences]
     lengths = [part.ids.shape[1] for part in parts]
     ids = torch.cat(
         [part.ids for part in parts] + [] if by_positions else [*(part.ids for part in parts), parts[1].ids], 1
@@ -334,7 +333,7 @@ def test_packed(model: Mllama, by_positions: bool) -> None:
         assert_close(gradient, alone[name], f"gradient of {name}")
 
     del vision["cross_attention_mask"]
-    with pytest.raises(ValueError, match="packed texts with images need a cross_attention_mask"):
+    with pytest.raises(ValueError, match="cross_attention_mask: got None for packed sequences"):
         model(ids, **packing, **vision)
     assert model(labels.clamp(min=0), **packing).logits.isfinite().all()
 
@@ -364,7 +363,7 @@ def test_gradient_checkpointing(model: Mllama) -> None:
         torch.testing.assert_close(found[1][name], gradient)
 
 
-def test_a_frozen_tower(model: Mllama) -> None:
+def test_frozen_tower(model: Mllama) -> None:
     p = prompt_for(model, IMAGES)
     inputs = {"input_ids": p.ids, "labels": labels_for(p, model.config.vocab_size), **p.vision}
     whole = all_gradients(model, **inputs)
@@ -383,7 +382,7 @@ def test_a_frozen_tower(model: Mllama) -> None:
 
 
 def small() -> Mllama:
-    """A new model of as few layers as show all kinds."""
+    """A new model with one layer of each kind."""
     vision = MllamaVisionConfig(
         hidden_size=32, num_hidden_layers=1, num_global_layers=1, attention_heads=2, intermediate_size=64,
         vision_output_dim=64, image_size=16, patch_size=4, intermediate_layers_indices=[0],
@@ -398,7 +397,7 @@ def small() -> Mllama:
 
 
 def test_compiled(device: str) -> None:
-    """In one graph, also where blocks are computed again."""
+    """Full graph, also with recomputation of blocks."""
     model = small().to(device)
     for name, parameter in model.named_parameters():
         nn.init.ones_(parameter) if name.endswith("gate") else None
@@ -414,14 +413,14 @@ def test_compiled(device: str) -> None:
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
 
 
-def test_a_new_model(tmp_path: Path) -> None:
-    """Is drawn at random, tower included, with gates of images closed, and saved as the hub has them."""
+def test_new_model(tmp_path: Path) -> None:
+    """Initializes all weights, tower included, with image gates of 0, and saves in the format of the hub."""
     made = small()
     for name, parameter in made.named_parameters():
-        if name.endswith(("bias", "gate")):
-            assert not parameter.any(), name
-        elif name.endswith(("gate_attn", "gate_ffn")):
+        if name.startswith("vision_model.global_transformer.") and name.endswith("_gate"):
             assert parameter.any(), name
+        elif name.endswith(("bias", "gate")):
+            assert not parameter.any(), name
         elif "norm" in name:
             assert (parameter == 1).all(), name
         else:
@@ -438,11 +437,11 @@ def test_a_new_model(tmp_path: Path) -> None:
     assert torch.equal(made(p.ids, **p.vision).logits, made(p.ids, **blank).logits)
 
 
-# From a file to an answer
+# From an image file to an answer
 
 
-def test_from_an_image_to_an_answer(tmp_path: Path, device: str) -> None:
-    config = {**MLLAMA, "text_config": {**TEXT, "vocab_size": 256 + 4}}  # the processor's image token has no logit
+def test_image_to_answer(tmp_path: Path, device: str) -> None:
+    config = {**MLLAMA, "text_config": {**TEXT, "vocab_size": 256 + 4}}  # the image token of the processor has no logit
     config |= {"vision_config": {**VISION, "image_size": 56, "patch_size": 14}, "image_token_index": 256 + 4}
     Tiny("whole", config, tensors=CHECKPOINTS[0].tensors).write(tmp_path)
     written = (tmp_path / "config.json").read_text()
@@ -465,7 +464,7 @@ def test_from_an_image_to_an_answer(tmp_path: Path, device: str) -> None:
 # Refusals
 
 
-def test_what_does_not_fit_together(model: Mllama) -> None:
+def test_inconsistent_inputs(model: Mllama) -> None:
     p = prompt_for(model, BATCH)
     vision = p.vision
     tiles, mask = vision["aspect_ratio_mask"], vision["cross_attention_mask"]
@@ -479,8 +478,11 @@ def test_what_does_not_fit_together(model: Mllama) -> None:
             r"\(3, 1\).*; expected \[\(3, 3, 4, 3, 12, 12\), \(3, 3\), \(3, 3, 4\)\]",
         ),
         ({**vision, "pixel_values": vision["pixel_values"][..., :8]}, "pixel_values, aspect_ratio_ids and"),
-        ({**vision, "aspect_ratio_mask": tiles.flip(2)}, "not the tiles of|expected 1 for the first of each image"),
-        ({**vision, "aspect_ratio_mask": tiles * 0}, "not the tiles of|expected 1 for the first of each image"),
+        (
+            {**vision, "aspect_ratio_mask": tiles.flip(2)},
+            "contradicts aspect_ratio_ids|expected rows of at least one 1",
+        ),
+        ({**vision, "aspect_ratio_mask": tiles * 0}, "contradicts aspect_ratio_ids|expected rows of at least one 1"),
         ({**vision, "cross_attention_mask": mask[:, :, :2]}, r"\(3, \d+, 2, 4\); expected .* with 12 tiles in all"),
         ({**vision, "cross_attention_mask": mask[0]}, "cross_attention_mask has shape"),
         ({**vision, "cross_attention_mask": torch.cat([mask, mask], 1)}, "cross_attention_mask has shape"),
@@ -491,8 +493,8 @@ def test_what_does_not_fit_together(model: Mllama) -> None:
             model(ids, p.mask, **wrong)
 
 
-def test_values_that_contradict_each_other(model: Mllama) -> None:
-    """What only the values of the inputs show; in `generate` on a GPU, too."""
+def test_inconsistent_values(model: Mllama) -> None:
+    """Errors in the values of inputs, which `generate` also checks on a GPU."""
     p = prompt_for(model, BATCH)
     vision, token = p.vision, model.config.image_token_index
     model.check_inputs(p.ids, p.mask == 1, **vision)
@@ -501,17 +503,21 @@ def test_values_that_contradict_each_other(model: Mllama) -> None:
     )
     image_too_many = p.ids.index_fill(1, torch.tensor([-1], device=p.ids.device), token)
     for ids, wrong, message in (
-        (p.ids, {"aspect_ratio_ids": arrangement + 90}, r"unknown arrangement .* 1 to 8, or 0 for no image"),
-        (p.ids, {"aspect_ratio_ids": arrangement - 1}, "aspect_ratio_ids: unknown arrangement"),
-        (p.ids, {"aspect_ratio_ids": (arrangement > 0).long()}, "aspect_ratio_mask: not the tiles of aspect_ratio_ids"),
-        (p.ids, {"aspect_ratio_mask": torch.ones_like(tiles)}, "aspect_ratio_mask: not the tiles of aspect_ratio_ids"),
-        (p.ids, {"cross_attention_mask": sees | (p.mask[..., None, None] == 1)}, "tiles that the image does not have"),
-        (p.ids, {"cross_attention_mask": sees.flip(1)}, "cross_attention_mask: shows "),
-        (p.ids.masked_fill(p.ids == token, 5), {}, "shows an image before its image token"),
+        (p.ids, {"aspect_ratio_ids": arrangement + 90}, r"unknown tile arrangement.* 1 to 8, or 0 for no image"),
+        (p.ids, {"aspect_ratio_ids": arrangement - 1}, "aspect_ratio_ids: unknown tile arrangement"),
+        (p.ids, {"aspect_ratio_ids": (arrangement > 0).long()}, "aspect_ratio_mask: contradicts aspect_ratio_ids"),
+        (p.ids, {"aspect_ratio_mask": torch.ones_like(tiles)}, "aspect_ratio_mask: contradicts aspect_ratio_ids"),
+        (
+            p.ids,
+            {"cross_attention_mask": sees | (p.mask[..., None, None] == 1)},
+            "1 for tiles that an image",
+        ),
+        (p.ids, {"cross_attention_mask": sees.flip(1)}, "cross_attention_mask: 1 for "),
+        (p.ids.masked_fill(p.ids == token, 5), {}, "1 for tokens before the image token"),
         (image_too_many, {}, r"more image tokens than images; got \[2, 1, 4\]; expected at most \[1, 0, 3\]"),
-        (p.ids, {"pixel_values": None, "aspect_ratio_ids": None}, "expected pixel_values with them"),
+        (p.ids, {"pixel_values": None, "aspect_ratio_ids": None}, "expected pixel_values as well"),
         (p.ids + 10, {}, "token ids outside the vocabulary"),
-        (p.ids, {"images": []}, "images: Mllama does not read it; expected pixel_values, aspect_ratio_ids, "),
+        (p.ids, {"images": []}, "images: not an input of Mllama; expected pixel_values, aspect_ratio_ids, "),
     ):
         assert isinstance(wrong, dict)
         with pytest.raises(LigerzooError, match=message):
@@ -527,7 +533,7 @@ def test_values_that_contradict_each_other(model: Mllama) -> None:
         (
             "text_config",
             {"cross_attention_layers": [0, 1, 2, 3, 9]},
-            "cross_attention_layers: .* some layer that is not",
+            "cross_attention_layers: .* at least one layer without",
         ),
         ("text_config", {"cross_attention_layers": [-1]}, "cross_attention_layers"),
         ("text_config", {"cross_attention_layers": "all"}, "cross_attention_layers"),
@@ -539,7 +545,7 @@ def test_values_that_contradict_each_other(model: Mllama) -> None:
         ("vision_config", {"attention_heads": 5}, "vision_config, hidden_size: .* a multiple of attention_heads, 5"),
         ("vision_config", {"patch_size": 5}, "vision_config, image_size: .* a multiple of patch_size, 5"),
         ("vision_config", {"image_size": [12, 12]}, "image_size"),
-        ("vision_config", {"supported_aspect_ratios": [[1, 1], [1, 5]]}, "supported_aspect_ratios: .* 4 tiles at most"),
+        ("vision_config", {"supported_aspect_ratios": [[1, 1], [1, 5]]}, "supported_aspect_ratios: .* at most 4 tiles"),
         ("vision_config", {"supported_aspect_ratios": [1, 2]}, "supported_aspect_ratios"),
         ("vision_config", {"max_num_tiles": 2}, "supported_aspect_ratios"),
         ("vision_config", {"num_global_layers": 0}, "num_global_layers"),
@@ -547,20 +553,19 @@ def test_values_that_contradict_each_other(model: Mllama) -> None:
         ("text_config", 5, "text_config: not an object"),
     ],
 )
-def test_configs_that_cannot_be(part: str, changes: Any, named: str) -> None:
+def test_invalid_configs(part: str, changes: Any, named: str) -> None:
     changed = {**MLLAMA[part], **changes} if isinstance(changes, dict) else changes
     with pytest.raises(ConfigError, match=named):
         config_from_hf({**MLLAMA, part: changed})
 
 
-def test_heads_cannot_be_tied() -> None:
+def test_head_cannot_be_tied() -> None:
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
         MllamaConfig(tie_word_embeddings=True)
 
 
 @torch.no_grad()
-def test_files_that_speak_of_a_tied_head(tmp_path: Path) -> None:
-    """Have none all the same."""
+def test_tied_head_in_config_json_is_ignored(tmp_path: Path) -> None:
     row = mllama("tied in name", {"tie_word_embeddings": True}, top={"tie_word_embeddings": True})
     row.write(tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager")
@@ -568,7 +573,7 @@ def test_files_that_speak_of_a_tied_head(tmp_path: Path) -> None:
     assert_close(ours(ids).logits, theirs(input_ids=ids).logits, "logits")
 
 
-def test_other_names_of_entries() -> None:
+def test_alternative_names_of_entries() -> None:
     vision = {name: value for name, value in VISION.items() if name != "attention_heads"}
     raw = {**MLLAMA, "vision_config": {**vision, "num_attention_heads": 4}, "image_token_id": 7}
     del raw["image_token_index"]
@@ -592,5 +597,5 @@ def test_more_blocks_than_tensors(tmp_path: Path) -> None:
 def test_info(tmp_path: Path) -> None:
     CHECKPOINTS[0].write(tmp_path)
     page = describe(tmp_path)
-    for told in ("Mllama (MllamaForConditionalGeneration)", "vision tower", "projector", "2 of 4 layers attend"):
-        assert told in page
+    for expected in ("Mllama (MllamaForConditionalGeneration)", "vision tower", "projector", "2 of 4 layers attend"):
+        assert expected in page

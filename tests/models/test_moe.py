@@ -1,4 +1,4 @@
-"""The load-balancing loss of models with mixtures of experts, and what their configs refuse."""
+"""Load-balancing loss of MoE models, and refusals of their configs."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def padded(side: str | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Tokens, mask and labels."""
+    """Returns tokens, padding mask and labels."""
     tokens = torch.randint(VOCABULARY, (2, 40))
     if side is None:
         return tokens, None, tokens
@@ -43,7 +43,7 @@ def padded(side: str | None) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-def test_the_loss_is_that_of_transformers(models: tuple[MoECausalLM, Any], side: str | None) -> None:
+def test_loss_matches_transformers(models: tuple[MoECausalLM, Any], side: str | None) -> None:
     tokens, mask, labels = padded(side)
     with torch.no_grad():
         got, expected = (model(tokens, attention_mask=mask, labels=labels) for model in models)
@@ -54,15 +54,15 @@ def test_the_loss_is_that_of_transformers(models: tuple[MoECausalLM, Any], side:
     assert torch.equal(without_labels.aux_loss, got.aux_loss)
 
 
-def balance_of(model: MoECausalLM, run: Callable[[], object], real: Tensor | None = None) -> Tensor:
-    """The loss of the router logits that a run gives, of the last tokens."""
+def balance_of(model: MoECausalLM, run: Callable[[], object], padding_mask: Tensor | None = None) -> Tensor:
+    """Returns the load-balancing loss of the last tokens, from the router logits of a forward."""
     logits: list[Tensor] = []
     routers = [module for module in model.modules() if isinstance(module, Router)]
     hooks = [router.register_forward_hook(lambda _, __, out: logits.append(out[0]) and None) for router in routers]
     run()
     for hook in hooks:
         hook.remove()
-    return load_balancing_loss(logits, model.config.num_experts_per_tok, real)
+    return load_balancing_loss(logits, model.config.num_experts_per_tok, padding_mask)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def test_cached_tokens_count_once(models: tuple[MoECausalLM, Any]) -> None:
 
 
 @torch.no_grad()
-def test_what_follows_packed_texts_does_not_count(models: tuple[MoECausalLM, Any]) -> None:
+def test_padding_after_segments_is_excluded(models: tuple[MoECausalLM, Any]) -> None:
     ours, _ = models
     tokens = torch.randint(VOCABULARY, (1, 40))
     bounds = torch.tensor([0, 17, 33])
@@ -103,7 +103,7 @@ def test_gradient_checkpointing(models: tuple[MoECausalLM, Any]) -> None:
         torch.testing.assert_close(found[1][name], gradient)
 
 
-def test_no_one_asks_for_it() -> None:
+def test_no_aux_loss_by_default() -> None:
     tiny = MixtralConfig(
         vocab_size=31, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=8
     )

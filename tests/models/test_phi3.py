@@ -37,7 +37,7 @@ def test_a_cache_that_is_outgrown(model: Phi3, device: str) -> None:
     cache = model.new_cache()
     model(tokens[:, :5], past_key_values=cache)
     model(tokens[:, 5:ORIGINAL], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"holds 12 tokens whose keys are rotated for at most 12: read all"):
+    with pytest.raises(ValueError, match=r"got 12 cached and 1 new tokens; expected at most 12 in all, .* Process all"):
         model(tokens[:, ORIGINAL:13], past_key_values=cache)
 
     cache = model.new_cache()
@@ -50,4 +50,4 @@ def test_other_rotations_keep_their_caches() -> None:
     config = Phi3Config(vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
     cache = Phi3(config, device="meta").new_cache()
     cache.layers[0].length = 4096
-    assert cache.serves(1)
+    assert cache.is_valid_for(1)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's windows and seconds; all else, which it shares with Qwen2-VL, is in test_vision_lm.py."""
+"""Windows and temporal positions of Qwen2.5-VL; test_vision_lm.py tests what it shares with Qwen2-VL."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from transformers.vision_utils import get_vision_window_index
 from ligerzoo.convert.qwen2_5_vl import config_from_hf
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context
-from ligerzoo.layers.vision import patch_places, window_order
+from ligerzoo.layers.vision import patch_positions, window_order
 from ligerzoo.models import Qwen2_5VL
 from tests.models.comparing import assert_close
 from tests.models.prompts import Prompt, Row, prompt, video
@@ -33,7 +33,7 @@ MANY_BLOCKS: Tiny = variant(
     tensors=on_the_hub(),
 )
 M = VISION["spatial_merge_size"]
-WINDOW = 2 * M  # patches, as VISION's `window_size` comes to
+WINDOW = 2 * M  # in patches, from `window_size` of VISION
 
 sides = st.integers(1, 7).map(lambda tokens: M * tokens)
 grids = st.lists(st.tuples(st.integers(1, 3), sides, sides), min_size=1, max_size=3).map(torch.tensor)
@@ -53,12 +53,12 @@ def frames_of(grid: Tensor) -> Tensor:
 
 @given(grid=grids, side=st.integers(1, 4))
 def test_windows(grid: Tensor, side: int) -> None:
-    """Of tokens in transformers, and here of their patches."""
+    """transformers orders tokens, ligerzoo their patches."""
     expected, bounds = get_vision_window_index(grid, spatial_merge_size=M, window_size=side * M * 14, patch_size=14)
-    begins, places = patch_places(grid, int(grid.prod(1).sum()), M)
-    assert begins.nonzero()[:, 0].tolist() == F.pad(frames_of(grid).cumsum(0), (1, -1)).tolist()
-    order, begins = window_order(begins, places, side * M)
-    sizes = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(order)).diff()
+    is_first, positions = patch_positions(grid, int(grid.prod(1).sum()), M)
+    assert is_first.nonzero()[:, 0].tolist() == F.pad(frames_of(grid).cumsum(0), (1, -1)).tolist()
+    order, is_first = window_order(is_first, positions, side * M)
+    sizes = F.pad(is_first.nonzero()[:, 0], (0, 1), value=len(order)).diff()
     assert order.tolist() == [M * M * token + i for token in expected.tolist() for i in range(M * M)]
     assert sizes.tolist() == bounds.diff().tolist()
 
@@ -66,7 +66,7 @@ def test_windows(grid: Tensor, side: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(grid=grids)
 @torch.no_grad()
-def test_the_tower_on_grids_of_any_size(models: tuple[Qwen2_5VL, Any], device: str, grid: Tensor) -> None:
+def test_tower_on_random_grids(models: tuple[Qwen2_5VL, Any], device: str, grid: Tensor) -> None:
     ours, theirs = models
     patches = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4, device=device)
     assert_close(ours.visual(patches, grid), theirs.visual(patches, grid.to(device)).pooler_output, "embeddings")
@@ -81,16 +81,16 @@ def test_the_tower_on_grids_of_any_size(models: tuple[Qwen2_5VL, Any], device: s
         ([[1, WINDOW, WINDOW + M], [1, WINDOW, WINDOW]], False, False),
     ],
 )
-def test_what_is_of_one_size_needs_no_mask(
+def test_segments_of_equal_size_need_no_mask(
     models: tuple[Qwen2_5VL, Any], grid: list[list[int]], frames_are_rows: bool, windows_are_rows: bool
 ) -> None:
-    """For its rows are those of a batch; what is not is one row."""
-    seen: list[tuple[int, bool]] = []
+    """They are the rows of a batch; segments of different sizes share one row."""
+    calls: list[tuple[int, bool]] = []
     tower, sizes = models[0].visual, torch.tensor(grid)
 
     def look(attention: Any, inputs: tuple[Tensor, Context]) -> None:
         x, context = inputs[:2]
-        seen.append((len(x), context.mask(x.shape[1], is_causal=False) is None))
+        calls.append((len(x), context.mask(x.shape[1], is_causal=False) is None))
 
     hooks = [block.self_attn.register_forward_pre_hook(look) for block in tower.blocks]  # type: ignore[union-attr]
     tower(torch.randn(int(sizes.prod(1).sum()), 96, device=models[0].device), sizes)
@@ -98,19 +98,19 @@ def test_what_is_of_one_size_needs_no_mask(
         hook.remove()
     frames = (int(sizes[:, 0].sum()), True) if frames_are_rows else (1, False)
     windows = sum(t * -(-h // WINDOW) * -(-w // WINDOW) for t, h, w in grid)
-    assert seen == 2 * [(windows, True) if windows_are_rows else (1, False), frames]
+    assert calls == 2 * [(windows, True) if windows_are_rows else (1, False), frames]
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile looks at
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by torch.compile
 @torch.no_grad()
 def test_large_images_on_a_gpu(models: tuple[Qwen2_5VL, Any]) -> None:
-    """As on a CPU, without a matrix of N x N."""
+    """Same as on a CPU, without an N x N matrix."""
     tower, grid = models[0].visual, torch.tensor([[1, 130, 126], [1, 20, 18]])
     patches = torch.randn(int(grid.prod(1).sum()), 96)
     expected = copy.deepcopy(tower).cpu()(patches, grid)
     patches = patches.cuda()
-    tower(patches, grid)  # compiles, which takes memory of its own
+    tower(patches, grid)  # compiles, which needs memory too
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -119,7 +119,7 @@ def test_large_images_on_a_gpu(models: tuple[Qwen2_5VL, Any]) -> None:
     assert (got.cpu() - expected).norm() <= 2e-3 * expected.norm()
 
 
-# Seconds
+# Temporal positions
 
 
 def positions(model: Qwen2_5VL, p: Prompt, seconds: Any) -> Tensor:
@@ -132,23 +132,23 @@ def positions(model: Qwen2_5VL, p: Prompt, seconds: Any) -> Tensor:
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="it rounds seconds down to whole ones")
 @settings(max_examples=60, deadline=None)
 @given(videos=st.lists(st.tuples(st.integers(1, 6), st.floats(0, 5)), min_size=1, max_size=4), kind=st.integers(0, 2))
-@example([(38, 2 / 37)], 0)  # which fp32 rounds to another place
-def test_positions_in_time_go_by_seconds(
+@example([(38, 2 / 37)], 0)  # fp32 would round to another position
+def test_temporal_positions_in_seconds(
     models: tuple[Qwen2_5VL, Any], device: str, videos: list[tuple[int, float]], kind: int
 ) -> None:
-    """Given as a list or a tensor, or one from frame to frame."""
+    """As a list, as a tensor, or by default."""
     ours, theirs = models
     row: Row = [1, *(piece for frames, _ in videos for piece in (video(frames, 1, 2), 1))]
     p = prompt([row], VISION)
     p = Prompt(p.ids.to(device), p.mask.to(device), {name: tensor.to(device) for name, tensor in p.vision.items()})
     seconds = [seconds for _, seconds in videos]
-    told = [seconds, torch.tensor(seconds), None][kind]
+    given = [seconds, torch.tensor(seconds), None][kind]
     grid = p.vision["video_grid_thw"]
-    expected, _ = theirs.get_rope_index(p.ids, p.types, video_grid_thw=grid, second_per_grid_ts=told)
-    assert torch.equal(positions(ours, p, told), expected)
+    expected, _ = theirs.get_rope_index(p.ids, p.types, video_grid_thw=grid, second_per_grid_ts=given)
+    assert torch.equal(positions(ours, p, given), expected)
 
 
-def test_seconds_of_every_video(models: tuple[Qwen2_5VL, Any]) -> None:
+def test_second_per_grid_ts_needs_one_value_per_video(models: tuple[Qwen2_5VL, Any]) -> None:
     ours, _ = models
     ids = torch.ones(1, 4, dtype=torch.long, device=ours.device)
     with pytest.raises(ValueError, match=r"second_per_grid_ts has shape \(1,\); expected \(2,\), one value per video"):
@@ -168,6 +168,6 @@ def test_seconds_of_every_video(models: tuple[Qwen2_5VL, Any]) -> None:
         ({"tokens_per_second": 0}, "tokens_per_second"),
     ],
 )
-def test_configs_that_cannot_be(changes: dict[str, Any], named: str) -> None:
+def test_invalid_configs(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         config_from_hf({**CHECKPOINTS[0].config, "vision_config": {**VISION, **changes}})

@@ -756,12 +756,6 @@ def test_a_template_with_invalid_utf8_is_refused(backends: dict[str, str]) -> No
         Tokenizer({"tokenizer.json": backends["qwen"].encode(), "chat_template.jinja": b"\xff"}, "here")
 
 
-def test_pipes_are_not_opened(tmp_path: Path, backends: dict[str, str]) -> None:
-    write(tmp_path, backends["qwen"], {})
-    os.mkfifo(tmp_path / "chat_template.jinja")
-    assert Tokenizer.from_pretrained(tmp_path).chat_templates == {}
-
-
 def test_only_the_tokenizer_s_files_are_downloaded(
     monkeypatch: pytest.MonkeyPatch, directories: dict[str, Path]
 ) -> None:
@@ -785,8 +779,10 @@ def test_a_missing_directory_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
 @pytest.mark.parametrize("kind", ["broken link", "pipe", "directory"])
-def test_a_file_that_cannot_be_read_is_not_absent(name: str, kind: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "model", {})
+def test_a_file_that_cannot_be_read_is_not_absent(
+    name: str, kind: str, tmp_path: Path, backends: dict[str, str]
+) -> None:
+    path = write(tmp_path, backends["qwen"], {})
     (path / name).unlink(missing_ok=True)
     match kind:
         case "broken link":
