@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -11,6 +12,9 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.layers.rope_scaling import check_rope_scaling, check_theta, is_positive
 
 _LARGEST_SIZE = 2**31 - 1
+
+field_types: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+"""Returns the types of a config's fields, by name. Cached: evaluating the annotations takes most of a check."""
 
 
 def check_fields(config: Any) -> None:
@@ -20,7 +24,7 @@ def check_fields(config: Any) -> None:
     `_token_id`; a float is 0, or positive within limits that fp32 can hold (and may be given as a whole number); None
     is allowed where the annotation says so.
     """
-    hints = get_type_hints(type(config))
+    hints = field_types(type(config))
     for field in fields(config):
         name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
