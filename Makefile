@@ -5,7 +5,8 @@ VENV ?= .venv
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
+# worksteal gives each worker neighbouring tests, which share what module fixtures build (models and checkpoints).
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
