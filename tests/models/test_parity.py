@@ -42,7 +42,7 @@ def models(directory: Path, device: str) -> tuple[CausalLM, PreTrainedModel]:
 
 
 once_for_each_model = pytest.mark.parametrize("tiny", once_per_model(TEXT_CHECKPOINTS), indirect=True, ids=str)
-"""Runs a test for one checkpoint of each model, and for the others if slow tests run.
+"""Runs a test for one checkpoint of each model, and for the others in thorough runs.
 
 Checkpoints of one model differ only in their files: shards, stored dtype, spelling of config.json, extra tensors.
 `test_logits_loss_and_gradients` and `test_saving_writes_what_was_loaded` run for every checkpoint. They show that

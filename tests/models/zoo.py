@@ -22,7 +22,7 @@ def model_of(row: Tiny) -> tuple[object, ...]:
 
 
 def once_per_model(rows: list[Tiny]) -> list[Any]:
-    """Marks `slow` the checkpoints whose model is that of an earlier one: they differ only in their files."""
+    """Marks `thorough` the checkpoints whose model is that of an earlier one: they differ only in their files."""
     first: dict[tuple[object, ...], Tiny] = {}
-    return [row if first.setdefault(model_of(row), row) is row else pytest.param(row, marks=pytest.mark.slow)
+    return [row if first.setdefault(model_of(row), row) is row else pytest.param(row, marks=pytest.mark.thorough)
             for row in rows]  # fmt: skip
