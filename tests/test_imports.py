@@ -178,7 +178,7 @@ def fresh_interpreter(script: str) -> Any:
 
 
 def imported_modules(*names: str) -> set[str]:
-    """Returns the top-level modules that importing these imports, besides those that torch imports."""
+    """Returns the top-level modules that importing these imports, except those that torch imports."""
     script = "import json, sys, torch; before = set(sys.modules)\n"
     script += "".join(f"import {name}\n" for name in names)
     script += "print(json.dumps(sorted(set(sys.modules) - before)))"
