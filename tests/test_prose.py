@@ -20,6 +20,7 @@ from tools.prose import avoided, main, scan
         ("There is no cache if the value is no longer used, as it is computed anyway.", []),
         ("Walks with os.walk below /no/such/place.", ["walks"]),
         ("Real tokens, not real numbers", ["real"]),
+        ("Formerly `real` and `told()`; told here", ["told"]),
     ],
 )
 def test_phrases(text: str, expected: list[str]) -> None:

@@ -172,7 +172,8 @@ def texts(path: Path) -> Iterator[Text]:
 
 
 def avoided(text: str) -> Iterator[re.Match[str]]:
-    """Yields the phrases to avoid that occur in `text`, except within one of their technical uses."""
+    """Yields the phrases to avoid that occur in `text`, except within `code` or one of their technical uses."""
+    text = re.sub(r"`[^`\n]+`", lambda code: "`" * len(code[0]), text)
     for pattern, uses in RULES:
         allowed = [use.span() for use in uses.finditer(text)] if uses else []
         for match in pattern.finditer(text):
