@@ -5,7 +5,8 @@ VENV ?= .venv
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
+# worksteal gives each worker neighbouring tests, which share what module fixtures build (models and checkpoints).
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -14,8 +15,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
-	@echo 'make test           install, then run the test suite'
-	@echo 'make test-thorough  the same with the slow tests'
+	@echo 'make test           install, then run the test suite (at most 10 minutes on 2 cores)'
+	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
 	@echo 'make lint           ruff and mypy'
 	@echo 'make clean          remove $(VENV) and all caches'
 	@echo

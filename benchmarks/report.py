@@ -269,8 +269,8 @@ def all_figures(results: Mapping[str, Json]) -> str:
 
 
 def highlights(results: Mapping[str, Json]) -> list[Json]:
-    rows = [row for name in ("operations", "losses") for row in measured(results.get(name, {}).get("rows", ()))]
-    return [row for wanted in HIGHLIGHTS for row in rows if label(row) == wanted]
+    rows = [row for suite in ("operations", "losses") for row in measured(results.get(suite, {}).get("rows", ()))]
+    return [row for name in HIGHLIGHTS for row in rows if label(row) == name]
 
 
 def readme_figures(results: Mapping[str, Json]) -> str:
@@ -326,12 +326,12 @@ def bar_chart(rows: Sequence[Json]) -> str:
             f'<text class="small" x="{LABELS + width + 4:.0f}" y="{top + 9}">{value:.2f} {note}</text>'
         )
 
-    def row_group(place: int, row: Json) -> str:
+    def row_group(index: int, row: Json) -> str:
         comparison = compared(row)
         ours, ratio = comparison["ours / floor"], comparison["ours / fastest peer"]
         peer = bar("peer", 14, ours / ratio if ratio else None, comparison["fastest peer"] or "")
         name = f'<text class="label" x="{LABELS - 8}" y="18">{escape(label(row))}</text>'
-        return f'<g transform="translate(0 {HEAD + LINE * place})">{name}{bar("ours", 3, ours, "")}{peer}</g>'
+        return f'<g transform="translate(0 {HEAD + LINE * index})">{name}{bar("ours", 3, ours, "")}{peer}</g>'
 
     width, height = LABELS + BARS + NOTES, HEAD + LINE * len(rows) + 8
     floor = LABELS + BARS // LONGEST
@@ -343,7 +343,7 @@ def bar_chart(rows: Sequence[Json]) -> str:
         f'<text x="{LABELS + 14}" y="31">ligerzoo</text>',
         f'<rect class="peer" x="{LABELS + 90}" y="22" width="10" height="10"/>'
         f'<text x="{LABELS + 104}" y="31">fastest other (bars end at {LONGEST})</text>',
-        *(row_group(place, row) for place, row in enumerate(rows)),
+        *(row_group(index, row) for index, row in enumerate(rows)),
         f'<line class="floor" x1="{floor}" x2="{floor}" y1="{HEAD}" y2="{height - 8}"/>',
         "</svg>",
     ]

@@ -161,7 +161,7 @@ class Step:
     def __init__(self, function: Function, inputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
         self.function, self.inputs, self.upstream = function, inputs, upstream
         self._constants = [t.detach() for t in inputs]
-        self._wanted = [t for t in inputs if t.requires_grad]
+        self._differentiated = [t for t in inputs if t.requires_grad]
 
     def forward(self) -> Any:
         with torch.no_grad():
@@ -169,7 +169,7 @@ class Step:
 
     def forward_backward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         outputs = as_tuple(self.function(*self.inputs))
-        return outputs, torch.autograd.grad(outputs, self._wanted, self.upstream)
+        return outputs, torch.autograd.grad(outputs, self._differentiated, self.upstream)
 
 
 def _extra_mib(step: Step) -> float:
@@ -178,8 +178,8 @@ def _extra_mib(step: Step) -> float:
     before = torch.cuda.memory_allocated()
     _, gradients = step.forward_backward()
     given = {t.data_ptr() for t in (*step.inputs, *step.upstream)}  # a gradient may alias one of them
-    made = {g.data_ptr(): g.nbytes for g in gradients if g.data_ptr() not in given}
-    return (torch.cuda.max_memory_allocated() - before - sum(made.values())) / 2**20
+    new = {g.data_ptr(): g.nbytes for g in gradients if g.data_ptr() not in given}
+    return (torch.cuda.max_memory_allocated() - before - sum(new.values())) / 2**20
 
 
 def _waits_for_gpu(step: Step) -> bool:

@@ -1,6 +1,6 @@
 """Small sets of combinations of options in which every pair (or every three) of values occurs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -36,3 +36,19 @@ def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[di
             missing.pop(some, None)
         found.append({name: options[name][chosen[i]] for i, name in enumerate(names)})
     return found
+
+
+def covering_rows(rows: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Returns the indices of a few rows in which every pair of values occurs that occurs in any row.
+
+    A value is identified by its column. Greedy and deterministic: takes the row with most missing pairs, the first of
+    equals. So columns that always change together count as one, and of two independent columns every row is taken.
+    """
+    pairs = [set(combinations(enumerate(row), 2)) or {tuple(enumerate(row))} for row in rows]
+    missing = set().union(*pairs)
+    taken = []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        taken.append(best)
+    return sorted(taken)

@@ -48,7 +48,7 @@ def fails(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def missing() -> Callable[..., Any]:
-    return importlib.import_module("nowhere_to_be_found").function  # type: ignore[no-any-return]
+    return importlib.import_module("no_such_module").function  # type: ignore[no-any-return]
 
 
 def row(**providers: Provider) -> Row:
@@ -85,7 +85,7 @@ def test_a_wrong_provider_shows_in_its_errors() -> None:
     assert errors == {"y": pytest.approx(1), "dx": pytest.approx(1), "dweight": pytest.approx(1)}
 
 
-def test_who_is_missing_or_fails_has_an_entry_that_says_so() -> None:
+def test_a_missing_or_failing_provider_has_an_error_entry() -> None:
     result = measure(
         ligerzoo=Provider(lambda: scaled),
         missing=Provider(missing),
@@ -93,7 +93,7 @@ def test_who_is_missing_or_fails_has_an_entry_that_says_so() -> None:
         gpu=Provider(lambda: scaled, needs_gpu=True),
     )
     entries = result["providers"]
-    assert entries["missing"] == {"error": "not installed: nowhere_to_be_found"}
+    assert entries["missing"] == {"error": "not installed: no_such_module"}
     assert entries["fails"] == {"error": "RuntimeError: first line"}
     assert entries["gpu"] == {"error": "needs a GPU"}
     assert result["comparison"]["forward"]["fastest peer"] is None
@@ -101,7 +101,7 @@ def test_who_is_missing_or_fails_has_an_entry_that_says_so() -> None:
     assert "missing: not installed" in summary(result | {"goals": []})
 
 
-def test_who_takes_too_long_to_get_ready_has_an_entry_that_says_so() -> None:
+def test_a_provider_that_is_not_ready_in_time_has_an_error_entry() -> None:
     def hangs(x: Tensor, weight: Tensor) -> Tensor:
         while True:
             pass
@@ -112,20 +112,20 @@ def test_who_takes_too_long_to_get_ready_has_an_entry_that_says_so() -> None:
     assert "forward_ms" in result["providers"]["ligerzoo"]
 
 
-def test_who_overwrites_its_inputs_has_its_own() -> None:
+def test_a_provider_that_overwrites_its_inputs_gets_copies() -> None:
     result = measure(peer=Provider(lambda: in_place, overwrites=True), ligerzoo=Provider(lambda: scaled))
     assert max(result["providers"]["ligerzoo"]["errors"].values()) < 1e-6
 
 
-def test_the_truth_in_parts_is_the_truth_at_once() -> None:
+def test_the_truth_computed_in_chunks_equals_the_whole() -> None:
     target = torch.tensor([1, -100, 2, 0, 1, -100, 0])
     inputs = {"hidden": torch.randn(7, 4, requires_grad=True), "weight": torch.randn(3, 4, requires_grad=True)}
-    made = {"hidden": inputs["hidden"], "weight": inputs["weight"], "target": target}
+    all_inputs = {"hidden": inputs["hidden"], "weight": inputs["weight"], "target": target}
     whole = Row(
-        "head", (7, 4, 3), lambda: made, operations.linear_cross_entropy, {}, Floor(1, 1), shared=operations.HEAD
+        "head", (7, 4, 3), lambda: all_inputs, operations.linear_cross_entropy, {}, Floor(1, 1), shared=operations.HEAD
     )
-    truth = find_truth(whole, made)
-    parts = find_truth(replace(whole, tokens_at_once=3), made)
+    truth = find_truth(whole, all_inputs)
+    parts = find_truth(replace(whole, tokens_at_once=3), all_inputs)
     loss = operations.linear_cross_entropy(inputs["hidden"].double(), inputs["weight"].double(), target)
     expected = [loss, *torch.autograd.grad(loss, [inputs["hidden"], inputs["weight"]])]
     for found in (truth, parts):
@@ -133,7 +133,7 @@ def test_the_truth_in_parts_is_the_truth_at_once() -> None:
             torch.testing.assert_close(actual.float(), exact.float())
 
 
-def test_providers_take_turns() -> None:
+def test_calls_of_providers_alternate() -> None:
     calls = ""
 
     def call(name: str) -> Callable[[], None]:
@@ -185,7 +185,7 @@ def test_goals_are_judged_by_our_own_figures() -> None:
     assert met(Goal(of_floor=2.0, ms=1.0, extra_mib=1.0), {}) == [False] * 6
 
 
-def test_a_row_that_cannot_be_made_costs_no_other(tmp_path: Path) -> None:
+def test_a_failing_row_does_not_affect_the_others(tmp_path: Path) -> None:
     def no_inputs() -> dict[str, Tensor]:
         raise MemoryError("too large")
 
@@ -201,7 +201,7 @@ def test_a_row_that_cannot_be_made_costs_no_other(tmp_path: Path) -> None:
     assert (compact["op"], compact["shape"]) == ("scaled", [5, 3])
 
 
-def test_a_compact_row_has_what_the_tables_need() -> None:
+def test_a_compact_row_has_the_figures_of_the_tables() -> None:
     result = measure(
         ligerzoo=Provider(lambda: scaled), eager=Provider(lambda: scaled), fails=Provider(lambda: fails),
         **{f"{OURS}, another way": Provider(lambda: scaled)},
@@ -229,7 +229,7 @@ def test_the_committed_results_are_compact() -> None:
     assert sum(len(path.read_text().splitlines()) for path in committed) < 400
 
 
-def test_the_suites_have_a_row_of_every_goal() -> None:
+def test_every_goal_refers_to_an_earlier_row() -> None:
     rows = list(operations.rows(lambda n: n))
     names = [row.name for row in rows]
     assert len(set(names)) == len(names)
@@ -311,7 +311,7 @@ def test_every_highlight_was_measured() -> None:
     assert tuple(map(report.label, rows)) == report.HIGHLIGHTS
 
 
-def test_a_lead_is_bold_and_a_missing_figure_is_empty() -> None:
+def test_the_best_time_is_bold_and_a_missing_figure_is_empty() -> None:
     entries: dict[str, Any] = {
         OURS: {"forward_ms": 0.2, "forward_backward_ms": 0.5, "extra_mib": 3.0},
         "torch": {"forward_ms": 0.25, "forward_backward_ms": 1.0},
@@ -351,7 +351,7 @@ def test_the_figures_of_whole_models() -> None:
     assert "with safetensors alone takes 3.0 s." in text
 
 
-def test_what_a_launch_costs() -> None:
+def test_launch_figures() -> None:
     entry = {"forward_us": 11.4, "forward_backward_us": 60.2}
     slower = {"forward_us": 12.6, "forward_backward_us": 80.0}
     operations = {"rms_norm": {"ligerzoo": entry, "torch": slower, "liger-kernel": {"error": "not installed"}}}

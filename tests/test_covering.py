@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import covering, covering_rows
 
 OPTIONS: list[dict[str, list[Any]]] = [
     {},
@@ -37,3 +37,18 @@ def test_the_combinations_are_few() -> None:
     assert len(covering({"a": [1, 2, 3], "b": [1, 2, 3]})) == 9
     assert len(covering({name: [0, 1] for name in "abcdefghij"})) <= 12  # of 1024
     assert len(covering({name: [0, 1, 2] for name in "abcdef"})) <= 22  # of 729
+
+
+def test_rows_with_every_pair() -> None:
+    rows = [values for values in product(range(3), range(4), range(2), range(3)) if sum(values) != 3]
+    taken = [rows[i] for i in covering_rows(rows)]
+    assert len(taken) < len(rows) / 3
+    for i, j in combinations(range(4), 2):
+        assert {(row[i], row[j]) for row in taken} == {(row[i], row[j]) for row in rows}
+
+
+def test_all_rows_of_two_independent_columns() -> None:
+    assert covering_rows([]) == []
+    assert covering_rows([("a",), ("b",)]) == [0, 1]
+    rows = [(i, i, j) for i in range(3) for j in range(2)]  # the first two columns change together
+    assert covering_rows(rows) == list(range(6))

@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs, and links lead somewhere.
+"""The code in README.md and docs/ runs, and every link has a target.
 
 The blocks of a page run one after the other, as one script, on the small models that the package carries.
 """
@@ -28,7 +28,7 @@ LLAMA, QWEN2_VL = (
     for name in ("tiny-python-llama", "tiny-shapes-qwen2-vl")
 )
 MODELS = {
-    "meta-llama/Llama-3.2-1B-Instruct": QWEN2_VL,  # the one with a chat template
+    "meta-llama/Llama-3.2-1B-Instruct": QWEN2_VL,  # the model with a chat template
     "meta-llama/Llama-3.2-1B": LLAMA,
     "Qwen/Qwen2-VL-2B-Instruct": QWEN2_VL,
 }

@@ -1,4 +1,4 @@
-"""`make` installs quietly and completely, and the wheel carries what `ligerzoo demo` needs."""
+"""`make` installs quietly and completely, and the wheel contains everything that `ligerzoo demo` needs."""
 
 import os
 import shutil
@@ -72,21 +72,21 @@ def test_make_installs_with_a_line_for_each_step(tmp_path: Path) -> None:
 
 @needs_make
 @pytest.mark.parametrize("step", [" torch", "--editable"])
-def test_a_failed_installation_shows_the_log_and_starts_anew(step: str, tmp_path: Path) -> None:
+def test_a_failed_installation_shows_the_log_and_starts_over(step: str, tmp_path: Path) -> None:
     failed = make(tmp_path, fails=step)
     assert failed.returncode != 0
     assert "200\nno such package\n" in failed.stdout
-    assert_starts_anew(tmp_path)
+    assert_starts_over(tmp_path)
 
 
 @needs_make
 @pytest.mark.parametrize("step", [" torch", "--editable"])
-def test_a_killed_installation_starts_anew(step: str, tmp_path: Path) -> None:
+def test_a_killed_installation_starts_over(step: str, tmp_path: Path) -> None:
     assert make(tmp_path, killed_at=step).returncode != 0
-    assert_starts_anew(tmp_path)
+    assert_starts_over(tmp_path)
 
 
-def assert_starts_anew(tmp_path: Path) -> None:
+def assert_starts_over(tmp_path: Path) -> None:
     assert not (tmp_path / "env" / "installed").exists()
     (tmp_path / "env" / "leftover").touch()
     assert make(tmp_path).returncode == 0
@@ -104,7 +104,7 @@ def test_an_environment_is_updated_in_place(tmp_path: Path) -> None:
 
 
 @needs_make
-def test_a_directory_with_other_files_is_no_environment(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_refused_as_environment(tmp_path: Path) -> None:
     precious = tmp_path / "home" / "letter.txt"
     precious.parent.mkdir()
     precious.touch()
@@ -127,7 +127,7 @@ def test_make_help_names_every_command() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, as `pip wheel .` builds it, without a network."""
+    """The wheel that `pip wheel .` builds, without a network."""
     pytest.importorskip("hatchling")
     directory = tmp_path_factory.mktemp("wheel")
     pip_wheel = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index"]

@@ -32,7 +32,8 @@ def _process(rank: int, directory: str, work: Callable[[int], None]) -> None:
 def on_all_processes(work: Callable[[int], None]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_process, (directory, work), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
+        mp.set_forkserver_preload([__name__])  # imports torch once for all tests
+        mp.start_processes(_process, (directory, work), PROCESSES, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def make(classes: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,17 +23,17 @@ def with_table(readme: str) -> str:
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
     rows = [
-        f"| `{known.class_name}` | {without_references(known.checkpoints)} | {known.distinctive} |"
-        for known in architectures()
+        f"| `{model.class_name}` | {without_references(model.checkpoints)} | {model.distinctive} |"
+        for model in architectures()
     ]
     table = "\n".join(["| class | checkpoints | distinctive |", "|---|---|---|", *rows])
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    present = README.read_text(encoding="utf-8")
-    wanted = with_table(present)
+    current = README.read_text(encoding="utf-8")
+    updated = with_table(current)
     if "--check" not in sys.argv:
-        README.write_text(wanted, encoding="utf-8")
-    elif wanted != present:
+        README.write_text(updated, encoding="utf-8")
+    elif updated != current:
         sys.exit(f"{README.name}: the table of architectures is out of date. Run python -m tools.architectures")

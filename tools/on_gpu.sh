@@ -2,7 +2,7 @@
 # Tests and benchmarks that need a GPU. Each step writes its log to OUT (default: build/on_gpu). TEST_TIMEOUT limits each
 # test to that many seconds (needs pytest-timeout).
 #
-#   tools/on_gpu.sh suite        the whole test suite
+#   tools/on_gpu.sh suite        the test suite with the thorough cases
 #   tools/on_gpu.sh slow         the slow tests, such as tensors of more than 2^31 elements
 #   tools/on_gpu.sh sanitizer    compute-sanitizer's memcheck and racecheck on the small kernel tests
 #   tools/on_gpu.sh benchmarks   operations against their peers: operations.json, launching.json, scaling.json in OUT
@@ -21,7 +21,7 @@ case ${1:-} in
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck; do
       compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 --launch-timeout 600 \
-        "${pytest[@]}" tests/kernels/test_properties.py tests/kernels/test_valid_rows.py \
+        "${pytest[@]}" tests/kernels/test_properties.py tests/kernels/loss \
         -k "test_outputs_and_gradients and 1- or test_products or test_sums" "${@:2}" \
         |& tee "$out/$tool.log" | tail -15
     done

@@ -118,8 +118,8 @@ class Windows:
 
     def all(self, batch: int) -> Iterator[Tensor]:
         """Yields the whole stream once, in batches of adjacent windows."""
-        places = torch.arange(0, len(self.stream) - CONTEXT + 1, CONTEXT - 1, device=self.stream.device)
-        yield from map(self.at, places.split(batch))
+        starts = torch.arange(0, len(self.stream) - CONTEXT + 1, CONTEXT - 1, device=self.stream.device)
+        yield from map(self.at, starts.split(batch))
 
 
 @dataclass

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import torch
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, field_types
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -29,7 +29,7 @@ def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
     A null counts as absent where the field cannot be None. Entries we don't know are left out: most are inert
     leftovers.
     """
-    hints = get_type_hints(config_class)
+    hints = field_types(config_class)
     return {
         field.name: raw[field.name]
         for field in fields(config_class)

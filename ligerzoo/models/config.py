@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -12,6 +13,9 @@ from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_
 
 _LARGEST_SIZE = 2**31 - 1
 
+field_types: Callable[[type], dict[str, Any]] = cache(get_type_hints)
+"""Returns the types of a config's fields, by name. Cached: evaluating the annotations takes most of a check."""
+
 
 def check_fields(config: Any) -> None:
     """Raises ConfigError unless every field of a config dataclass has a value of its annotated type and range.
@@ -19,7 +23,7 @@ def check_fields(config: Any) -> None:
     Integers are sizes, from 1 (or the "least" of the field's metadata) to 2^31 - 1; token ids (`*_token_id`) may also
     be 0 or negative. Floats are 0 or from 1e-30 to 1e30, and may be given as integers. None is allowed if annotated.
     """
-    hints = get_type_hints(type(config))
+    hints = field_types(type(config))
     for field in fields(config):
         name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)

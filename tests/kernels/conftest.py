@@ -30,6 +30,7 @@ def _patched_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", _once_per_launch(interpreter._patch_lang))
+        patch.setattr(interpreter, "_get_np_dtype", _cached(interpreter._get_np_dtype))
         yield
 
 
@@ -51,6 +52,12 @@ def _once_per_launch(patch_language: Callable[[Any], Any]) -> Callable[[Any], An
         return Launch()
 
     return patch
+
+
+def _cached(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function builds a table of all dtypes in each call, except of a pointer type (which cannot be hashed)."""
+    cached = functools.cache(numpy_dtype)
+    return lambda dtype: (numpy_dtype if dtype.scalar.is_ptr() else cached)(dtype.scalar)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def all_gradients(model: CausalLM, **inputs: Any) -> dict[str, Tensor]:
-    """Returns the gradients of the loss, and clears those of the model."""
+    """Returns the gradients of the loss, by parameter name, and clears them in the model."""
     model.zero_grad()
     model(**inputs).loss.backward()
     found = {name: gradient.clone() for name, gradient in gradients(model).items()}

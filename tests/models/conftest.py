@@ -1,4 +1,4 @@
-"""What the tests of all architectures against transformers begin with: a checkpoint of the module's `tiny`."""
+"""Fixtures of the tests against transformers."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from tests.models.tiny import Tiny
 
 @pytest.fixture(scope="module")
 def directory(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of the module's `tiny` fixture."""
     path = tmp_path_factory.mktemp("checkpoint")
     tiny.write(path)
     return path

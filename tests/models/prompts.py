@@ -73,7 +73,7 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
     both = zip(texts, pads, strict=True)
     ids = torch.tensor([pad + text if side == "left" else text + pad for text, pad in both])
     both = zip(texts, pads, strict=True)
-    real = [[0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + pad for text, pad in both]
+    mask = [[0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + pad for text, pad in both]
     size = vision_config["in_channels"] * vision_config["temporal_patch_size"] * vision_config["patch_size"] ** 2
     vision = {}
     names = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
@@ -84,4 +84,4 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
     if grids[VIDEO] and "tokens_per_second" in vision_config:
         # Integers, since transformers before 5.18 rounds them down.
         vision["second_per_grid_ts"] = torch.randint(1, 4, (len(grids[VIDEO]),)).float()
-    return Prompt(ids, torch.tensor(real), vision)
+    return Prompt(ids, torch.tensor(mask), vision)

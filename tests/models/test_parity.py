@@ -1,4 +1,4 @@
-"""Every tiny checkpoint of text alone against transformers: logits, loss, every gradient, padding, and the way back."""
+"""Every tiny text checkpoint against transformers: logits, loss, gradients, padding, generation, packing, saving."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from tests.models.comparing import (
     under_their_names,
 )
 from tests.models.tiny import Tiny
-from tests.models.zoo import TEXT_CHECKPOINTS
+from tests.models.zoo import TEXT_CHECKPOINTS, once_per_model
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -37,8 +37,17 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 @pytest.fixture(scope="module")
 def models(directory: Path, device: str) -> tuple[CausalLM, PreTrainedModel]:
-    """Ours and theirs in fp32, whose gradients a test clears before it makes its own."""
+    """Our model and the transformers model in fp32. A test clears their gradients before it computes its own."""
     return load_both(directory, torch.float32, device, AutoModelForCausalLM)
+
+
+once_for_each_model = pytest.mark.parametrize("tiny", once_per_model(TEXT_CHECKPOINTS), indirect=True, ids=str)
+"""Runs a test for one checkpoint of each model, and for the others in thorough runs.
+
+Checkpoints of one model differ only in their files: shards, stored dtype, spelling of config.json, extra tensors.
+`test_logits_loss_and_gradients` and `test_saving_writes_what_was_loaded` run for every checkpoint. They show that
+each is loaded into this model, with every weight where it belongs; what a model computes from them is tested once.
+"""
 
 
 def random_tokens(tiny: Tiny, device: str) -> Tensor:
@@ -46,10 +55,10 @@ def random_tokens(tiny: Tiny, device: str) -> Tensor:
 
 
 def assert_same_gradients(ours: CausalLM, theirs: PreTrainedModel) -> None:
-    wanted = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), wanted)
-    assert got.keys() == wanted.keys() == dict(theirs.named_parameters()).keys()
-    for name, gradient in wanted.items():
+    expected = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), expected)
+    assert got.keys() == expected.keys() == dict(theirs.named_parameters()).keys()
+    for name, gradient in expected.items():
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
@@ -68,6 +77,7 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
     assert_same_gradients(ours, theirs)
 
 
+@once_for_each_model
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
     tokens = random_tokens(tiny, device)
@@ -80,26 +90,27 @@ def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     assert_as_exact(got, expected, truth)
 
 
-def sees_nothing_behind(model: CausalLM, padding: int) -> bool:
-    """Whether the last of so many tokens of padding are further from the text than the window of a layer reaches."""
+def window_is_within(model: CausalLM, padding: int) -> bool:
+    """Whether the sliding window of a layer is at most `padding` tokens, so that padding may attend to no text."""
     windows = (module.window for module in model.modules() if isinstance(module, Attention))
     return any(window is not None and window <= padding for window in windows)
 
 
+@once_for_each_model
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str, side: str) -> None:
-    """At every position, and with labels that count padding: on a GPU, wherever it sees something."""
+    """On a CPU, compares padding positions too. On a GPU, excludes those that attend to no text."""
     ours, theirs = models
     tokens = random_tokens(tiny, device)
     mask = torch.ones_like(tokens)
     mask[1, slice(None, 7) if side == "left" else slice(-7, None)] = 0
-    read, labels = torch.ones_like(mask), tokens
-    if device != "cpu" and (side == "left" or sees_nothing_behind(ours, 7)):  # there such padding sees itself
-        read, labels = mask, tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
+    compared, labels = torch.ones_like(mask), tokens
+    if device != "cpu" and (side == "left" or window_is_within(ours, 7)):  # such padding attends to itself
+        compared, labels = mask, tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
     with torch.no_grad():
         got, expected = (model(tokens, attention_mask=mask).logits for model in models)
     assert got.isfinite().all()
-    assert_close(got[read == 1], expected[read == 1], "logits")
+    assert_close(got[compared == 1], expected[compared == 1], "logits")
 
     for model in models:
         model.zero_grad()
@@ -107,19 +118,22 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
     assert_same_gradients(ours, theirs)
 
 
+@once_for_each_model
 @torch.no_grad()
 def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
-    """Token for token, past every window, also beside padding on the left; and from caches of any kind, in chunks, the
-    logits are those of computing all anew."""
+    """Compares tokens generated beyond every sliding window, after left padding, and logits computed with a cache.
+
+    A growing and a fixed-size cache, filled in chunks, must give the logits of one forward without a cache.
+    """
     ours, theirs = models
     tokens = random_tokens(tiny, device)
     mask = torch.ones_like(tokens)
-    # Or else padding changes what a text gives, and a cache keeps old angles, or tokens that have not seen all.
-    is_simple = not (tiny.depends_on_places or tiny.config.get("use_bidirectional_attention"))
+    # Otherwise padding changes the logits of a text, and cached keys are outdated once the text is longer.
+    is_simple = not (tiny.rotation_depends_on_length or tiny.config.get("use_bidirectional_attention"))
     if is_simple:
         mask[1, :7] = 0
     got = ours.generate(tokens, mask, max_new_tokens=10, eos_token_id=[], use_cache=is_simple)
-    # Without a cache, for theirs follows entries of config.json that the model itself does not.
+    # Without a cache: theirs is chosen by entries of config.json that the model itself ignores.
     options = {"attention_mask": mask, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": False}
     assert torch.equal(got, theirs.generate(tokens, max_new_tokens=10, **options))
 
@@ -132,13 +146,14 @@ def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel],
         assert_close(torch.cat(pieces, 1), whole, "logits from a cache")
 
 
+@once_for_each_model
 def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
-    """[A | B | padding] gives the logits, the loss and the gradients of A and B alone."""
+    """Segments A and B of [A | B | padding] have the logits, loss and gradients of separate sequences."""
     model, _ = models
     a, b, padding = random_tokens(tiny, device)[:1].split([17, 16, tiny.tokens - 33], 1)
     tokens, bounds = torch.cat([a, b, padding], 1), torch.tensor([0, 17, 33], device=device)
-    if tiny.depends_on_places:
-        return  # a long neighbour changes the rotations
+    if tiny.rotation_depends_on_length:
+        return  # the length of the row changes the rotation of both segments
     logits = model(tokens, cu_seqlens=bounds).logits
     for part, text in zip(logits.split([17, 16, tiny.tokens - 33], 1), (a, b), strict=False):
         assert_close(part, model(text).logits, "logits")
@@ -146,7 +161,7 @@ def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: st
     labels = torch.cat([a, b, torch.full_like(padding, -100)], 1)
     packed = model(tokens, labels=labels, cu_seqlens=bounds).loss
     if getattr(model.config, "output_router_logits", False):
-        return  # balance is that of the whole batch
+        return  # the load-balancing loss is that of the whole batch
     model.zero_grad()
     packed.backward()
     got = {name: gradient.clone() for name, gradient in gradients(model).items()}
@@ -158,7 +173,7 @@ def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: st
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
-def test_saving_gives_the_files_back(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
+def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == theirs.dtype

@@ -1,4 +1,4 @@
-"""Phi-3's cache: keys of a text within the original context are of no use beyond it."""
+"""Phi-3's cache: beyond the original context, keys rotated within it are invalid."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_generation_beyond_the_original_context(model: Phi3, device: str, prompt
 
 
 @torch.no_grad()
-def test_a_cache_that_is_outgrown(model: Phi3, device: str) -> None:
+def test_a_cache_longer_than_the_original_context(model: Phi3, device: str) -> None:
     tokens = torch.randint(101, (2, 20), device=device)
     cache = model.new_cache()
     model(tokens[:, :5], past_key_values=cache)
@@ -46,7 +46,7 @@ def test_a_cache_that_is_outgrown(model: Phi3, device: str) -> None:
     torch.testing.assert_close(logits, model(tokens).logits[:, 13:], rtol=0, atol=2e-5)
 
 
-def test_other_rotations_keep_their_caches() -> None:
+def test_a_cache_without_longrope_serves_any_length() -> None:
     config = Phi3Config(vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
     cache = Phi3(config, device="meta").new_cache()
     cache.layers[0].length = 4096

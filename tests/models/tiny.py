@@ -51,8 +51,8 @@ class Tiny:
     corrected: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def depends_on_places(self) -> bool:
-        """Whether the largest position changes the rotation of all tokens: packed sequences then affect each other."""
+    def rotation_depends_on_length(self) -> bool:
+        """Whether the largest position changes the rotation of all tokens: packed segments then affect each other."""
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
         return {scaling.get("rope_type"), scaling.get("type")} & {"dynamic", "longrope", "su"} != set()
 
@@ -76,10 +76,10 @@ class Tiny:
 
 
 def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A transformers model with random weights, larger than the default std of 0.02, which would hide most mistakes."""
-    its_own = copy.deepcopy(dict(config))  # transformers changes its argument in place
+    """Returns a transformers model with random weights of std 0.2; the default of 0.02 would hide most mistakes."""
+    copied = copy.deepcopy(dict(config))  # transformers changes its argument in place
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    model = auto_class.from_config(AutoConfig.for_model(**its_own), dtype=torch.float32)
+    model = auto_class.from_config(AutoConfig.for_model(**copied), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

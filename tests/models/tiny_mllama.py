@@ -166,31 +166,31 @@ def prompt(rows: list[Row], config: Mapping[str, Any], side: str = "left", image
     arrangement = torch.zeros(len(rows), images, dtype=torch.int64)
     is_tile = torch.zeros(len(rows), images, tiles, dtype=torch.int64)
     is_tile[:, :, 0] = 1
-    sees = torch.zeros(len(rows), longest, images, tiles, dtype=torch.int64)
+    visible = torch.zeros(len(rows), longest, images, tiles, dtype=torch.int64)
     for i, row in enumerate(rows):
         length = sum(piece if isinstance(piece, int) else 1 for piece in row)
-        place = start = longest - length if side == "left" else 0
+        position = start = longest - length if side == "left" else 0
         mask[i, start : start + length] = 1
-        image, seen = 0, 0
+        image, first = 0, 0  # the next image, and the first one that tokens attend to
         for j, piece in enumerate(row):
             if isinstance(piece, int):
-                ids[i, place : place + piece] = torch.randint(3, 89, (piece,))
-                sees[i, place : place + piece, seen:image] = is_tile[i, seen:image]
-                place += piece
+                ids[i, position : position + piece] = torch.randint(3, 89, (piece,))
+                visible[i, position : position + piece, first:image] = is_tile[i, first:image]
+                position += piece
                 continue
             count = piece[0] * piece[1]
             pixels[i, image, :count] = torch.randn(count, *pixels.shape[3:])
             arrangement[i, image] = 1 + arrangements.index(piece)
             is_tile[i, image, :count] = 1
-            ids[i, place] = image_token
-            seen = image if j == 0 or isinstance(row[j - 1], int) else seen
+            ids[i, position] = image_token
+            first = image if j == 0 or isinstance(row[j - 1], int) else first
             image += 1
-            sees[i, place, seen:image] = is_tile[i, seen:image]
-            place += 1
+            visible[i, position, first:image] = is_tile[i, first:image]
+            position += 1
     vision = {
         "pixel_values": pixels,
         "aspect_ratio_ids": arrangement,
         "aspect_ratio_mask": is_tile,
-        "cross_attention_mask": sees,
+        "cross_attention_mask": visible,
     }
     return Prompt(ids, mask, vision if images else {})

@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen2-VL and Qwen2.5-VL: the ways in which both are spelled."""
+"""Tiny checkpoints of Qwen2-VL and Qwen2.5-VL, in every spelling of their files."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,7 +34,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "
 
 
 def top(model_type: str, hf_class: str, vision: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands at the top level of config.json alone."""
+    """Returns the entries that occur only at the top level of config.json."""
     return {
         "architectures": [hf_class],
         "image_token_id": IMAGE,
@@ -49,7 +49,7 @@ def top(model_type: str, hf_class: str, vision: Mapping[str, Any]) -> dict[str, 
 
 
 def renamed(text: str, vision: str, then: Callable[[Tensors], Tensors] = dict) -> Callable[[Tensors], Tensors]:
-    """Names that begin with `text` and `vision` in the place of what transformers 5 has."""
+    """Returns a function that replaces transformers 5's prefixes of tensor names by `text` and `vision`."""
 
     def rename(name: str) -> str:
         return name.replace("model.language_model.", text).replace("model.visual.", vision)
@@ -61,12 +61,12 @@ def on_the_hub(then: Callable[[Tensors], Tensors] = dict) -> Callable[[Tensors],
     return renamed("model.", "visual.", then)
 
 
-def vision_lms(top: Mapping[str, Any], another_tower: Mapping[str, Any]) -> Iterator[Tiny]:
-    """A row for each spelling.
+def vision_lms(top: Mapping[str, Any], other_tower: Mapping[str, Any]) -> Iterator[Tiny]:
+    """Yields a checkpoint for each spelling.
 
     Args:
-        top: see `top`.
-        another_tower: the `vision_config` of other sizes, for a decoder of 128 features, which leaves out what it can.
+        top: the entries that `top` returns.
+        other_tower: a `vision_config` with other sizes, for a decoder of 128 features. It omits every optional entry.
     """
     flat = {**top, **TEXT}
     inner = {**TEXT, "model_type": f"{top['model_type']}_text"}
@@ -77,12 +77,12 @@ def vision_lms(top: Mapping[str, Any], another_tower: Mapping[str, Any]) -> Iter
     yield variant(flat, "as on the hub", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16, shards=3, **hub)
     yield variant(flat, "tied", {**tied, "rope_theta": 300}, tensors=on_the_hub(without(HEAD)))
     without_head = renamed("language_model.", "visual.", without(HEAD))
-    yield variant(flat, "of the base model", tied, tensors=without_head)
+    yield variant(flat, "base model", tied, tensors=without_head)
     yield variant(flat, "saved by transformers", {"num_key_value_heads": 4}, by_transformers=True, shards=2)
-    yield variant(nested, "as transformers 5 holds it", {"dtype": "float32"})
+    yield variant(nested, "transformers 5 in-memory layout", {"dtype": "float32"})
     yield variant(
         nested,
-        "tied inside, beside other entries",
+        "tied in text_config, other entries at the top level",
         {
             "text_config": {**inner, **tied, "image_token_id": None},
             "hidden_size": 48, "num_hidden_layers": 7, "rope_theta": 3.0,
@@ -91,18 +91,18 @@ def vision_lms(top: Mapping[str, Any], another_tower: Mapping[str, Any]) -> Iter
     )  # fmt: skip
     yield variant(
         nested,
-        "tied inside, for all that the files say",
+        "tied in text_config despite a different stored head",
         {"text_config": {**inner, **tied}},
         tensors=on_the_hub(with_another_head),
         corrected={"text_config": {**inner, "tie_word_embeddings": False}},
     )
     window = {"use_sliding_window": True, "sliding_window": 13}
-    yield variant(flat, "yarn, a window", {"rope_scaling": YARN, **window}, **hub)
+    yield variant(flat, "yarn, sliding window", {"rope_scaling": YARN, **window}, **hub)
     rope = {"rope_parameters": {"type": "default", "rope_theta": 700.0, "mrope_section": [4, 0, 4]}}
     yield variant(
         flat,
-        "few keys, another tower",
-        {"hidden_size": 128, "num_attention_heads": 8, **rope, "vision_config": another_tower},
+        "minimal config, other vision tower",
+        {"hidden_size": 128, "num_attention_heads": 8, **rope, "vision_config": other_tower},
         absent=("rope_scaling", "rope_theta", "max_window_layers", "num_key_value_heads", "rms_norm_eps"),
         tensors=renamed("model.language_model.", "visual."),
     )

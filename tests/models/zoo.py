@@ -1,8 +1,11 @@
 """The tiny checkpoints of every architecture."""
 
 from importlib import import_module
+from typing import Any
 
-from ligerzoo.convert import MODEL_TYPES
+import pytest
+
+from ligerzoo.convert import MODEL_TYPES, architecture_of
 from tests.models.tiny import Tiny
 
 CHECKPOINTS: list[Tiny] = [
@@ -10,3 +13,16 @@ CHECKPOINTS: list[Tiny] = [
 ]
 
 TEXT_CHECKPOINTS = [row for row in CHECKPOINTS if "vision_config" not in row.config]
+
+
+def model_of(row: Tiny) -> tuple[object, ...]:
+    """Returns what the model loaded from a checkpoint depends on, except the values of its weights."""
+    config = architecture_of(row.config["model_type"]).config_from_hf({**row.config, **row.corrected})
+    return type(config), repr(config), row.tokens
+
+
+def once_per_model(rows: list[Tiny]) -> list[Any]:
+    """Marks `thorough` the checkpoints whose model is that of an earlier one: they differ only in their files."""
+    first: dict[tuple[object, ...], Tiny] = {}
+    return [row if first.setdefault(model_of(row), row) is row else pytest.param(row, marks=pytest.mark.thorough)
+            for row in rows]  # fmt: skip
