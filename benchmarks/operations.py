@@ -653,7 +653,7 @@ def our_attention(window: int, softcap: float | None) -> Function:
         return Context(torch.empty(1, tokens, device=device))
 
     def attend_windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, even_if_plain=softcap is not None)
+        mask = context(q.shape[1], q.device).mask(k.shape[1], window=window, force=softcap is not None)
         return attend(q, k, v, mask, softcap=softcap)
 
     return attend_windowed
