@@ -131,6 +131,7 @@ def chat(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     from ligerzoo import hub
+    from ligerzoo.files.locate import locate_files
     from ligerzoo.vision import processor
 
     target: Path = options.target
@@ -138,7 +139,7 @@ def convert(options: argparse.Namespace) -> int:
         remedy = "Convert into a new directory and then replace the old one."
         raise LigerzooError("is there already", where=target, expected="a new or an empty directory", remedy=remedy)
     reader = None
-    if (hub.locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
+    if (locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
         reader = processor.load(options.model, revision=options.revision)
     model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
     hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")

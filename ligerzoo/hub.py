@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,14 +28,12 @@ from ligerzoo.convert.fields import OTHER_SPELLINGS, parse_dtype, refuse, stored
 from ligerzoo.convert.weights import DiskTensors, Layout, Shape, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.files.atomic import reading_directory
-from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, read_weight_map, write_checkpoint
-from ligerzoo.layers import PatchEmbedding
-from ligerzoo.models import CausalLM
+from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, write_checkpoint
+from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
+from ligerzoo.models.causal_lm import CausalLM
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Model = TypeVar("Model", bound=CausalLM)
@@ -375,7 +371,6 @@ def push(
 def _model_card(model: CausalLM, processor: Saves | None, repo_id: str) -> str:
     name = type(model).__name__
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    sees = any(isinstance(module, PatchEmbedding) for module in model.modules())
     loads = [(f"from ligerzoo.models import {name}", f'model = {name}.from_pretrained("{repo_id}")')]
     if processor is not None:
         kind = type(processor).__name__
@@ -383,7 +378,7 @@ def _model_card(model: CausalLM, processor: Saves | None, repo_id: str) -> str:
     imports, lines = map("\n".join, zip(*loads, strict=True))
     return f"""---
 library_name: ligerzoo
-pipeline_tag: {"image-text-to-text" if sees else "text-generation"}
+pipeline_tag: {"image-text-to-text" if model.modalities else "text-generation"}
 ---
 # {repo_id.split("/")[-1]}
 
@@ -396,68 +391,6 @@ format.
 {lines}
 ```
 """
-
-
-def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
-    """The directory with a checkpoint's configs and weights: the given one, or a snapshot of the hub's.
-
-    Of a repository only the small configs and the model's own safetensors files are downloaded, all of the same commit.
-    """
-    directory = locate_files(name_or_path, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE], **hub_options)
-    if os.path.isdir(name_or_path):
-        return directory
-    index = directory / INDEX_FILE
-    files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
-    return locate_files(name_or_path, sorted(map(glob.escape, files)), **{**hub_options, "revision": directory.name})
-
-
-def locate_files(
-    name_or_path: str | Path,
-    patterns: Sequence[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-) -> Path:
-    """The directory that holds the named files: the given one, or the hub's snapshot once those of them that exist are
-    downloaded.
-
-    Args:
-        name_or_path: a directory, or the id of a repository on the hub.
-        patterns: names of the files, or patterns like "*.jinja"; *.json, *.safetensors and *.jinja only.
-        revision: branch, tag or commit.
-        token: for private and gated repositories.
-        cache_dir: where the hub's files are kept.
-        local_files_only: no network, only what is cached already.
-
-    Raises:
-        CheckpointError: there is no such directory or repository, or it cannot be reached.
-    """
-    assert all(pattern.endswith((".json", ".safetensors", ".jinja")) for pattern in patterns)
-    if os.path.isdir(name_or_path):  # which is False for a name too long to be one, where Path's raises
-        return Path(name_or_path)
-    if not _REPO_ID.fullmatch(str(name_or_path)) or ".." in str(name_or_path):
-        raise CheckpointError(
-            "no such directory, and no repository id", where=name_or_path, expected='a directory or "org/name"'
-        )
-
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                str(name_or_path), revision=revision, token=token, cache_dir=cache_dir,
-                local_files_only=local_files_only, allow_patterns=list(patterns),
-            )
-        )  # fmt: skip
-    except Exception as error:  # its own, the system's, or its HTTP client's, of which it has changed the package
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            "no such directory here, and not to be had from the hub",
-            where=name_or_path, got=f"{type(error).__name__}: {reason}",
-            remedy="Check the name, the network, and for a gated or private repository the token.",
-        ) from error  # fmt: skip
 
 
 def _some(names: Sequence[str]) -> str:

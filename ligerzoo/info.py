@@ -17,7 +17,7 @@ from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
-from ligerzoo.hub import CONFIG_FILE, GENERATION_FILE, locate_files
+from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.text.tokenizer import FILE_PATTERNS, Tokenizer
 
 # Told by a piece of the tensor's name, the first that fits.

@@ -34,36 +34,46 @@ MODEL_TYPES = (
 """Every `model_type`. Each has a file here of the same name with its ARCHITECTURE, imported when it is asked for."""
 
 
+_REGISTERED: dict[str, Architecture] = {}
+"""Architectures of users' own classes, by `model_type`."""
+
+
 def architecture_of(model_type: object) -> Architecture:
-    """The architecture of a config.json's `model_type`.
+    """Returns the architecture that config.json's `model_type` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No architecture has this name.
     """
+    if isinstance(model_type, str) and model_type in _REGISTERED:
+        return _REGISTERED[model_type]
     if model_type not in MODEL_TYPES:
         raise ConfigError(
             "no such architecture",
             where="model_type",
             got=repr(model_type),
-            expected=" or ".join(MODEL_TYPES),
+            expected=" or ".join((*MODEL_TYPES, *_REGISTERED)),
+            remedy="If it is a class of your own, call AutoModel.register first.",
         )
-    architecture: Architecture = import_module(f"ligerzoo.convert.{model_type}").ARCHITECTURE
+    architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture
 
 
 def architecture_for(model_class: type) -> Architecture:
-    """The architecture of one of our model classes (or a subclass of one).
+    """Returns the architecture of a model class, or of the nearest base class that has one.
 
     Raises:
-        ConfigError: it is none of the zoo's, so its checkpoints have no known layout.
+        ConfigError: Neither the class nor a base class is registered or part of ligerzoo.models.
     """
-    by_class = {architecture.model_class: architecture for architecture in map(architecture_of, reversed(MODEL_TYPES))}
-    for known in model_class.__mro__:  # nearest first: one architecture's class may be a subclass of another's
-        if known in by_class:
-            return by_class[known]
+    for base in model_class.__mro__:
+        for architecture in _REGISTERED.values():
+            if architecture.model_class is base:
+                return architecture
+        package, _, module = base.__module__.rpartition(".")
+        if package == "ligerzoo.models" and module in MODEL_TYPES and architecture_of(module).model_class is base:
+            return architecture_of(module)
     raise ConfigError(
-        "no checkpoint layout is known for this class",
+        "the class is not registered, so it cannot be saved or loaded",
         where=model_class.__name__,
-        expected="a class of ligerzoo.models",
-        remedy="Save the state_dict of a model of your own with safetensors.torch.save_model.",
+        expected="a class of ligerzoo.models, a subclass of one, or a registered class",
+        remedy=f'Call AutoModel.register(<config class>, {model_class.__name__}, model_type="...").',
     )

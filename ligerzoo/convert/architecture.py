@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.weights import Layout, Shape
-from ligerzoo.models import CausalLM
+from ligerzoo.models.causal_lm import CausalLM
 
 _ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 

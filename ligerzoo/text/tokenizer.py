@@ -101,7 +101,7 @@ class Tokenizer:
             TokenizerError: there is no tokenizer.json, or a file is malformed.
             CheckpointError: the directory was replaced while it was read.
         """
-        from ligerzoo.hub import locate_files
+        from ligerzoo.files.locate import locate_files
 
         directory = locate_files(
             name_or_path,

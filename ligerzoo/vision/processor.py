@@ -79,7 +79,7 @@ class Processor:
             CheckpointError: a file is malformed, or the directory was replaced while it was read.
             TokenizerError: there is no tokenizer.json, it is malformed, or it has no token for images.
         """
-        from ligerzoo.hub import locate_files
+        from ligerzoo.files.locate import locate_files
 
         directory = locate_files(
             name_or_path,
@@ -222,7 +222,7 @@ def load(name_or_path: str | Path, *, revision: str | None = None) -> Processor 
     Raises:
         LigerzooError: as the `from_pretrained` of either does.
     """
-    from ligerzoo.hub import locate_files
+    from ligerzoo.files.locate import locate_files
 
     directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
     with reading_directory(directory):

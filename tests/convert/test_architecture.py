@@ -1,9 +1,8 @@
 import dataclasses
-import sys
-from types import SimpleNamespace
 
 import pytest
 
+from ligerzoo import convert
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
 from ligerzoo.convert.architecture import is_beyond_last_layer, is_rotary_buffer
 from ligerzoo.convert.weights import Layout, Rename
@@ -32,7 +31,7 @@ def test_classes_of_one_s_own() -> None:
         pass
 
     assert architecture_for(Tuned).model_class is Llama
-    with pytest.raises(ConfigError, match="CausalLM: no checkpoint layout is known"):
+    with pytest.raises(ConfigError, match="CausalLM: the class is not registered.*Call AutoModel.register"):
         architecture_for(CausalLM)
 
 
@@ -44,8 +43,7 @@ def test_the_nearest_of_related_classes(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
     sibling = dataclasses.replace(architecture_of("llama"), model_type="sibling", model_class=Sibling)
-    monkeypatch.setattr("ligerzoo.convert.MODEL_TYPES", ("llama", "sibling"))
-    monkeypatch.setitem(sys.modules, "ligerzoo.convert.sibling", SimpleNamespace(ARCHITECTURE=sibling))
+    monkeypatch.setitem(convert._REGISTERED, "sibling", sibling)
     assert architecture_for(Tuned) is architecture_for(Sibling) is sibling
     assert architecture_for(Llama) is architecture_of("llama")
 

@@ -3,14 +3,12 @@
 import json
 import math
 import re
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ligerzoo import AutoModel, hub
+from ligerzoo import AutoModel, convert, hub
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import rope_fields, shared_fields
 from ligerzoo.convert.weights import (
@@ -303,8 +301,7 @@ W2 = "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ligerzoo.convert.MODEL_TYPES", ("llama", "toy"))
-    monkeypatch.setitem(sys.modules, "ligerzoo.convert.toy", SimpleNamespace(ARCHITECTURE=TOY))
+    monkeypatch.setitem(convert._REGISTERED, "toy", TOY)
 
 
 def in_the_first_layout(ours: Tensors) -> Tensors:
