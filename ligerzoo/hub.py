@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
-from ligerzoo.convert.fields import OTHER_SPELLINGS, parse_dtype, refuse, stored_dtype
-from ligerzoo.convert.weights import DiskTensors, Layout, Shape, TensorSlice, assemble, shapes_of
+from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, parse_dtype, refuse, stored_dtype
+from ligerzoo.convert.weights import Layout, Shape, StoredTensors, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, write_checkpoint
@@ -122,15 +122,15 @@ def load(
         shapes = shapes_of(model.state_dict())
         layout = architecture.layout_of(stored, shapes)
         pieces = _pieces(layout, shapes, len(stored))
-        absent = [piece for piece in pieces if piece.ours in TIED and piece.theirs not in stored]
+        absent = [piece for piece in pieces if piece.name in TIED and piece.stored_name not in stored]
         if config.tie_word_embeddings and len(absent) == 1:  # the one weight may stand under either name, or under both
             pieces.remove(absent[0])
         _refuse_misfits(checkpoint, pieces, architecture.is_extra_tensor, config.num_hidden_layers)
         if dtype == "auto":
-            embedding = next(piece.theirs for piece in pieces if piece.ours in TIED)
+            embedding = next(piece.stored_name for piece in pieces if piece.name in TIED)
             dtype = stored_dtype(raw) or stored[embedding].dtype
         weights = _read(checkpoint, pieces, shapes, parse_dtype(dtype, where="dtype"), device)
-        weights |= {piece.ours: weights[TIED[piece.ours]] for piece in absent}
+        weights |= {piece.name: weights[TIED[piece.name]] for piece in absent}
         extra_tensors = {name: checkpoint.read(name) for name in stored if architecture.is_extra_tensor(name)}
 
     model.load_state_dict(weights, assign=True)
@@ -140,7 +140,7 @@ def load(
         else:  # the config says tied, the files hold two weights: the files are right
             config = dataclasses.replace(config, tie_word_embeddings=False)
             raw, model.config = _untied({**raw, "tie_word_embeddings": False}), config
-    model.origin = Origin(raw, config, layout, frozenset(piece.ours for piece in absent), extra_tensors)
+    model.origin = Origin(raw, config, layout, frozenset(piece.name for piece in absent), extra_tensors)
     model.generation_config = generation_config
     return model.eval()
 
@@ -192,7 +192,7 @@ def _pieces(layout: Layout, shapes: Mapping[str, Shape], n_stored: int) -> list[
     A piece is all of one of our tensors or all of one on disk. So more pieces than tensors on both sides are more than
     the files can hold, and however many experts config.json speaks of, no more are listed.
     """
-    return list(islice(layout.pieces(shapes), len(shapes) + n_stored + 1))
+    return list(islice(layout.slices(shapes), len(shapes) + n_stored + 1))
 
 
 def _refuse_misfits(
@@ -203,7 +203,7 @@ def _refuse_misfits(
 ) -> None:
     """Raises CheckpointError unless the files hold just the tensors that config.json implies, but for known
     leftovers."""
-    wanted = {piece.theirs: piece.their_shape for piece in pieces}
+    wanted = {piece.stored_name: piece.stored_shape for piece in pieces}
     missing = [name for name in wanted if name not in checkpoint.tensors]
     if missing:
         raise CheckpointError(
@@ -234,11 +234,11 @@ def _read(
 ) -> dict[str, Tensor]:
     """Our tensors, read one piece at a time."""
     device = torch.get_default_device() if device is None else torch.device(device)
-    total = sum(checkpoint.tensors[name].nbytes for name in {piece.theirs for piece in pieces})
+    total = sum(checkpoint.tensors[name].nbytes for name in {piece.stored_name for piece in pieces})
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
         def read(piece: TensorSlice) -> Tensor:
-            part = checkpoint.read(piece.theirs)[piece.their_index]
+            part = checkpoint.read(piece.stored_name)[piece.stored_index]
             progress.update(part.nbytes)
             return part.to(device)
 
@@ -295,8 +295,8 @@ def _disk_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor
         for name in origin.absent if origin else (HEAD,):
             del state[name]
     extra_tensors = origin.extra_tensors if origin else {}
-    pieces = [*layout.pieces(shapes_of(state)), *Layout().pieces(shapes_of(extra_tensors))]
-    return DiskTensors(pieces, {**state, **extra_tensors})
+    pieces = [*layout.slices(shapes_of(state)), *Layout().slices(shapes_of(extra_tensors))]
+    return StoredTensors(pieces, {**state, **extra_tensors})
 
 
 def _config_json(model: CausalLM, origin: Origin | None) -> str:
@@ -306,7 +306,7 @@ def _config_json(model: CausalLM, origin: Origin | None) -> str:
     else:
         ours = architecture.config_to_hf(model.config)
         # What our config tells it tells whole, by leaving entries out as well, and nothing may belie it.
-        told = get_type_hints(type(model.config)).keys() | OTHER_SPELLINGS
+        told = get_type_hints(type(model.config)).keys() | ALTERNATIVE_ENTRIES
         inherited = {key: value for key, value in (origin.raw_config if origin else {}).items() if key not in told}
         classes = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
         content = {**classes, **inherited, **ours}

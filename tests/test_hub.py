@@ -102,7 +102,7 @@ def test_the_dtype_of_config_wins_over_the_files(
 
 @pytest.mark.parametrize("dtype", ["int8", "nonsense", None, 16, torch.int8, torch.complex64, torch.float8_e4m3fn])
 def test_dtypes_that_are_none(directory: Path, dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=r"dtype: no dtype of weights; got .*; expected float32 or"):
+    with pytest.raises(ConfigError, match=r"dtype: not a dtype of weights; got .*; expected float32 or"):
         Llama.from_pretrained(directory, dtype=dtype)
 
 
@@ -218,8 +218,8 @@ def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] 
         ({"attention_bias": True}, "tensors are missing; got no 'model.layers.0.self_attn.q_proj.bias'"),
         ({"num_key_value_heads": 4}, r"k_proj.weight': tensor of another shape; got \(16, 32\); expected \(32, 32\)"),
         ({"head_dim": 16}, r"k_proj.weight': tensor of another shape; got \(16, 32\); expected \(32, 32\)"),
-        ({"dtype": "int4"}, "config.json, dtype: no dtype of weights; got 'int4'; expected float32 or"),
-        ({"torch_dtype": 16}, "config.json, dtype: no dtype of weights; got 16"),
+        ({"dtype": "int4"}, "config.json, dtype: not a dtype of weights; got 'int4'; expected float32 or"),
+        ({"torch_dtype": 16}, "config.json, dtype: not a dtype of weights; got 16"),
     ],
 )
 def test_config_json_that_is_refused(directory: Path, entries: dict[str, Any], message: str) -> None:

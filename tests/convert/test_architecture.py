@@ -31,7 +31,7 @@ def test_classes_of_one_s_own() -> None:
         pass
 
     assert architecture_for(Tuned).model_class is Llama
-    with pytest.raises(ConfigError, match="CausalLM: the class is not registered.*Call AutoModel.register"):
+    with pytest.raises(ConfigError, match=r"CausalLM: the class is not registered.*Call AutoModel.register"):
         architecture_for(CausalLM)
 
 
@@ -77,7 +77,7 @@ def test_each_part_has_a_prefix_of_its_own(stored: list[str], prefixes: tuple[tu
     architecture = dataclasses.replace(architecture_of("llama"), prefixes=spellings)
     layout = architecture.layout_of(stored, SHAPES)
     assert layout == Layout(prefixes=prefixes)
-    names = [piece.theirs for piece in layout.pieces(SHAPES)]
+    names = [part.stored_name for part in layout.slices(SHAPES)]
     assert [name for name in names if "mlp" not in name] == stored
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ligerzoo.convert.fields import (
-    first_told,
+    first_given,
     flag_entry,
     object_entry,
     parse_dtype,
@@ -88,7 +88,7 @@ def test_stored_dtype(raw: dict[str, Any], dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("wrong", ["int8", "float8_e4m3fn", "", "nonsense", 16, ["float16"], None, torch.int64])
 def test_dtypes_that_weights_cannot_have(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"here: no dtype of weights.*float32 or float16 or bfloat16 or float64"):
+    with pytest.raises(ConfigError, match=r"here: not a dtype of weights.*float32 or float16 or bfloat16 or float64"):
         parse_dtype(wrong, where="here")
 
 
@@ -117,9 +117,9 @@ def test_written_fields() -> None:
     assert written_fields(DecoderConfig(head_dim=12))["head_dim"] == 12
 
 
-def test_first_told() -> None:
-    assert first_told({"a": None, "b": 0, "c": 1}, "z", "a", "b", "c") == 0
-    assert first_told({"a": None}, "a", "b") is None
+def test_first_given() -> None:
+    assert first_given({"a": None, "b": 0, "c": 1}, "z", "a", "b", "c") == 0
+    assert first_given({"a": None}, "a", "b") is None
 
 
 def test_object_entry() -> None:
@@ -133,7 +133,7 @@ def test_flag_entry() -> None:
     assert flag_entry({"a": True}, "a")
     assert not any(flag_entry(raw, "a") for raw in ({"a": False}, {"a": None}, {}))
     for wrong in (0, 1, "", "true", [], {}):
-        with pytest.raises(ConfigError, match=r"a: not a possible value; got .*; expected true or false"):
+        with pytest.raises(ConfigError, match=r"a: invalid value; got .*; expected true or false"):
             flag_entry({"a": wrong}, "a")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ligerzoo.convert import architecture_of
-from ligerzoo.convert.gemma3_text import config_from_hf
+from ligerzoo.convert.gemma3_text import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Gemma3TextConfig
 
@@ -70,7 +70,7 @@ def test_refusals(model_type: str, entry: dict[str, Any], named: str) -> None:
     ],
 )
 def test_two_rotary_embeddings(raw: dict[str, Any], theta: float, scaling: object, local_theta: float) -> None:
-    config = config_from_hf(raw)
+    config = ARCHITECTURE.config_from_hf(raw)
     assert (config.rope_theta, config.rope_scaling, config.rope_local_base_freq) == (theta, scaling, local_theta)
 
 
@@ -82,5 +82,5 @@ def test_the_window_of_a_bidirectional_model_is_of_both_sides() -> None:
 
 
 def test_a_null_size_of_heads_is_that_of_equal_parts() -> None:
-    config = config_from_hf({"head_dim": None, "num_key_value_heads": None, "hidden_size": 64})
+    config = ARCHITECTURE.config_from_hf({"head_dim": None, "num_key_value_heads": None, "hidden_size": 64})
     assert (config.head_size, config.kv_heads) == (8, 8)

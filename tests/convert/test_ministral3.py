@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ligerzoo.convert.ministral3 import config_from_hf, config_to_hf
+from ligerzoo.convert.ministral3 import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Ministral3Config
 
@@ -14,7 +14,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
 
 @pytest.mark.parametrize("raw", [{}, {"rope_scaling": None}, {"rope_parameters": None, "rope_theta": 5.0}])
 def test_nothing_about_rope(raw: dict[str, Any]) -> None:
-    config = config_from_hf(raw)
+    config = ARCHITECTURE.config_from_hf(raw)
     assert (config.rope_theta, config.rope_scaling) == (1e6, Ministral3Config().rope_scaling)
     assert config.query_growth == 0.1
 
@@ -29,14 +29,14 @@ def test_nothing_about_rope(raw: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_said_is_filled_in(rope: dict[str, Any], scaling: dict[str, Any], theta: float) -> None:
-    config = config_from_hf({"rope_parameters": rope, "max_position_embeddings": 80})
+    config = ARCHITECTURE.config_from_hf({"rope_parameters": rope, "max_position_embeddings": 80})
     of_queries = {"original_max_position_embeddings": 80, "llama_4_scaling_beta": 0.0}
     assert (config.rope_theta, config.rope_scaling) == (theta, {**of_queries, **scaling})
-    assert config_from_hf(config_to_hf(config)) == config
+    assert ARCHITECTURE.config_from_hf(ARCHITECTURE.config_to_hf(config)) == config
 
 
 def test_no_scaling_is_written_as_such() -> None:
-    config = config_from_hf(config_to_hf(Ministral3Config(rope_scaling=None)))
+    config = ARCHITECTURE.config_from_hf(ARCHITECTURE.config_to_hf(Ministral3Config(rope_scaling=None)))
     assert config.rope_scaling is not None
     assert (config.rope_scaling["rope_type"], config.query_growth) == ("default", 0)
 

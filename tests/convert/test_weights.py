@@ -6,7 +6,7 @@ import re
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,19 @@ from torch import Tensor, nn
 
 from ligerzoo import AutoModel, convert, hub
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import rope_fields, shared_fields
 from ligerzoo.convert.weights import (
-    DiskTensors,
     Fused,
     Layout,
+    ModuleRules,
     PerExpert,
     Rename,
     Rule,
+    StoredTensors,
     TensorSlice,
-    Under,
     assemble,
     shapes_of,
 )
-from ligerzoo.errors import CheckpointError, LigerzooError
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.info import describe
 from ligerzoo.layers import Attention, Decoder, LMHead, RMSNorm
@@ -65,17 +64,17 @@ def raw_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tor
     }
 
 
-def to_disk(layout: Layout, tensors: Tensors) -> DiskTensors:
-    return DiskTensors(layout.pieces(shapes_of(tensors)), tensors)
+def to_disk(layout: Layout, tensors: Tensors) -> StoredTensors:
+    return StoredTensors(layout.slices(shapes_of(tensors)), tensors)
 
 
 def from_disk(layout: Layout, theirs: Mapping[str, Tensor], ours: Tensors, dtype: torch.dtype) -> Tensors:
     def read(piece: TensorSlice) -> Tensor:
-        assert theirs[piece.theirs].shape == piece.their_shape
-        return theirs[piece.theirs][piece.their_index]
+        assert theirs[piece.stored_name].shape == piece.stored_shape
+        return theirs[piece.stored_name][piece.stored_index]
 
     shapes = shapes_of(ours)
-    return assemble(layout.pieces(shapes), shapes, read, dtype=dtype, device=torch.device("cpu"))
+    return assemble(layout.slices(shapes), shapes, read, dtype=dtype, device=torch.device("cpu"))
 
 
 # Each rule, against what it should be
@@ -83,7 +82,7 @@ def from_disk(layout: Layout, theirs: Mapping[str, Tensor], ours: Tensors, dtype
 
 def test_rules_for_one_part_alone() -> None:
     ours = {name: torch.rand(2) for name in ("visual.norm.weight", "visual.fc.weight", "model.norm.weight")}
-    layout = Layout((Under("visual.", (Rename("ln", "norm"),)),), (("visual.", "model.vision."),))
+    layout = Layout((ModuleRules("visual.", (Rename("ln", "norm"),)),), (("visual.", "model.vision."),))
     assert list(to_disk(layout, ours)) == ["model.vision.ln.weight", "model.vision.fc.weight", "model.norm.weight"]
 
 
@@ -117,7 +116,7 @@ def test_a_path_is_whole_names(name: str, renamed: str) -> None:
 
 
 def test_a_prefix_is_a_path_too() -> None:
-    (piece,) = Layout((Rename("language_model.model", "model"),)).pieces({"model.norm.weight": (3,)})
+    (piece,) = Layout((Rename("language_model.model", "model"),)).slices({"model.norm.weight": (3,)})
     assert piece == TensorSlice("language_model.model.norm.weight", (3,), "model.norm.weight")
 
 
@@ -166,13 +165,13 @@ def test_what_is_fused_is_not_kept() -> None:
 
 def test_a_table_that_would_lose_a_tensor() -> None:
     ours = {"a.weight": torch.rand(2), "b.weight": torch.rand(2)}
-    with pytest.raises(AssertionError, match="not one to one"):
+    with pytest.raises(ConfigError, match="not one to one"):
         to_disk(Layout((Rename("b", "a"),)), ours)
 
 
 def test_any_number_of_experts_costs_nothing_until_it_is_asked_for() -> None:
-    pieces = Layout(EXPERTS).pieces({"mlp.experts.gate_up_proj": (10**12, 4, 2)})
-    assert [piece.theirs.split(".")[2:4] for piece in islice(pieces, 3)] == [["0", "w1"], ["0", "w3"], ["1", "w1"]]
+    pieces = Layout(EXPERTS).slices({"mlp.experts.gate_up_proj": (10**12, 4, 2)})
+    assert [piece.stored_name.split(".")[2:4] for piece in islice(pieces, 3)] == [["0", "w1"], ["0", "w3"], ["1", "w1"]]
 
 
 # Any table
@@ -230,12 +229,12 @@ def test_any_table_there_and_back(table: tuple[Layout, Tensors]) -> None:
 def test_a_piece_is_all_of_one_side(table: tuple[Layout, Tensors]) -> None:
     """By which the hub bounds their number."""
     layout, ours = table
-    pieces = list(layout.pieces(shapes_of(ours)))
-    whole_of_ours = [piece.ours for piece in pieces if not piece.our_index]
-    whole_of_theirs = [piece.theirs for piece in pieces if not piece.their_index]
+    pieces = list(layout.slices(shapes_of(ours)))
+    whole_of_ours = [piece.name for piece in pieces if not piece.index]
+    whole_of_theirs = [piece.stored_name for piece in pieces if not piece.stored_index]
     assert len(set(whole_of_ours)) == len(whole_of_ours)
     assert len(set(whole_of_theirs)) == len(whole_of_theirs)
-    assert all(not piece.our_index or not piece.their_index for piece in pieces)
+    assert all(not piece.index or not piece.stored_index for piece in pieces)
 
 
 # A toy mixture: fused attention, permuted norms, experts
@@ -290,8 +289,7 @@ TOY = Architecture(
     model_type="toy",
     hf_class="ToyForCausalLM",
     model_class=Toy,
-    config_from_hf=lambda raw: ToyConfig(**{**shared_fields(raw, ToyConfig), **rope_fields(raw)}),
-    config_to_hf=asdict,
+    config_class=ToyConfig,
     layouts=(Layout((QKV, *SANDWICH, *EXPERTS)), Layout()),
 )
 

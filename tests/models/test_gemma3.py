@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils import logging
 
 from ligerzoo import AutoModel, Processor
-from ligerzoo.convert.gemma3 import config_from_hf
+from ligerzoo.convert.gemma3 import ARCHITECTURE
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.info import describe
 from ligerzoo.models import Gemma3, Gemma3Config, Gemma3VisionConfig
@@ -426,17 +426,19 @@ def test_what_does_not_fit_together(model: Gemma3) -> None:
 def test_configs_that_cannot_be(part: str, changes: dict[str, Any], named: str) -> None:
     raw = {**GEMMA3, part: {**GEMMA3[part], **changes}} if part else {**GEMMA3, **changes}
     with pytest.raises(ConfigError, match=named):
-        config_from_hf(raw)
+        ARCHITECTURE.config_from_hf(raw)
 
 
 def test_which_entry_counts() -> None:
     top = {"image_token_id": 91, "tie_word_embeddings": None, "initializer_range": 0.5}
-    read = config_from_hf({**GEMMA3, **top, "text_config": {**TEXT, "eos_token_id": 5, "tie_word_embeddings": False}})
+    read = ARCHITECTURE.config_from_hf(
+        {**GEMMA3, **top, "text_config": {**TEXT, "eos_token_id": 5, "tie_word_embeddings": False}}
+    )
     assert (read.image_token_id, read.eos_token_id, read.initializer_range) == (91, [1, 87], 0.5)
     assert read.tie_word_embeddings  # for transformers asks the top level alone
     for raw in (GEMMA3, {**GEMMA3, "image_token_id": None}):
-        assert config_from_hf(raw).image_token_id == IMAGE
-    nothing = config_from_hf({"vision_config": {"image_size": 256}})
+        assert ARCHITECTURE.config_from_hf(raw).image_token_id == IMAGE
+    nothing = ARCHITECTURE.config_from_hf({"vision_config": {"image_size": 256}})
     assert nothing == Gemma3Config(vision_config=Gemma3VisionConfig(image_size=256))
 
 
