@@ -72,6 +72,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+@pytest.mark.filterwarnings("ignore:.*missing parameters, which keep their initialization:UserWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_code(
     page: Path, directory: Path, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,7 @@ ARROWS = {
     "convert": ("errors models", ""),
     "hub": ("convert errors files models", "vision"),
     "generate": ("errors", ""),
-    "info": ("convert errors files text", ""),
+    "info": ("convert errors files models text", ""),
     "demo": ("errors files generate models text vision", ""),
     "cli": ("errors ligerzoo", "demo files generate hub info models text vision"),
     "__main__": ("cli", ""),

@@ -108,16 +108,24 @@ class Architecture:
             layout = layout.with_prefix(prefix, stored_prefix)
         return layout
 
-    def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
-        """Builds a model on the meta device, without weights.
+    def build(
+        self, config: Any, model_class: type[CausalLM] = CausalLM, device: torch.device | str | None = None
+    ) -> Any:
+        """Builds a model with random weights.
 
         Args:
             config: config of the model.
             model_class: class of the model if it is a subclass of the architecture's, else ignored.
+            device: device of the weights. Defaults to torch's default device.
         """
         make: Callable[[Any], CausalLM] = model_class if issubclass(model_class, self.model_class) else self.model_class
-        with torch.device("meta"), _SkipInitialization():
+        with torch.device(device or torch.get_default_device()):
             return make(config)
+
+    def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
+        """Builds a model on the meta device, without weights. The arguments are those of `build`."""
+        with _SkipInitialization():
+            return self.build(config, model_class, "meta")
 
     def layout_of(self, stored: Collection[str], shapes: Mapping[str, Shape]) -> Layout:
         """Returns the layout and prefixes of a checkpoint: those under which most parameters are stored.

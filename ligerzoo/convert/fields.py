@@ -57,6 +57,12 @@ def convert_value(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
+def convert_overrides(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """Converts values that a user gives for config fields to the types of the fields. All names must be fields."""
+    hints = get_type_hints(config_class)
+    return {name: convert_value(value, hints[name], name) for name, value in overrides.items()}
+
+
 def build_config(config_class: type, values: Mapping[str, Any]) -> Any:
     """Returns a config with these field values.
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ligerzoo.errors import CheckpointError
+from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.atomic import reading_directory, replacing_directory
 
 SINGLE_FILE = "model.safetensors"
@@ -78,7 +78,7 @@ class TensorInfo:
         if self.stored_dtype not in _DTYPES:
             raise CheckpointError(
                 "dtype is not supported",
-                where=f"{self.file}, tensor {_shown(self.name)}",
+                where=f"{self.file}, tensor {quote(self.name)}",
                 got=self.stored_dtype,
                 expected=_SUPPORTED,
             )
@@ -135,14 +135,14 @@ class Checkpoint:
             CheckpointError: there is no such tensor, its dtype is not supported, or the checkpoint has been closed.
         """
         if name not in self.tensors:
-            raise CheckpointError(f"no tensor {_shown(name)}", where=self.directory)
+            raise CheckpointError(f"no tensor {quote(name)}", where=self.directory)
         info = self.tensors[name]
         dtype = info.dtype
         try:
             tensor: torch.Tensor = self._files[info.file].get_tensor(name)
         except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
-            where = f"{self.directory / info.file}, tensor {_shown(name)}"
-            raise CheckpointError("cannot be read", where=where, got=_shown(error)) from error
+            where = f"{self.directory / info.file}, tensor {quote(name)}"
+            raise CheckpointError("cannot be read", where=where, got=quote(error)) from error
         assert (tensor.shape, tensor.dtype) == (info.shape, dtype)
         return tensor.to(device)
 
@@ -202,8 +202,8 @@ def read_weight_map(index: str | Path) -> dict[str, str]:
         if not isinstance(file, str) or not _is_plain_name(file) or not file.endswith(".safetensors"):
             raise CheckpointError(
                 "bad file name",
-                where=f"{index}, tensor {_shown(name)}",
-                got=_shown(file),
+                where=f"{index}, tensor {quote(name)}",
+                got=quote(file),
                 expected="the name of a .safetensors file in the same directory",
             )
     return weight_map
@@ -240,7 +240,7 @@ def write_checkpoint(
         blueprints[name] = tensor.detach().to("meta")
     for name in files:
         if not _is_plain_name(name) or _WEIGHT_FILE.fullmatch(name):
-            raise CheckpointError("bad name for a file beside the weights", where=directory, got=_shown(name))
+            raise CheckpointError("bad name for a file beside the weights", where=directory, got=quote(name))
     shards = _plan_shards(blueprints, limit)
     total_size = sum(tensor.nbytes for tensor in blueprints.values())
     from tqdm import tqdm
@@ -270,7 +270,7 @@ def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no 
     except SafetensorError as error:
         raise _malformed(path, "safetensors", error) from error
     except RuntimeError as error:  # torch opens the file once more
-        raise CheckpointError("cannot be read", where=path, got=_shown(error)) from error
+        raise CheckpointError("cannot be read", where=path, got=quote(error)) from error
 
 
 def _open_regular(path: Path) -> BinaryIO:
@@ -316,8 +316,8 @@ def _refuse_absence(directory: Path, files: list[str]) -> None:
     raise CheckpointError(
         f"{len(absent)} of {len(files)} weight files missing",
         where=directory,
-        got=_some(found) if found else "an empty directory",
-        expected=_some(absent),
+        got=first_names(found) if found else "an empty directory",
+        expected=first_names(absent),
         remedy=remedy,
     )
 
@@ -329,13 +329,13 @@ def _refuse_disagreement(directory: Path, weight_map: Mapping[str, str], infos: 
         if listed != info.file:
             raise CheckpointError(
                 "tensor stands in a file where the index does not put it",
-                where=f"{directory / info.file}, tensor {_shown(info.name)}",
-                expected="it to be listed in the index" if listed is None else f"it in {_shown(listed)} alone",
+                where=f"{directory / info.file}, tensor {quote(info.name)}",
+                expected="it to be listed in the index" if listed is None else f"it in {quote(listed)} alone",
             )
     found = {info.name for info in infos}
     for name, file in weight_map.items():
         if name not in found:
-            where = f"{directory / file}, tensor {_shown(name)}"
+            where = f"{directory / file}, tensor {quote(name)}"
             raise CheckpointError("tensor is missing, though the index puts it here", where=where)
 
 
@@ -343,7 +343,7 @@ def _malformed(path: Path, kind: str, error: Exception) -> CheckpointError:
     """Say what stands in the file, where it is not what its name promises."""
     with _reporting_errors(path), path.open("rb") as file:
         beginning = file.read(64).lstrip()
-    got, remedy = _shown(error), "The file may be damaged or cut off: download it again."
+    got, remedy = quote(error), "The file may be damaged or cut off: download it again."
     if beginning.startswith(b"version https://git-lfs"):
         got, remedy = "a git-lfs pointer to it", "Run `git lfs pull` in the repository that it came from."
     elif beginning.startswith(b"<"):
@@ -365,7 +365,7 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
-    where = f"tensor {_shown(name)}"
+    where = f"tensor {quote(name)}"
     if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
         raise CheckpointError("a safetensors file cannot hold a tensor of this name", where=where)
     if tensor.dtype not in _DTYPE_NAMES:
@@ -427,14 +427,3 @@ def _write_safetensors(
         for name, blueprint in by_alignment.items():
             file.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             advance(blueprint.nbytes)
-
-
-def _some(names: list[str]) -> str:
-    """The first of perhaps many names, for a message."""
-    return ", ".join(map(_shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _shown(text: object) -> str:
-    """What stood in a file, made short and harmless for a message."""
-    text = str(text)
-    return repr(text if len(text) <= 200 else text[:200] + "...")

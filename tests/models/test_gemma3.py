@@ -469,6 +469,6 @@ def test_info(tmp_path: Path) -> None:
     CHECKPOINTS[0].write(tmp_path)
     page = describe(tmp_path)
     assert "Gemma3 (Gemma3ForConditionalGeneration)" in page
-    assert "2 of 3 layers see the last 12 tokens" in page
+    assert "2 of 3 layers attend to the last 12 tokens" in page
     assert "vision tower" in page
     assert "projector                   792" in page
