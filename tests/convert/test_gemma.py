@@ -1,4 +1,4 @@
-"""config.json of the Gemmas: what is refused, and the two rotary embeddings of Gemma 3."""
+"""Tests of config.json for Gemma, Gemma 2 and Gemma 3: invalid values, and the two rotary embeddings of Gemma 3."""
 
 from typing import Any
 
@@ -74,13 +74,13 @@ def test_two_rotary_embeddings(raw: dict[str, Any], theta: float, scaling: objec
     assert (config.rope_theta, config.rope_scaling, config.rope_local_base_freq) == (theta, scaling, local_theta)
 
 
-def test_the_window_of_a_bidirectional_model_is_of_both_sides() -> None:
+def test_window_of_a_bidirectional_model() -> None:
     both_sides = Gemma3TextConfig(sliding_window=512, use_bidirectional_attention=True)
     assert [both_sides.window(layer) for layer in range(4, 7)] == [257, None, 257]
     assert Gemma3TextConfig(sliding_window=512).window(4) == 512
     assert Gemma3TextConfig(sliding_window=None, use_bidirectional_attention=True).window(4) is None
 
 
-def test_a_null_size_of_heads_is_that_of_equal_parts() -> None:
+def test_null_head_dim_is_derived() -> None:
     config = ARCHITECTURE.config_from_hf({"head_dim": None, "num_key_value_heads": None, "hidden_size": 64})
     assert (config.head_size, config.kv_heads) == (8, 8)

@@ -1,4 +1,4 @@
-"""config.json of a Llama: scaled rotary positions, and what is refused."""
+"""Tests of config.json for Llama: rope scaling and invalid values."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], 
 
 
 def try_out(raw: dict[str, Any]) -> None:
-    """Gives a model that runs, or a ConfigError, and nothing else."""
+    """Checks that config.json gives a model that runs, or a ConfigError."""
     with contextlib.suppress(ConfigError), torch.device("meta"):
         model = Llama(ARCHITECTURE.config_from_hf({**raw, "num_hidden_layers": 1}))
         assert model(torch.empty(1, 40, dtype=torch.int64)).logits.shape == (1, 40, model.config.vocab_size)
@@ -26,7 +26,7 @@ def try_out(raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3_SCALING, YARN, LONGROPE, {"rope_type": "dynamic", "factor": 2.0}])
-def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
+def test_invalid_rope_scaling(scaling: dict[str, Any]) -> None:
     optional = (
         "rope_theta",
         "type",
@@ -72,7 +72,7 @@ def test_refusals(entry: dict[str, Any], named: str) -> None:
         ARCHITECTURE.config_from_hf({**LLAMA, **entry})
 
 
-def test_a_config_is_frozen_and_named() -> None:
+def test_config_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         LlamaConfig().hidden_size = 3  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""config.json of a Qwen2: which layers have a window."""
+"""Tests of config.json for Qwen2: layers with a sliding window."""
 
 from typing import Any
 
