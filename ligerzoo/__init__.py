@@ -10,13 +10,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first used, so that `import ligerzoo` costs next to nothing.
-_HOMES = {"AutoModel": "ligerzoo.hub", "Processor": "ligerzoo.vision.processor", "Tokenizer": "ligerzoo.text.tokenizer"}
+# Imported at first use, so that `import ligerzoo` is fast.
+_MODULES = {
+    "AutoModel": "ligerzoo.hub",
+    "Processor": "ligerzoo.vision.processor",
+    "Tokenizer": "ligerzoo.text.tokenizer",
+}
 
 __all__ = ["AutoModel", "Processor", "Tokenizer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'ligerzoo' has no attribute {name!r}")

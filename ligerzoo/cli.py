@@ -140,6 +140,7 @@ def chat(options: argparse.Namespace) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Writes a checkpoint to a new directory."""
     from ligerzoo import hub
+    from ligerzoo.files.locate import locate_files
     from ligerzoo.vision.processor import load_processor_or_tokenizer
 
     target: Path = options.target
@@ -147,7 +148,7 @@ def convert(options: argparse.Namespace) -> int:
         remedy = "Choose another directory; convert never overwrites files."
         raise LigerzooError("already exists", where=target, expected="a new or empty directory", remedy=remedy)
     preprocessor = None
-    if (hub.locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
+    if (locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
         preprocessor = load_processor_or_tokenizer(options.model, revision=options.revision)
     model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
     hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")

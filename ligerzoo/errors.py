@@ -1,19 +1,21 @@
-"""The one small family of errors that ligerzoo raises for bad input.
+"""The errors that ligerzoo raises for invalid input.
 
-Every message names what went wrong, where, what was found against what was expected, and what to do about it.
-A failed internal invariant (our own bug) is an `AssertionError` instead.
+Each message says what is wrong, where, what was found and expected, and what to do. A violated internal invariant,
+which is a bug of ligerzoo, is an `AssertionError` instead.
 """
+
+from collections.abc import Sequence
 
 
 class LigerzooError(ValueError):
-    """Bad input, told in one message.
+    """Invalid input.
 
     Args:
         what: the problem in a few words.
-        where: the file, tensor, field or argument at fault.
-        got: what was found there.
-        expected: what should have been there.
-        remedy: what the user can do.
+        where: the file, tensor, field or argument with the problem.
+        got: what was found.
+        expected: what was expected.
+        remedy: what the user can do, as a sentence.
     """
 
     def __init__(
@@ -26,9 +28,9 @@ class LigerzooError(ValueError):
         remedy: str | None = None,
     ) -> None:
         self.what, self.where, self.got, self.expected, self.remedy = what, where, got, expected, remedy
-        message = _shortened(what) if where is None else f"{_shortened(where)}: {_shortened(what)}"
+        message = _shorten(what) if where is None else f"{_shorten(where)}: {_shorten(what)}"
         if got is not None:
-            message += f"; got {_shortened(got)}"
+            message += f"; got {_shorten(got)}"
         if expected is not None:
             message += f"; expected {expected}"
         if remedy is not None:
@@ -36,23 +38,35 @@ class LigerzooError(ValueError):
         super().__init__(message)
 
 
-def _shortened(part: object) -> str:
-    """Parts of a message that come from files have no end to rely on."""
+def _shorten(part: object) -> str:
+    """Limits the length of parts of a message, which may come from files."""
     text = str(part)
     return text if len(text) <= 1000 else text[:1000] + "..."
 
 
+def quote(text: object) -> str:
+    """Returns text from a file for a message: escaped and shortened."""
+    text = str(text)
+    return repr(text if len(text) <= 200 else text[:200] + "...")
+
+
+def first_names(names: Sequence[str], limit: int = 8) -> str:
+    """Returns the first names of a possibly long list for a message, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(quote, names[:limit])) + more
+
+
 class ConfigError(LigerzooError):
-    """A field of a configuration is missing, malformed or asks for something that is not supported."""
+    """A field of a config is missing, malformed or asks for something that is not supported."""
 
 
 class CheckpointError(LigerzooError):
-    """A checkpoint's files are missing, malformed, or do not fit the architecture their config names."""
+    """A checkpoint's files are missing or malformed, or do not match the architecture that config.json names."""
 
 
 class TokenizerError(LigerzooError):
-    """A tokenizer's files are missing or malformed, or its input cannot be encoded as asked."""
+    """A tokenizer's files are missing or malformed, or its input cannot be encoded."""
 
 
 class ImageError(LigerzooError):
-    """An image or video cannot be read, does not fit the prompt, or is of a size that the model does not take."""
+    """An image or video cannot be read, does not match the prompt, or has a size that the model does not accept."""

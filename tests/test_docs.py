@@ -72,6 +72,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+@pytest.mark.filterwarnings("ignore:.*missing parameters, which keep their initialization:UserWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_code(
     page: Path, directory: Path, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +156,16 @@ def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) 
     insert_after(
         tmp_path / "ligerzoo/models/__init__.py", llama, "from ligerzoo.models.olmo import Olmo as Olmo, OlmoConfig\n"
     )
-    parity = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/models/test_parity.py"]
+    parity = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qp",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "tests/models/test_parity.py",
+    ]
     done = subprocess.run(
         [*parity, "-k", "olmo-"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

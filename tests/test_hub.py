@@ -1,4 +1,4 @@
-"""Loading and saving models: what is refused and when, where the files come from, and what goes back."""
+"""Tests of loading, saving and uploading models: invalid checkpoints, sources of the files, round trips."""
 
 import json
 import os
@@ -33,7 +33,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A tiny Llama as it comes from the hub, of three shards."""
+    """Writes a tiny Llama in the format of the hub, in three shards."""
     path = tmp_path / "tiny"
     Tiny("llama", LLAMA, shards=3).write(path)
     return path
@@ -45,7 +45,7 @@ def edit_config(directory: Path, **entries: Any) -> None:
 
 
 def edit_tensors(directory: Path, change: Callable[[Tensors], Any]) -> None:
-    """Puts one file in the place of the shards."""
+    """Replaces the shards by one file with changed tensors."""
     tensors = dict(random_model(LLAMA).state_dict())
     change(tensors)
     for file in directory.glob("model*"):
@@ -61,10 +61,10 @@ def same(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
-# What is loaded
+# Loading
 
 
-def test_the_class_is_the_model_type_s(directory: Path) -> None:
+def test_class_from_model_type(directory: Path) -> None:
     for model in (AutoModel.from_pretrained(directory), Llama.from_pretrained(str(directory))):
         assert type(model) is Llama
         assert isinstance(model.config, LlamaConfig)
@@ -73,7 +73,7 @@ def test_the_class_is_the_model_type_s(directory: Path) -> None:
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_the_device_and_dtype_asked_for(directory: Path, device: str) -> None:
+def test_device_and_dtype(directory: Path, device: str) -> None:
     for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
         model = Llama.from_pretrained(directory, dtype=dtype, device=device)
         assert {(p.device.type, p.dtype) for p in model.parameters()} == {(device, torch.bfloat16)}
@@ -92,7 +92,7 @@ def test_the_device_and_dtype_asked_for(directory: Path, device: str) -> None:
         ({}, torch.float64, torch.float64),
     ],
 )
-def test_the_dtype_of_config_wins_over_the_files(
+def test_dtype_of_config_json_takes_precedence_over_the_files(
     directory: Path, entries: dict[str, str], file_dtype: torch.dtype, expected: torch.dtype
 ) -> None:
     edit_tensors(directory, lambda tensors: tensors.update({name: t.to(file_dtype) for name, t in tensors.items()}))
@@ -101,18 +101,18 @@ def test_the_dtype_of_config_wins_over_the_files(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "nonsense", None, 16, torch.int8, torch.complex64, torch.float8_e4m3fn])
-def test_dtypes_that_are_none(directory: Path, dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=r"dtype: no dtype of weights; got .*; expected float32 or"):
+def test_invalid_dtypes(directory: Path, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match=r"dtype: not a dtype of weights; got .*; expected float32 or"):
         Llama.from_pretrained(directory, dtype=dtype)
 
 
-def test_loading_leaves_randomness_alone(directory: Path) -> None:
+def test_loading_keeps_the_random_state(directory: Path) -> None:
     before = torch.get_rng_state()
     Llama.from_pretrained(directory)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_generation_config_comes_along(directory: Path, tmp_path: Path) -> None:
+def test_generation_config_is_loaded_and_saved(directory: Path, tmp_path: Path) -> None:
     content = {"eos_token_id": [2, 7], "do_sample": True, "_from_model_config": True}
     (directory / "generation_config.json").write_text(json.dumps(content))
     model = Llama.from_pretrained(directory)
@@ -167,7 +167,7 @@ def test_loading_on_a_cpu_copies_nothing(directory: Path, tmp_path: Path) -> Non
     assert touched < 10e6
 
 
-# What is refused: with the file, the field or tensor, what it holds and what it should, and before a weight is read
+# Invalid checkpoints are refused before a weight is read, and the error names file, field or tensor
 
 
 @pytest.fixture
@@ -209,20 +209,20 @@ def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] 
         ({"num_key_value_heads": 3}, "config.json, num_key_value_heads: .* got 3; expected a divisor of .* 4"),
         ({"num_attention_heads": 10**30}, "config.json, num_attention_heads: invalid value"),
         ({"tie_word_embeddings": "yes"}, "config.json, tie_word_embeddings: .* got 'yes'; expected true or false"),
-        # What can be, but is not what the files hold
-        ({"vocab_size": 100}, r"tensor '.*': tensor of another shape; got \(101, 32\); expected \(100, 32\)"),
+        # Valid configs that contradict the files
+        ({"vocab_size": 100}, r"tensor '.*': wrong shape; got \(101, 32\); expected \(100, 32\)"),
         (
             {"num_hidden_layers": 3},
             "tensors are missing; got no 'model.layers.2.input_layernorm.weight', .* and 4 more",
         ),
         ({"attention_bias": True}, "tensors are missing; got no 'model.layers.0.self_attn.q_proj.bias'"),
-        ({"num_key_value_heads": 4}, r"k_proj.weight': tensor of another shape; got \(16, 32\); expected \(32, 32\)"),
-        ({"head_dim": 16}, r"k_proj.weight': tensor of another shape; got \(16, 32\); expected \(32, 32\)"),
-        ({"dtype": "int4"}, "config.json, dtype: no dtype of weights; got 'int4'; expected float32 or"),
-        ({"torch_dtype": 16}, "config.json, dtype: no dtype of weights; got 16"),
+        ({"num_key_value_heads": 4}, r"k_proj.weight': wrong shape; got \(16, 32\); expected \(32, 32\)"),
+        ({"head_dim": 16}, r"k_proj.weight': wrong shape; got \(16, 32\); expected \(32, 32\)"),
+        ({"dtype": "int4"}, "config.json, dtype: not a dtype of weights; got 'int4'; expected float32 or"),
+        ({"torch_dtype": 16}, "config.json, dtype: not a dtype of weights; got 16"),
     ],
 )
-def test_config_json_that_is_refused(directory: Path, entries: dict[str, Any], message: str) -> None:
+def test_invalid_config_json(directory: Path, entries: dict[str, Any], message: str) -> None:
     edit_config(directory, **entries)
     assert_refused(directory, message)
 
@@ -230,13 +230,13 @@ def test_config_json_that_is_refused(directory: Path, entries: dict[str, Any], m
 @pytest.mark.usefixtures("no_weight_is_read")
 @pytest.mark.parametrize("content", ["", "garbage", "[]", "null", '{"model_type": "llama"', "\xff", '{"a": 1, "a": 2}'])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_json_that_is_broken(directory: Path, file: str, content: str) -> None:
+def test_malformed_json(directory: Path, file: str, content: str) -> None:
     (directory / file).write_bytes(content.encode("latin-1"))
     assert_refused(directory, f"{file}: (not a valid JSON file|is not a JSON object)")
 
 
 @pytest.mark.usefixtures("no_weight_is_read")
-def test_config_json_that_is_missing(directory: Path) -> None:
+def test_missing_config_json(directory: Path) -> None:
     (directory / "config.json").unlink()
     assert_refused(directory, "config.json: no such file")
 
@@ -250,30 +250,30 @@ def test_config_json_that_is_missing(directory: Path) -> None:
         (lambda t: t.update({"model.layers.1.x": torch.ones(2)}), "model.safetensors, tensor '.*1.x': unexpected"),
         (lambda t: t.update({"visual.patch": torch.ones(2)}), "tensor 'visual.patch': unexpected tensor"),
         (lambda t: t.update({"model.layers." + "9" * 5000 + ".x": torch.ones(2)}), "unexpected tensor"),
-        (lambda t: t.update({NORM: torch.ones(31)}), rf"{NORM}': .* another shape; got \(31,\); expected \(32,\)"),
+        (lambda t: t.update({NORM: torch.ones(31)}), rf"{NORM}': wrong shape; got \(31,\); expected \(32,\)"),
         (lambda t: t.update({NORM: torch.ones(1, 32)}), r"got \(1, 32\); expected \(32,\)"),
         (lambda t: t.update({UP: t[UP].to(torch.int8)}), f"{UP}': .* got torch.int8; expected torch.bfloat16 or"),
         (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP}': .* got torch.float8_e4m3fn; expected"),
         (lambda t: t.update({UP: t[UP].to(torch.bool)}), f"{UP}': .* got torch.bool; expected"),
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit(directory: Path, change: Callable[[Tensors], None], message: str) -> None:
+def test_tensors_that_do_not_match_the_config(directory: Path, change: Callable[[Tensors], None], message: str) -> None:
     edit_tensors(directory, change)
     assert_refused(directory, message)
 
 
-def test_a_subclass_of_ours_loads_as_itself(directory: Path) -> None:
+def test_subclass_loads_as_itself(directory: Path) -> None:
     class MyLlama(Llama):
         pass
 
     assert type(MyLlama.from_pretrained(directory)) is MyLlama
 
 
-def test_another_architecture_than_asked_for(directory: Path) -> None:
+def test_checkpoint_of_another_architecture(directory: Path) -> None:
     class Mistral(CausalLM):
         pass
 
-    message = r"another architecture; got model_type 'llama'; expected Mistral. Load it with Llama.from_pretrained"
+    message = "config.json, model_type: the checkpoint has another architecture; got 'llama'; expected Mistral. Load it"
     assert_refused(directory, message, Mistral.from_pretrained)
 
 
@@ -298,7 +298,7 @@ for name in ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 """
 
 
-def test_enormous_sizes_cost_nothing(directory: Path) -> None:
+def test_enormous_sizes_are_refused_quickly(directory: Path) -> None:
     command = [sys.executable, "-c", ENORMOUS, str(directory)]
     run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     refusals = [json.loads(line) for line in run.stdout.splitlines()]
@@ -309,28 +309,28 @@ def test_enormous_sizes_cost_nothing(directory: Path) -> None:
         assert len(message) < 500
 
 
-# Where the files come from
+# Sources of the files
 
 
 @pytest.mark.parametrize(
     "name",
     ["./nowhere", "/nowhere/at/all", "a/b/c", "../up", "~", "with space", "", "a\nb", "\0", "org/.."],
 )
-def test_names_that_are_neither_directory_nor_repository(name: str) -> None:
+def test_invalid_names(name: str) -> None:
     with pytest.raises(
-        CheckpointError, match=r'no such directory, and no repository id; expected a directory or "org/name"'
+        CheckpointError, match=r'no such directory, and not a repository id; expected a directory or "org/name"'
     ):
         Llama.from_pretrained(name)
 
 
 @pytest.mark.parametrize("options", [{}, {"local_files_only": True}])
-def test_a_repository_out_of_reach(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_unreachable_repository(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"no-one/nothing: no such directory here, .* from the hub; got .*Check the name, the network",
+        match=r"no-one/nothing: no such directory, .* from the hub; got .*Check the name, the network",
     ):
         Llama.from_pretrained("no-one/nothing", cache_dir=tmp_path, **options)
-    with pytest.raises(CheckpointError, match="not to be had from the hub"):  # too long for a name of either
+    with pytest.raises(CheckpointError, match="cannot be downloaded from the hub"):  # too long for a name of either
         Llama.from_pretrained("x" * 5000, cache_dir=tmp_path, **options)
 
 
@@ -339,7 +339,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def repository(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A hub that has the tiny Llama, and things that no one asked for. The calls to it are kept."""
+    """A fake hub with the tiny Llama and other files. Returns the list of calls."""
     calls: list[dict[str, Any]] = []
     for name in (
         "consolidated.safetensors",
@@ -364,7 +364,7 @@ def repository(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return calls
 
 
-def test_a_repository_gives_its_model_and_no_more(
+def test_only_the_files_of_the_model_are_downloaded(
     repository: list[dict[str, Any]], directory: Path, tmp_path: Path
 ) -> None:
     options = {"revision": "v2", "token": "hf_secret", "cache_dir": tmp_path / "cache", "local_files_only": False}
@@ -376,7 +376,7 @@ def test_a_repository_gives_its_model_and_no_more(
         *shards,
         "model.safetensors.index.json",
     ]
-    # First what tells which files there are, then these, of the same commit.
+    # First the configs and the index, then the weights of the same commit.
     assert repository == [
         {
             "repo_id": "org/tiny-1.0",
@@ -387,7 +387,7 @@ def test_a_repository_gives_its_model_and_no_more(
     ]
 
 
-def test_a_repository_of_one_file(repository: list[dict[str, Any]], directory: Path) -> None:
+def test_repository_with_one_weight_file(repository: list[dict[str, Any]], directory: Path) -> None:
     edit_tensors(directory, lambda tensors: None)
     Llama.from_pretrained("gpt-like")
     assert repository[1]["allow_patterns"] == ["model.safetensors"]
@@ -401,9 +401,9 @@ def test_an_index_cannot_ask_for_other_files(repository: list[dict[str, Any]], d
     assert not list((Path(directory).parent / "snapshots" / COMMIT).glob("*.safetensors"))
 
 
-def test_what_the_hub_s_client_raises_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_client_are_shortened_to_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class ProxyError(Exception):
-        """As of an HTTP library, which is no OSError."""
+        """An error of an HTTP library, not an OSError."""
 
     def snapshot_download(*_: object, **__: object) -> str:
         raise ProxyError("the proxy\nsays no")
@@ -411,13 +411,13 @@ def test_what_the_hub_s_client_raises_is_told_in_one_line(monkeypatch: pytest.Mo
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(
         CheckpointError,
-        match=r"org/name: .* not to be had from the hub; got ProxyError: the proxy. Check",
+        match=r"org/name: .* cannot be downloaded from the hub; got ProxyError: the proxy. Check",
     ):
         Llama.from_pretrained("org/name")
 
 
-def test_the_cache_of_the_hub_serves_without_network(directory: Path, tmp_path: Path) -> None:
-    """With the true huggingface_hub."""
+def test_hub_cache_works_without_network(directory: Path, tmp_path: Path) -> None:
+    """Uses the actual huggingface_hub."""
     home = tmp_path / "cache" / "models--org--tiny"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text(COMMIT)
@@ -426,14 +426,14 @@ def test_the_cache_of_the_hub_serves_without_network(directory: Path, tmp_path: 
     assert same(model.state_dict(), stored(directory))
 
 
-def test_a_directory_comes_before_a_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_takes_precedence_over_repository(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory.parent)
     assert same(Llama.from_pretrained("tiny").state_dict(), stored(directory))
 
 
-# While it is saved
+# Concurrent saves
 
-# Saves version after version without end: every weight, and entries of both configs, are the version's number.
+# Saves versions in an endless loop. All weights and an entry of both configs equal the number of the version.
 WRITER = """
 import sys, time
 from itertools import count
@@ -475,7 +475,7 @@ print(json.dumps([seen, len(versions)]))
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
-def test_no_reader_gets_a_mixture_while_a_writer_saves(tmp_path: Path, seconds: float) -> None:
+def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: float) -> None:
     directory = tmp_path / "model"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -499,7 +499,7 @@ def test_no_reader_gets_a_mixture_while_a_writer_saves(tmp_path: Path, seconds: 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftover of the save that was killed
 
 
-def test_a_tokenizer_is_read_of_one_set(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_files_are_of_one_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
     model, read_files = Llama.from_pretrained(directory), tokenizer._read_files
 
@@ -513,7 +513,7 @@ def test_a_tokenizer_is_read_of_one_set(directory: Path, monkeypatch: pytest.Mon
         Tokenizer.from_pretrained(directory)
 
 
-# What is saved
+# Saving
 
 
 @pytest.fixture
@@ -525,7 +525,7 @@ def new() -> Llama:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_new_model_goes_there_and_back(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
+def test_new_model_is_saved_and_loaded(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     config = LlamaConfig(
         vocab_size=70,
         hidden_size=16,
@@ -547,7 +547,7 @@ def test_a_new_model_goes_there_and_back(tmp_path: Path, dtype: torch.dtype, tie
     assert raw["torch_dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_what_training_changed_is_saved_and_the_rest_stays(directory: Path) -> None:
+def test_changed_weights_are_saved_and_other_files_kept(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{}")
     edit_config(directory, unknown={"kept": [1, None]}, name="é\ud800")
     raw, before = json.loads((directory / "config.json").read_text()), stored(directory)
@@ -562,7 +562,7 @@ def test_what_training_changed_is_saved_and_the_rest_stays(directory: Path) -> N
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_what_changed_of_the_config_is_written(directory: Path, tmp_path: Path) -> None:
+def test_changed_config_is_written(directory: Path, tmp_path: Path) -> None:
     edit_config(directory, unknown="kept", rope_parameters={"rope_type": "linear", "factor": 9.0})
     model = Llama.from_pretrained(directory, dtype="bfloat16")
     changes = {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "rope_theta": 77.0, "max_position_embeddings": 5}
@@ -574,7 +574,7 @@ def test_what_changed_of_the_config_is_written(directory: Path, tmp_path: Path) 
     assert (again.config, again.dtype) == (model.config, torch.bfloat16)
 
 
-def test_a_dtype_key_is_written_where_the_dtype_changed(directory: Path, tmp_path: Path) -> None:
+def test_changed_dtype_is_written(directory: Path, tmp_path: Path) -> None:
     edit_config(directory, dtype="float32")
     Llama.from_pretrained(directory).to(torch.float16).save_pretrained(tmp_path / "saved")
     raw = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -583,7 +583,7 @@ def test_a_dtype_key_is_written_where_the_dtype_changed(directory: Path, tmp_pat
 
 
 @pytest.mark.parametrize("on_disk", [{EMBEDDING}, {HEAD}, {EMBEDDING, HEAD}])
-def test_a_tied_weight_is_saved_under_the_names_it_had(directory: Path, tmp_path: Path, on_disk: set[str]) -> None:
+def test_tied_weight_is_saved_under_its_stored_names(directory: Path, tmp_path: Path, on_disk: set[str]) -> None:
     def tie(tensors: Tensors) -> None:
         tensors[HEAD] = tensors[EMBEDDING].clone()
         for name in {EMBEDDING, HEAD} - on_disk:
@@ -600,7 +600,7 @@ def test_a_tied_weight_is_saved_under_the_names_it_had(directory: Path, tmp_path
     assert saved.keys() & {EMBEDDING, HEAD} == on_disk
     assert all(torch.equal(saved[name], model.lm_head.weight) for name in on_disk)
 
-    # And when they are no longer one, both are saved, each under its own name.
+    # When the weights are untied, both are saved.
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
     model.save_pretrained(tmp_path / "untied")
     again = Llama.from_pretrained(tmp_path / "untied")
@@ -608,8 +608,8 @@ def test_a_tied_weight_is_saved_under_the_names_it_had(directory: Path, tmp_path
     assert not again.config.tie_word_embeddings
 
 
-def test_not_a_number_is_a_number_like_any_other(directory: Path) -> None:
-    """A model that diverged can be looked at: NaN is not equal to itself, but a weight is."""
+def test_tied_weight_with_nan(directory: Path) -> None:
+    """A diverged model loads too: NaN does not equal itself, but the weight is tied."""
     edit_tensors(
         directory, lambda tensors: tensors.update({EMBEDDING: torch.full((101, 32), torch.nan)}) or tensors.pop(HEAD)
     )
@@ -618,7 +618,7 @@ def test_not_a_number_is_a_number_like_any_other(directory: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_under_our_own_names(directory: Path, tmp_path: Path) -> None:
+def test_bare_decoder_and_native_names(directory: Path, tmp_path: Path) -> None:
     def bare(tensors: Tensors) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
@@ -631,7 +631,7 @@ def test_under_our_own_names(directory: Path, tmp_path: Path) -> None:
     assert stored(tmp_path / "native").keys() == model.state_dict().keys()
 
 
-def test_weights_that_share_memory_without_the_config_saying_so(tmp_path: Path, new: Llama) -> None:
+def test_shared_weights_that_the_config_does_not_tie(tmp_path: Path, new: Llama) -> None:
     assert not new.config.tie_word_embeddings
     new.lm_head.weight = new.model.embed_tokens.weight
     new.model.layers[1].mlp = new.model.layers[0].mlp
@@ -642,7 +642,7 @@ def test_weights_that_share_memory_without_the_config_saying_so(tmp_path: Path, 
     torch.testing.assert_close(theirs(tokens).logits, new(tokens).logits, rtol=0, atol=1e-6)
 
 
-def test_shards_of_an_earlier_save_go(directory: Path) -> None:
+def test_shards_of_an_earlier_save_are_deleted(directory: Path) -> None:
     model = Llama.from_pretrained(directory)
     model.save_pretrained(directory, max_shard_size=20_000)
     assert len(list(directory.glob("model-*"))) > 3
@@ -650,14 +650,14 @@ def test_shards_of_an_earlier_save_go(directory: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_what_is_no_model_of_the_zoo_is_not_saved(tmp_path: Path, new: Llama) -> None:
+def test_unregistered_class_is_not_saved(tmp_path: Path, new: Llama) -> None:
     new.__class__ = CausalLM  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="no checkpoint layout is known"):
+    with pytest.raises(ConfigError, match="the class is not registered"):
         new.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_model_with_adapters_in_it_is_not_saved(tmp_path: Path, new: Llama) -> None:
+def test_model_with_adapters_is_not_saved(tmp_path: Path, new: Llama) -> None:
     layer = new.model.layers[0].self_attn
     layer.q_proj = torch.nn.Sequential(layer.q_proj)
     with pytest.raises(CheckpointError, match=r"q_proj\.0\.weight.*q_proj\.weight.*Merge adapters"):
@@ -665,16 +665,16 @@ def test_a_model_with_adapters_in_it_is_not_saved(tmp_path: Path, new: Llama) ->
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_model_without_memory_is_not_saved(tmp_path: Path, new: Llama) -> None:
-    with pytest.raises(CheckpointError, match=f"{EMBEDDING}'.* no dense data"):
+def test_meta_model_is_not_saved(tmp_path: Path, new: Llama) -> None:
+    with pytest.raises(CheckpointError, match=f"{EMBEDDING}'.* not a dense tensor"):
         new.to("meta").save_pretrained(tmp_path / "saved")
 
 
-# And uploaded
+# Uploading
 
 
 class FakeHub:
-    """What of huggingface_hub's API the upload uses."""
+    """Fakes the part of huggingface_hub's API that the upload uses."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.calls = files, []
@@ -703,7 +703,7 @@ class FakeHub:
 
 
 def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"consolidated.safetensors": b"another's", "tokenizer.json": b"{}"}
+    kept = {"consolidated.safetensors": b"other model", "tokenizer.json": b"{}"}
     stale = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
     fake = FakeHub({**kept, **stale})
     monkeypatch.setattr(huggingface_hub, "HfApi", fake)
@@ -725,9 +725,7 @@ def test_upload(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert fake.files["README.md"] == b"written by hand"
 
 
-def test_a_tokenizer_is_uploaded_in_the_same_commit(
-    new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_is_uploaded_in_the_same_commit(new: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     templates = {"chat_template.jinja": b"{{ messages }}", "additional_chat_templates/tool.jinja": b"{{ tools }}"}
     ours = Tokenizer({"tokenizer.json": (ASSETS / "tokenizer.json").read_bytes(), **templates}, "here")
     stale = ["special_tokens_map.json", "preprocessor_config.json", "additional_chat_templates/old.jinja"]
@@ -747,7 +745,7 @@ def test_a_tokenizer_is_uploaded_in_the_same_commit(
     assert 'tokenizer = Tokenizer.from_pretrained("me/tiny")\nmodel = Llama.from_pretrained("me/tiny")\n' in card
 
 
-def test_a_processor_is_uploaded_with_its_tokenizer(new: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processor_is_uploaded_with_its_tokenizer(new: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     class Processor:
         def save_pretrained(self, directory: str | Path) -> None:
             for name in ("preprocessor_config.json", "tokenizer.json"):
@@ -760,7 +758,7 @@ def test_a_processor_is_uploaded_with_its_tokenizer(new: Llama, monkeypatch: pyt
     assert 'processor = Processor.from_pretrained("me/tiny")' in fake.files["README.md"].decode()
 
 
-def test_the_card_of_a_model_that_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_of_a_vision_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeHub({})
     monkeypatch.setattr(huggingface_hub, "HfApi", fake)
     vision = Qwen2VLVisionConfig(depth=1, embed_dim=8, hidden_size=16, num_heads=1)

@@ -23,19 +23,19 @@ FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.g
 ARROWS = {
     "errors": ("", ""),
     "files": ("errors", ""),
-    "text": ("errors files", "hub"),
-    "vision": ("errors files text", "hub"),
+    "text": ("errors files", ""),
+    "vision": ("errors files text", ""),
     "kernels": ("", ""),
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
     "parallel": ("kernels", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
-    "hub": ("convert errors files layers models", "vision"),
+    "hub": ("convert errors files models", "vision"),
     "generate": ("errors", ""),
-    "info": ("convert errors files hub text", ""),
+    "info": ("convert errors files models text", ""),
     "demo": ("errors files generate models text vision", ""),
-    "cli": ("errors ligerzoo", "demo generate hub info models text vision"),
+    "cli": ("errors ligerzoo", "demo files generate hub info models text vision"),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),
 }
@@ -188,6 +188,24 @@ def imported_modules(*names: str) -> set[str]:
 def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = {"transformers", "triton", "huggingface_hub", "tokenizers", "jinja2"}
     assert imported_modules("ligerzoo") & heavy == set()
+
+
+SAVING = """
+import json, sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from ligerzoo.models import Gemma2, Gemma2Config
+
+sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+with TemporaryDirectory() as directory:
+    Gemma2(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=4)).save_pretrained(directory)
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("ligerzoo.convert."))))
+"""
+
+
+def test_saving_a_model_imports_only_its_converter() -> None:
+    shared = {"ligerzoo.convert.architecture", "ligerzoo.convert.fields", "ligerzoo.convert.weights"}
+    assert set(fresh_interpreter(SAVING)) == {*shared, "ligerzoo.convert.gemma2"}
 
 
 def test_triton_is_imported_at_the_first_launch_only() -> None:

@@ -1,11 +1,19 @@
-"""The only place that knows other people's names: config.json to our configs, their tensors to ours, and back."""
+"""Converters between Hugging Face checkpoints and our models: config.json to our configs, stored tensors to ours.
+
+Only this package knows the names that other libraries use.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from importlib import import_module
+from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.weights import Layout, Rule
 from ligerzoo.errors import ConfigError
+from ligerzoo.models.causal_lm import CausalLM
 
 MODEL_TYPES = (
     "gemma",
@@ -31,39 +39,165 @@ MODEL_TYPES = (
     "qwen3_moe",
     "smollm3",
 )
-"""Every `model_type`. Each has a file here of the same name with its ARCHITECTURE, imported when it is asked for."""
+"""Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""
+
+_REGISTERED: dict[str, Architecture] = {}
+"""Architectures of users' own classes, by `model_type`."""
+
+_SHARED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
+"""Fields of every config, see `ligerzoo.models.causal_lm.CausalLMConfig`."""
 
 
 def architecture_of(model_type: object) -> Architecture:
-    """The architecture of a config.json's `model_type`.
+    """Returns the architecture that config.json's `model_type` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: No architecture has this name.
     """
+    if isinstance(model_type, str) and model_type in _REGISTERED:
+        return _REGISTERED[model_type]
     if model_type not in MODEL_TYPES:
         raise ConfigError(
             "no such architecture",
             where="model_type",
             got=repr(model_type),
-            expected=" or ".join(MODEL_TYPES),
+            expected=" or ".join((*MODEL_TYPES, *_REGISTERED)),
+            remedy="If it is a class of your own, call AutoModel.register first.",
         )
-    architecture: Architecture = import_module(f"ligerzoo.convert.{model_type}").ARCHITECTURE
+    architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture
 
 
 def architecture_for(model_class: type) -> Architecture:
-    """The architecture of one of our model classes (or a subclass of one).
+    """Returns the architecture of a model class, or of the nearest base class that has one.
 
     Raises:
-        ConfigError: it is none of the zoo's, so its checkpoints have no known layout.
+        ConfigError: Neither the class nor a base class is registered or part of ligerzoo.models.
     """
-    by_class = {architecture.model_class: architecture for architecture in map(architecture_of, reversed(MODEL_TYPES))}
-    for known in model_class.__mro__:  # nearest first: one architecture's class may be a subclass of another's
-        if known in by_class:
-            return by_class[known]
+    for base in model_class.__mro__:
+        if architecture := _find("model_class", base):
+            return architecture
     raise ConfigError(
-        "no checkpoint layout is known for this class",
+        "the class is not registered, so it cannot be saved or loaded",
         where=model_class.__name__,
-        expected="a class of ligerzoo.models",
-        remedy="Save the state_dict of a model of your own with safetensors.torch.save_model.",
+        expected="a class of ligerzoo.models, a subclass of one, or a registered class",
+        remedy=f'Call AutoModel.register(<config class>, {model_class.__name__}, model_type="...").',
     )
+
+
+def architecture_for_config(config_class: type) -> Architecture:
+    """Returns the architecture of a config class.
+
+    Raises:
+        ConfigError: The class is neither registered nor part of ligerzoo.models.
+    """
+    if architecture := _find("config_class", config_class):
+        return architecture
+    raise ConfigError(
+        "no model class is known for this config class",
+        where=config_class.__name__,
+        expected="the config class of a model in ligerzoo.models, or a registered one",
+        remedy=f'Call AutoModel.register({config_class.__name__}, <model class>, model_type="...").',
+    )
+
+
+def register(
+    config_class: type, model_class: type[CausalLM], *, model_type: str, layout: tuple[Rule, ...] = ()
+) -> None:
+    """Adds an architecture for a user's own classes, see `ligerzoo.AutoModel.register`."""
+    _check_model_class(model_class)
+    _check_config_class(config_class)
+    _check_layout(layout)
+    _check_unused(config_class, model_class, model_type)
+    base = next((found for cls in model_class.__mro__[1:] if (found := _find("model_class", cls))), None)
+    own: dict[str, Any] = {
+        "model_type": model_type,
+        "hf_class": model_class.__name__,
+        "model_class": model_class,
+        "config_class": config_class,
+    }
+    if layout:
+        own["layouts"] = (Layout(tuple(layout)),)
+    if base and issubclass(config_class, base.config_class):
+        _REGISTERED[model_type] = dataclasses.replace(base, **own)
+    else:
+        _REGISTERED[model_type] = Architecture(**own, activations={})
+
+
+def _find(attribute: str, cls: type) -> Architecture | None:
+    """Returns the architecture whose `model_class` or `config_class` is this class, importing only its converter."""
+    for architecture in _REGISTERED.values():
+        if getattr(architecture, attribute) is cls:
+            return architecture
+    package, _, module = cls.__module__.rpartition(".")
+    if package == "ligerzoo.models" and module in MODEL_TYPES:
+        architecture = architecture_of(module)
+        return architecture if getattr(architecture, attribute) is cls else None
+    return None
+
+
+def _check_model_class(model_class: object) -> None:
+    if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):
+        raise ConfigError("not a model class", where="model_class", got=model_class, expected="a subclass of CausalLM")
+
+
+def _check_config_class(config_class: object) -> None:
+    remedy = "Decorate the class with @dataclass(frozen=True, kw_only=True)."
+    if not (
+        isinstance(config_class, type)
+        and dataclasses.is_dataclass(config_class)
+        and config_class.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    ):
+        raise ConfigError(
+            "not a config class", where="config_class", got=config_class, expected="a frozen dataclass", remedy=remedy
+        )
+    names = {field.name for field in dataclasses.fields(config_class)}
+    if forgotten := [name for name in inspect.get_annotations(config_class) if name not in names]:
+        raise ConfigError(
+            "attributes are not fields", where=f"config_class {config_class.__name__}", got=", ".join(forgotten),
+            remedy=remedy,
+        )  # fmt: skip
+    if missing := [name for name in _SHARED_FIELDS if name not in names and not hasattr(config_class, name)]:
+        raise ConfigError(
+            "fields are missing", where=f"config_class {config_class.__name__}", got=f"no {', '.join(missing)}",
+            remedy="Extend ligerzoo.models.config.DecoderConfig, or add them.",
+        )  # fmt: skip
+
+
+def _check_layout(layout: object) -> None:
+    is_rules = isinstance(layout, tuple | list) and all(
+        isinstance(rule, Rule) and not isinstance(rule, type) for rule in layout
+    )
+    if not is_rules:
+        raise ConfigError(
+            "not a tuple of rules", where="layout", got=repr(layout),
+            expected="a tuple of Rename, Fused, PerExpert and ModuleRules from ligerzoo.convert.weights",
+        )  # fmt: skip
+
+
+def _check_unused(config_class: type, model_class: type, model_type: object) -> None:
+    """Raises ConfigError if the name or a class is in use already.
+
+    A class that is defined again under the same name replaces the earlier one: running a notebook's cell twice does so.
+    """
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError("not a name", where="model_type", got=repr(model_type), expected="a non-empty string")
+    if model_type in MODEL_TYPES:
+        raise ConfigError(
+            "the name belongs to an architecture of ligerzoo.models", where="model_type", got=repr(model_type),
+            remedy="Choose another name.",
+        )  # fmt: skip
+    registered = _REGISTERED.get(model_type)
+    for attribute, cls in (("model_class", model_class), ("config_class", config_class)):
+        previous = getattr(registered, attribute, cls)
+        if (previous.__module__, previous.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(
+                f"model_type {model_type!r} is registered with another class", where=attribute, got=cls.__qualname__,
+                expected=previous.__qualname__, remedy="Choose another name.",
+            )  # fmt: skip
+        owner = _find(attribute, cls)
+        if owner and owner is not registered:
+            raise ConfigError(
+                f"the class belongs to model_type {owner.model_type!r}", where=attribute, got=cls.__qualname__,
+                remedy="Register a subclass.",
+            )  # fmt: skip

@@ -1,88 +1,153 @@
-"""What the loader must know of an architecture: its classes, and how its config and tensors are spelled on disk."""
+"""`Architecture`: all that loading and saving need to know about one family of checkpoints."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ligerzoo.convert.fields import build_config, refuse, rope_fields, shared_fields, written_fields
 from ligerzoo.convert.weights import Layout, Shape
-from ligerzoo.models import CausalLM
+from ligerzoo.models.causal_lm import CausalLM
+
+SILU = ("silu", "swish")
+GELU_TANH = "gelu_pytorch_tanh"
 
 _ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 
 
 def is_rotary_buffer(name: str) -> bool:
-    """Whether the tensor is a rotary embedding's frequencies: old Llama 2 files have them, and their values must not be
-    used."""
+    """Returns whether a stored tensor holds rotary frequencies.
+
+    Old Llama 2 checkpoints contain them. They are ignored, because the model computes them in fp32.
+    """
     return _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture as Hugging Face's checkpoints spell it.
+    """One architecture as Hugging Face checkpoints describe it.
+
+    The defaults describe a checkpoint whose tensors and config.json entries have the names of ours, except for the two
+    spellings of the rotary embedding.
 
     Attributes:
-        model_type: the entry of config.json.
-        hf_class: its class in transformers, for the `architectures` entry of config.json.
-        model_class: ours.
-        config_from_hf: config.json to our config.
-        config_to_hf: our config to config.json, without `architectures`, `model_type` and the dtype.
-        layouts: the ways in which its tensors may stand on disk; a new model is saved in the first.
-        prefixes: what our names begin with, and what may stand there on disk, in any layout and for each of them by
-            itself; a new model gets the first. A checkpoint of the bare decoder (`LlamaModel`) has no "model.".
-        is_extra_tensor: whether a tensor of that name on disk is none of the model's, but is kept and saved with it.
+        model_type: `model_type` in config.json.
+        hf_class: class in transformers, for `architectures` in config.json.
+        model_class: our model class.
+        config_class: its config class, a frozen dataclass.
+        activations: entries that name the activation, with the accepted values. The first value is written.
+        accepted: further entries with their accepted values. Other values are refused.
+        read_entries: returns the decoder's entries of config.json under the names of our fields. The default returns
+            config.json unchanged.
+        read_rope: returns the fields of the rotary embedding from these entries and the default `rope_theta`.
+        write_entries: returns the entries of config.json from the config and the entries named like its fields.
+        layouts: possible layouts of the tensors. New models are saved in the first.
+        prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
+            the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
+        is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
+            tensors and saving writes them again.
     """
 
     model_type: str
     hf_class: str
     model_class: type[CausalLM]
-    config_from_hf: Callable[[Mapping[str, Any]], Any]
-    config_to_hf: Callable[[Any], dict[str, Any]]
+    config_class: type[Any]
+    activations: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"hidden_act": SILU})
+    accepted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    read_entries: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda raw: raw
+    read_rope: Callable[[Mapping[str, Any], float], dict[str, Any]] = rope_fields
+    write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
     layouts: tuple[Layout, ...] = (Layout(),)
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
+
+    def config_from_hf(
+        self,
+        raw: Mapping[str, Any],
+        config_class: type[Any] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Builds the config from config.json. A missing entry takes the default of the config class.
+
+        Args:
+            raw: config.json.
+            config_class: class of the config. Defaults to the architecture's.
+            overrides: values of fields that take precedence over config.json.
+
+        Raises:
+            ConfigError: An entry has an invalid or unsupported value.
+        """
+        config_class = config_class or self.config_class
+        entries = self.read_entries(raw)
+        for name, accepted in (*self.activations.items(), *self.accepted.items()):
+            refuse(entries, name, unless=(None, *accepted))
+        values = shared_fields(entries, config_class)
+        if "rope_theta" in {field.name for field in fields(config_class)}:
+            values |= self.read_rope(entries, config_class.rope_theta)
+        return build_config(config_class, {**values, **(overrides or {})})
+
+    def config_to_hf(self, config: Any) -> dict[str, Any]:
+        """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read.
+
+        They don't include `architectures`, `model_type` and the dtype.
+        """
+        activations = {name: values[0] for name, values in self.activations.items()}
+        return self.write_entries(config, {**activations, **written_fields(config)})
 
     @property
     def layout_of_new(self) -> Layout:
         """The layout in which a new model is saved."""
         layout = self.layouts[0]
-        for ours, (theirs, *_) in self.prefixes.items():
-            layout = layout.with_prefix(ours, theirs)
+        for prefix, (stored_prefix, *_) in self.prefixes.items():
+            layout = layout.with_prefix(prefix, stored_prefix)
         return layout
 
-    def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
-        """A model of that config without weights: of `model_class`, if that is a subclass of ours."""
-        make: Callable[[Any], CausalLM] = model_class if issubclass(model_class, self.model_class) else self.model_class
-        with torch.device("meta"), _NothingDrawn():
-            return make(config)
-
-    def layout_of(self, stored: Collection[str], shapes: Mapping[str, Shape]) -> Layout:
-        """The layout of a checkpoint that holds tensors of these names: the one that finds the most of ours there.
+    def build(
+        self, config: Any, model_class: type[CausalLM] = CausalLM, device: torch.device | str | None = None
+    ) -> Any:
+        """Builds a model with random weights.
 
         Args:
-            stored: names of the tensors on disk.
-            shapes: of our tensors.
+            config: config of the model.
+            model_class: class of the model if it is a subclass of the architecture's, else ignored.
+            device: device of the weights. Defaults to torch's default device.
+        """
+        make: Callable[[Any], CausalLM] = model_class if issubclass(model_class, self.model_class) else self.model_class
+        with torch.device(device or torch.get_default_device()):
+            return make(config)
+
+    def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
+        """Builds a model on the meta device, without weights. The arguments are those of `build`."""
+        with _SkipInitialization():
+            return self.build(config, model_class, "meta")
+
+    def layout_of(self, stored: Collection[str], shapes: Mapping[str, Shape]) -> Layout:
+        """Returns the layout and prefixes of a checkpoint: those under which most parameters are stored.
+
+        Args:
+            stored: names of the stored tensors.
+            shapes: shapes of the parameters, by name.
         """
 
-        def found(layout: Layout) -> int:  # by the first piece of each, for experts can be any number
-            return sum(next(layout.pieces_of(ours, shapes)).theirs in stored for ours in shapes)
+        def count(layout: Layout) -> int:  # checks one slice per parameter, because experts can be any number
+            return sum(next(layout.slices_of(name, shapes)).stored_name in stored for name in shapes)
 
-        def spelled(layout: Layout) -> Layout:
-            for ours, spellings in self.prefixes.items():
-                layout = max((layout.with_prefix(ours, theirs) for theirs in spellings), key=found)
+        def with_best_prefixes(layout: Layout) -> Layout:
+            for prefix, stored_prefixes in self.prefixes.items():
+                layout = max((layout.with_prefix(prefix, other) for other in stored_prefixes), key=count)
             return layout
 
-        return max(map(spelled, self.layouts), key=found)
+        return max(map(with_best_prefixes, self.layouts), key=count)
 
 
-class _NothingDrawn(TorchFunctionMode):
-    """Leaves out random initialization: to draw into meta tensors, torch would import its compiler (for seconds)."""
+class _SkipInitialization(TorchFunctionMode):
+    """Skips random initialization: drawing into a meta tensor makes torch import its compiler, which takes seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,6 +159,6 @@ _LAYER = re.compile(r"(?:(?:model|language_model)\.)*layers\.(\d{1,9})\..+")
 
 
 def is_beyond_last_layer(name: str, num_hidden_layers: int) -> bool:
-    """Whether the tensor belongs to a layer that the config leaves out."""
+    """Returns whether a stored tensor belongs to a layer with an index of `num_hidden_layers` or more."""
     match = _LAYER.fullmatch(name)
     return match is not None and int(match[1]) >= num_hidden_layers

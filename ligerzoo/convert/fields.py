@@ -1,11 +1,12 @@
-"""Reading the entries of config.json: the spellings of transformers 4 and 5, one rule each."""
+"""Reads and writes entries of config.json, in the spellings of transformers 4 and 5."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from types import NoneType
-from typing import Any, get_args
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -14,52 +15,100 @@ from ligerzoo.models.config import DecoderConfig, field_types
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-OTHER_SPELLINGS = frozenset(
+ALTERNATIVE_ENTRIES = frozenset(
     {
         "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
         "partial_rotary_factor", "_sliding_window_pattern", "text_config",
     }
 )  # fmt: skip
-"""Entries of config.json that tell, in some version, what a field of another name tells in our configs."""
+"""Entries of config.json that, in some version of transformers, hold the value of a config field with another name."""
 
 
 def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """The entries of config.json that stand under the name of a field of our config.
+    """Returns the entries of config.json that have the name of a config field, converted to the field's type.
 
-    A null counts as absent where the field cannot be None. Entries we don't know are left out: most are inert
-    leftovers.
+    A null counts as absent unless the field can be None. Entries without a field are ignored.
     """
     hints = field_types(config_class)
     return {
-        field.name: raw[field.name]
+        field.name: convert_value(raw[field.name], hints[field.name], field.name)
         for field in fields(config_class)
         if field.name in raw and (raw[field.name] is not None or NoneType in get_args(hints[field.name]))
     }
 
 
-def written_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The entries of config.json that stand under the names of our config's fields.
+def convert_value(value: Any, hint: Any, name: str) -> Any:
+    """Converts a JSON value to a field's type: objects to dataclasses and lists to tuples, if the type hint says so.
 
-    Transformers 5 reads no null for the size and the number of heads, except in a few architectures. So a None there is
-    left out where an absent entry means it, and is written as the number that it stands for where absence means
-    another.
+    Args:
+        value: value of the entry.
+        hint: type hint of the field.
+        name: name of the field.
+
+    Raises:
+        ConfigError: The field is a dataclass, and the value is not an object or has invalid entries.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in kinds:
+        if isinstance(kind, type) and is_dataclass(kind) and not (value is None or isinstance(value, kind)):
+            return build_config(kind, shared_fields(object_entry({name: value}, name), kind))
+        if (get_origin(kind) or kind) is tuple and isinstance(value, list):
+            return tuple(value)
+    return value
+
+
+def convert_overrides(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """Converts values that a user gives for config fields to the types of the fields. All names must be fields."""
+    hints = get_type_hints(config_class)
+    return {name: convert_value(value, hints[name], name) for name, value in overrides.items()}
+
+
+def build_config(config_class: type, values: Mapping[str, Any]) -> Any:
+    """Returns a config with these field values.
+
+    Raises:
+        ConfigError: A field without default is missing, or a value is invalid.
+    """
+    for field in fields(config_class):
+        if field.default is field.default_factory is MISSING and field.name not in values:
+            raise ConfigError("missing", where=field.name, expected=f"a value: {config_class.__name__} has no default")
+    return config_class(**values)
+
+
+def written_fields(config: Any) -> dict[str, Any]:
+    """Returns the entries of config.json that have the names of config fields.
+
+    transformers 5 rejects a null `head_dim` or `num_key_value_heads` in most architectures. So a None is omitted if the
+    default is None, and written as the resulting number otherwise.
+
+    Raises:
+        ConfigError: JSON cannot represent the value of a field.
     """
     entries = asdict(config)
-    for name, meant in (("head_dim", config.head_size), ("num_key_value_heads", config.kv_heads)):
-        if entries[name] is None and getattr(type(config), name) is None:
-            del entries[name]
-        elif entries[name] is None:
-            entries[name] = meant
+    if isinstance(config, DecoderConfig):
+        for name, resolved in (("head_dim", config.head_size), ("num_key_value_heads", config.kv_heads)):
+            if entries[name] is None and getattr(type(config), name) is None:
+                del entries[name]
+            elif entries[name] is None:
+                entries[name] = resolved
+    for name, value in entries.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "cannot be written to config.json", where=name, got=f"{value!r} ({type(value).__name__})",
+                expected="numbers, strings, booleans, None, or lists, tuples, dicts and dataclasses of them",
+            ) from error  # fmt: skip
     return entries
 
 
-def first_told(raw: Mapping[str, Any], *names: str) -> Any:
-    """The first of these entries of config.json that is neither absent nor null; None where there is none."""
+def first_given(raw: Mapping[str, Any], *names: str) -> Any:
+    """Returns the first of these entries of config.json that is neither absent nor null, or None."""
     return next((raw[name] for name in names if raw.get(name) is not None), None)
 
 
 def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An entry of config.json that is an object itself; empty where it is absent or null."""
+    """Returns an entry of config.json that must be an object; an empty one if it is absent or null."""
     value = raw.get(name)
     if value is None:
         return {}
@@ -69,22 +118,22 @@ def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def flag_entry(raw: Mapping[str, Any], name: str) -> bool:
-    """An entry of config.json that is true or false; False where it is absent or null."""
+    """Returns an entry of config.json that must be true or false; False if it is absent or null."""
     value = raw.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ConfigError("not a possible value", where=name, got=repr(value), expected="true or false")
+        raise ConfigError("invalid value", where=name, got=repr(value), expected="true or false")
     return bool(value)
 
 
 def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of our config, from either spelling.
+    """Reads `rope_theta` and `rope_scaling` from either spelling.
 
-    Transformers 4 has `rope_theta` and `rope_scaling` (whose type may be called `type`), transformers 5 one dict
-    `rope_parameters` that holds theta too. A `rope_scaling` that is not empty wins; a theta inside the dict wins over
-    the one beside it.
+    transformers 4 writes `rope_theta` and `rope_scaling` (with `type` or `rope_type`). transformers 5 writes one object
+    `rope_parameters` that includes `rope_theta`. A non-empty `rope_scaling` takes precedence over `rope_parameters`,
+    and a theta inside the object over the top-level one.
     """
     scaling = dict(rope_entry(raw))
-    rope_type = first_told(scaling, "rope_type", "type")
+    rope_type = first_given(scaling, "rope_type", "type")
     if rope_type is None:
         rope_type = "default"
     for name in ("rope_type", "type", "partial_rotary_factor"):
@@ -101,44 +150,58 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
 
 
 def partial_rotary_factor(raw: Mapping[str, Any], default: float) -> float:
-    """What part of a head's features is rotated; the one inside the dict of `rope_fields` wins over the one beside
-    it."""
-    given = (rope_entry(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
-    return next(factor for factor in given if factor is not None)
+    """Returns the fraction of a head's features that is rotated.
+
+    An entry inside the object of `rope_entry` takes precedence over the top-level one.
+    """
+    factor = first_given(rope_entry(raw), "partial_rotary_factor")
+    if factor is None:
+        factor = first_given(raw, "partial_rotary_factor")
+    return default if factor is None else factor
 
 
 def rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the rotary embedding, as far as it stands in an object of its own, in either
-    spelling."""
+    """Returns the object that holds the parameters of the rotary embedding, in either spelling; may be empty."""
     return object_entry(raw, "rope_scaling") or object_entry(raw, "rope_parameters")
 
 
 def switched_window(raw: Mapping[str, Any], default: int = 4096) -> dict[str, Any]:
-    """`sliding_window` of our config where `use_sliding_window` turns it on or off, and off when absent, as in Qwen's
-    config.json."""
+    """Reads `sliding_window` of configs in which it applies only if `use_sliding_window` is true, as in Qwen's."""
     return {"sliding_window": raw.get("sliding_window", default) if flag_entry(raw, "use_sliding_window") else None}
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that config.json names, under the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
-    name = first_told(raw, "dtype", "torch_dtype")
+    """Returns the dtype that config.json names, in the spelling of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
+    name = first_given(raw, "dtype", "torch_dtype")
     return None if name is None else parse_dtype(name, where="dtype")
 
 
 def parse_dtype(name: object, *, where: str) -> torch.dtype:
-    """A dtype that weights can have: itself, or from its name, with or without "torch." before it."""
+    """Returns a dtype from its name, with or without "torch."; accepts a dtype too.
+
+    Raises:
+        ConfigError: It is not a dtype that weights can have.
+    """
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
-        raise ConfigError("no dtype of weights", where=where, got=repr(name), expected=" or ".join(_DTYPES))
+        raise ConfigError("not a dtype of weights", where=where, got=repr(name), expected=" or ".join(_DTYPES))
     return dtype
 
 
 def refuse(raw: Mapping[str, Any], name: str, *, unless: tuple[object, ...], remedy: str | None = None) -> None:
-    """Raises ConfigError if an entry of config.json asks for something we would compute differently."""
+    """Raises ConfigError if an entry of config.json asks for something that the model computes differently.
+
+    Args:
+        raw: config.json, or an object in it.
+        name: name of the entry.
+        unless: accepted values; None accepts absent and null entries.
+        remedy: what the user can do.
+    """
     value = raw.get(name)
-    if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in unless):  # 0 == False
-        shown = repr(value) if not isinstance(value, Mapping) else f"an object with {', '.join(map(repr, value))}"
+    accepted = any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in unless)
+    if not accepted:  # 0 == False in Python, so the types are compared too
+        got = repr(value) if not isinstance(value, Mapping) else f"an object with {', '.join(map(repr, value))}"
         raise ConfigError(
-            "not supported", where=name, got=shown,
-            expected=" or ".join("no entry" if v is None else repr(v) for v in unless), remedy=remedy,
+            "not supported", where=name, got=got,
+            expected=" or ".join("no entry" if other is None else repr(other) for other in unless), remedy=remedy,
         )  # fmt: skip

@@ -10,58 +10,50 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_told, object_entry, refuse, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import Layout, Rename, Under
-from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
+from ligerzoo.convert.fields import first_given, object_entry, refuse
+from ligerzoo.convert.weights import Layout, ModuleRules, Rename
+from ligerzoo.models.mllama import Mllama, MllamaConfig
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> MllamaConfig:
-    """Builds the config from config.json. Missing entries take the defaults of transformers' text and vision configs.
+def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of all levels of config.json under the names of our fields.
 
     `tie_word_embeddings` is ignored: the head is never tied. As in transformers, `image_token_id` takes precedence over
     `image_token_index`, and the vision tower's `num_attention_heads` over `attention_heads`.
     """
     text, vision = object_entry(raw, "text_config"), object_entry(raw, "vision_config")
-    refuse(text, "hidden_act", unless=(None, "silu", "swish"))
     refuse(vision, "hidden_act", unless=(None, "gelu"))
-    image = first_told(raw, "image_token_id", "image_token_index")
-    heads = first_told(vision, "num_attention_heads", "attention_heads")
-    return MllamaConfig(
-        **{
-            **shared_fields({**text, "image_token_index": image}, MllamaConfig),
-            **rope_fields(text, MllamaConfig.rope_theta),
-            "vision_config": MllamaVisionConfig(
-                **shared_fields({**vision, "attention_heads": heads}, MllamaVisionConfig)
-            ),
-            "tie_word_embeddings": False,
-        }
-    )
-
-
-def config_to_hf(config: MllamaConfig) -> dict[str, Any]:
-    """Returns the entries of config.json, in a spelling that transformers 4 and 5 and vLLM read."""
-    text = {
-        name: value for name, value in written_fields(config).items() if name != "bos_token_id" or value is not None
+    return {
+        **text,
+        "image_token_index": first_given(raw, "image_token_id", "image_token_index"),
+        "tie_word_embeddings": False,
+        "vision_config": {**vision, "attention_heads": first_given(vision, "num_attention_heads", "attention_heads")},
     }
+
+
+def write_entries(config: MllamaConfig, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    text = {name: value for name, value in entries.items() if name != "bos_token_id" or value is not None}
     vision, image = text.pop("vision_config"), text.pop("image_token_index")
     return {
         "image_token_index": image,
-        "text_config": {"model_type": "mllama_text_model", "hidden_act": "silu", **text},
+        "text_config": {"model_type": "mllama_text_model", **text},
         "vision_config": {"model_type": "mllama_vision_model", "hidden_act": "gelu", **vision},
     }
 
 
 _RULES = (
-    Under("model.", (Rename("cross_attn_attn_gate", "attn_gate"), Rename("cross_attn_mlp_gate", "mlp_gate"))),
-    Under("vision_model.", (Rename("gate_attn", "attn_gate"), Rename("gate_ffn", "mlp_gate"))),
+    ModuleRules("model.", (Rename("cross_attn_attn_gate", "attn_gate"), Rename("cross_attn_mlp_gate", "mlp_gate"))),
+    ModuleRules("vision_model.", (Rename("gate_attn", "attn_gate"), Rename("gate_ffn", "mlp_gate"))),
 )
 
 ARCHITECTURE = Architecture(
-    model_type="mllama",
-    hf_class="MllamaForConditionalGeneration",
-    model_class=Mllama,
-    config_from_hf=config_from_hf,
-    config_to_hf=config_to_hf,
+    "mllama",
+    "MllamaForConditionalGeneration",
+    Mllama,
+    MllamaConfig,
+    read_entries=read_entries,
+    write_entries=write_entries,
     layouts=(
         Layout(_RULES, prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))),
         Layout(

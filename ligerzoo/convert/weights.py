@@ -1,11 +1,12 @@
-"""Weight tables: how the tensors of a checkpoint relate to ours, as data. Loading and saving both come from the table.
+"""Weight layouts: how the tensors stored in a checkpoint map to the parameters of a model, as data.
 
-A table is a tuple of rules, and a rule tells of which pieces one of our tensors is made:
+A layout is a tuple of rules. A rule maps each parameter to slices of stored tensors:
 
-    ours[piece.our_index] = theirs[piece.their_index]
+    parameters[slice.name][slice.index] = stored[slice.stored_name][slice.stored_index]
 
-Loading runs the pieces forwards (`assemble`), saving backwards (`DiskTensors`). Rules know a tensor by a dotted path in
-its name ("self_attn.q_proj" is in "model.layers.3.self_attn.q_proj.bias"): one rule serves all layers, weight and bias.
+Loading copies from right to left (`assemble`), saving from left to right (`StoredTensors`). A rule finds parameters by
+a dotted path in their names ("self_attn.q_proj" is part of "model.layers.3.self_attn.q_proj.bias"), so one rule covers
+the weights and biases of all layers.
 """
 
 from __future__ import annotations
@@ -13,228 +14,252 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from ligerzoo.errors import ConfigError
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A part of a tensor on disk that is a part of one of ours. It is all of the one or all of the other.
+    """Maps a slice of a stored tensor to a slice of a parameter. At least one of the two slices is a whole tensor.
 
     Attributes:
-        theirs: name of the tensor on disk.
-        their_shape: of all of it.
-        ours: name of our tensor.
-        their_index: the part of theirs; () is all of it.
-        our_index: the part of ours; () is all of it.
+        stored_name: name of the stored tensor.
+        stored_shape: shape of the whole stored tensor.
+        name: name of the parameter.
+        stored_index: index into the stored tensor; () selects all of it.
+        index: index into the parameter; () selects all of it.
     """
 
-    theirs: str
-    their_shape: Shape
-    ours: str
-    their_index: tuple[slice, ...] = ()
-    our_index: tuple[int | slice, ...] = ()
+    stored_name: str
+    stored_shape: Shape
+    name: str
+    stored_index: tuple[slice, ...] = ()
+    index: tuple[int | slice, ...] = ()
 
 
+@runtime_checkable
 class Rule(Protocol):
-    """A line of a weight table."""
+    """One rule of a layout."""
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        """The pieces of one of our tensors, or None if the rule is not about it.
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        """Returns the slices that make up a parameter, or None if the rule doesn't apply to it.
 
         Args:
-            ours: its name.
-            shapes: of all our tensors.
+            name: name of the parameter.
+            shapes: shapes of all parameters, by name.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Rename:
-    """A tensor or module that has another name on disk. Names may be swapped: each of ours is renamed once."""
+    """A tensor or module with another name in the checkpoint. Rules may swap names: each parameter is renamed once.
 
-    theirs: str
-    ours: str
+    Attributes:
+        stored_path: dotted path in the checkpoint.
+        path: dotted path in the model.
+    """
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        if not _holds(ours, self.ours):
+    stored_path: str
+    path: str
+
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        if not _contains(name, self.path):
             return None
-        return [TensorSlice(_replaced(ours, self.ours, self.theirs), shapes[ours], ours)]
+        return [TensorSlice(_replace_path(name, self.path, self.stored_path), shapes[name], name)]
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One tensor on disk whose rows are those of several of ours, one after the other."""
+    """One stored tensor that concatenates several parameters along dimension 0, such as fused q, k and v.
 
-    theirs: str
-    ours: tuple[str, ...]
+    Attributes:
+        stored_path: dotted path in the checkpoint.
+        paths: dotted paths of the parameters, in the order of their rows.
+    """
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        place = next((place for place, path in enumerate(self.ours) if _holds(ours, path)), None)
-        if place is None:
+    stored_path: str
+    paths: tuple[str, ...]
+
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        position = next((i for i, path in enumerate(self.paths) if _contains(name, path)), None)
+        if position is None:
             return None
-        path = self.ours[place]
-        parts = [_replaced(ours, path, other) for other in self.ours]
-        if not all(part in shapes for part in parts):  # such as a bias that only one of them has been given
+        path = self.paths[position]
+        parts = [_replace_path(name, path, other) for other in self.paths]
+        if not all(part in shapes for part in parts):  # only some parts have this parameter, such as an added bias
             return None
         rows = [shapes[part][0] for part in parts]
-        first, last = sum(rows[:place]), sum(rows[: place + 1])
-        theirs, shape = _replaced(ours, path, self.theirs), (sum(rows), *shapes[ours][1:])
-        return [TensorSlice(theirs, shape, ours, their_index=(slice(first, last),))]
+        first, last = sum(rows[:position]), sum(rows[: position + 1])
+        stored_name, stored_shape = _replace_path(name, path, self.stored_path), (sum(rows), *shapes[name][1:])
+        return [TensorSlice(stored_name, stored_shape, name, stored_index=(slice(first, last),))]
 
 
 @dataclass(frozen=True)
 class PerExpert:
-    """Tensors of each expert on disk that are stacked in one of ours, [experts, rows, ...].
+    """One or more stored tensors per expert that form one parameter of shape (experts, rows, ...).
 
     Attributes:
-        theirs: with "{expert}" for its number; the rows of several are of one number, and one after the other in ours.
-        ours: the stack.
+        stored_paths: dotted paths in the checkpoint, with "{expert}" for the expert's index. Several paths have equal
+            numbers of rows, and the parameter concatenates them in this order.
+        path: dotted path of the parameter.
     """
 
-    theirs: tuple[str, ...]
-    ours: str
+    stored_paths: tuple[str, ...]
+    path: str
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return self._of_each_expert(ours, shapes[ours]) if _holds(ours, self.ours) else None
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        return self._slices_per_expert(name, shapes[name]) if _contains(name, self.path) else None
 
-    def _of_each_expert(self, ours: str, shape: Shape) -> Iterator[TensorSlice]:
-        """One by one, for config.json may speak of any number of experts."""
+    def _slices_per_expert(self, name: str, shape: Shape) -> Iterator[TensorSlice]:
+        """Yields slices one at a time, because a malicious config.json may set any number of experts."""
         experts, all_rows, *rest = shape
-        rows = all_rows // len(self.theirs)
+        rows = all_rows // len(self.stored_paths)
         for expert in range(experts):
-            for place, path in enumerate(self.theirs):
-                theirs = _replaced(ours, self.ours, path.format(expert=expert))
-                index = (expert, slice(place * rows, (place + 1) * rows))
-                yield TensorSlice(theirs, (rows, *rest), ours, our_index=index)
+            for i, path in enumerate(self.stored_paths):
+                stored_name = _replace_path(name, self.path, path.format(expert=expert))
+                index = (expert, slice(i * rows, (i + 1) * rows))
+                yield TensorSlice(stored_name, (rows, *rest), name, index=index)
 
 
 @dataclass(frozen=True)
-class Under:
-    """Rules for one part of the model, whose modules are called as those of another.
+class ModuleRules:
+    """Rules that apply to one part of the model only, such as the vision tower.
 
     Attributes:
-        prefix: what the part's names begin with.
-        rules: the part's own table.
+        prefix: beginning of the names of the part's parameters.
+        rules: rules for these parameters.
     """
 
     prefix: str
     rules: tuple[Rule, ...]
 
-    def pieces(self, ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        return _pieces_by(self.rules, ours, shapes) if ours.startswith(self.prefix) else None
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        return _first_match(self.rules, name, shapes) if name.startswith(self.prefix) else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which an architecture's tensors stand on disk.
+    """Names and shapes of an architecture's tensors in a checkpoint.
 
     Attributes:
-        rules: the table. The first rule about a tensor holds for it; without one it has our name.
-        prefixes: what stands at the beginning of names, where that is not ours: (ours, theirs) for each part.
+        rules: the first rule that applies to a parameter is used. Without one the stored name is the parameter's name.
+        prefixes: pairs (prefix in the model, prefix in the checkpoint). They are replaced after the rules.
     """
 
     rules: tuple[Rule, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
 
-    def with_prefix(self, ours: str, theirs: str) -> Layout:
-        """The same with another beginning of one part's names."""
-        return self if ours == theirs else replace(self, prefixes=(*self.prefixes, (ours, theirs)))
+    def with_prefix(self, prefix: str, stored_prefix: str) -> Layout:
+        """Returns this layout with another stored prefix for one part of the model."""
+        return self if prefix == stored_prefix else replace(self, prefixes=(*self.prefixes, (prefix, stored_prefix)))
 
-    def pieces(self, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
-        """The pieces of all our tensors, each told when it is asked for."""
-        for ours in shapes:
-            yield from self.pieces_of(ours, shapes)
+    def slices(self, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
+        """Yields the slices of all parameters."""
+        for name in shapes:
+            yield from self.slices_of(name, shapes)
 
-    def pieces_of(self, ours: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
-        """The pieces of one of our tensors; `shapes` are those of all."""
-        pieces = _pieces_by(self.rules, ours, shapes)
-        for piece in [TensorSlice(ours, shapes[ours], ours)] if pieces is None else pieces:
-            yield replace(piece, theirs=self._prefixed(piece.theirs)) if self.prefixes else piece
+    def slices_of(self, name: str, shapes: Mapping[str, Shape]) -> Iterator[TensorSlice]:
+        """Yields the slices of one parameter. `shapes` holds the shapes of all parameters."""
+        slices = _first_match(self.rules, name, shapes)
+        for part in [TensorSlice(name, shapes[name], name)] if slices is None else slices:
+            yield replace(part, stored_name=self._with_stored_prefix(part.stored_name)) if self.prefixes else part
 
-    def _prefixed(self, name: str) -> str:
-        found = (theirs + name.removeprefix(ours) for ours, theirs in self.prefixes if name.startswith(ours))
-        return next(found, name)
+    def _with_stored_prefix(self, name: str) -> str:
+        names = (stored + name.removeprefix(prefix) for prefix, stored in self.prefixes if name.startswith(prefix))
+        return next(names, name)
 
 
-def _pieces_by(rules: Iterable[Rule], ours: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-    """The pieces of one of our tensors by the first rule that is about it, if there is one."""
-    return next((pieces for rule in rules if (pieces := rule.pieces(ours, shapes)) is not None), None)
+def _first_match(rules: Iterable[Rule], name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+    return next((slices for rule in rules if (slices := rule.slices(name, shapes)) is not None), None)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Names to shapes, which is what a layout must know of our tensors."""
+    """Returns the shapes of tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def assemble(
-    pieces: Iterable[TensorSlice],
+    slices: Iterable[TensorSlice],
     shapes: Mapping[str, Shape],
     read: Callable[[TensorSlice], Tensor],
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Our tensors from those on disk, one piece at a time.
+    """Builds parameters from stored tensors, one slice at a time.
 
-    A tensor of one piece stays what `read` gives, where that has the dtype. One of several is made once and filled.
+    A parameter with one slice is the tensor that `read` returns, without a copy if it has the right dtype. A parameter
+    with several slices is allocated once and filled.
 
     Args:
-        pieces: all of every tensor that is wanted.
-        shapes: of our tensors.
-        read: the part of the tensor on disk that a piece tells, on the device.
-        dtype: of our tensors.
-        device: of our tensors.
+        slices: every slice of every parameter to build.
+        shapes: shapes of the parameters, by name.
+        read: returns the part of the stored tensor that a slice selects, on the device.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
     """
     tensors: dict[str, Tensor] = {}
-    for piece in pieces:
-        part = read(piece)
-        if not piece.our_index:
-            tensors[piece.ours] = part.to(dtype)
+    for part in slices:
+        value = read(part)
+        if not part.index:
+            tensors[part.name] = value.to(dtype)
             continue
-        if piece.ours not in tensors:
-            tensors[piece.ours] = torch.empty(shapes[piece.ours], dtype=dtype, device=device)
-        tensors[piece.ours][piece.our_index] = part
+        if part.name not in tensors:
+            tensors[part.name] = torch.empty(shapes[part.name], dtype=dtype, device=device)
+        tensors[part.name][part.index] = value
     return tensors
 
 
-class DiskTensors(Mapping[str, Tensor]):
-    """The tensors on disk from ours: views where there is nothing to fuse; what is fused is made anew at each access.
+class StoredTensors(Mapping[str, Tensor]):
+    """A model's tensors as the checkpoint stores them.
+
+    Returns views where possible. A tensor that concatenates several parameters is built anew at each access.
 
     Args:
-        pieces: all of every tensor.
-        tensors: ours.
+        slices: every slice of every parameter.
+        tensors: parameters, by name.
+
+    Raises:
+        ConfigError: The layout does not map parameters and stored tensors one to one.
     """
 
-    def __init__(self, pieces: Iterable[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, slices: Iterable[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._pieces: dict[str, list[TensorSlice]] = {}
-        for piece in pieces:
-            self._pieces.setdefault(piece.theirs, []).append(piece)
-        for parts in self._pieces.values():
-            parts.sort(key=lambda piece: [rows.start for rows in piece.their_index])
-        elements = sum(math.prod(parts[0].their_shape) for parts in self._pieces.values())
-        assert elements == sum(tensor.numel() for tensor in tensors.values()), "the weight table is not one to one"
+        self._slices: dict[str, list[TensorSlice]] = {}
+        for part in slices:
+            self._slices.setdefault(part.stored_name, []).append(part)
+        for parts in self._slices.values():
+            parts.sort(key=lambda part: [rows.start for rows in part.stored_index])
+        stored = sum(math.prod(parts[0].stored_shape) for parts in self._slices.values())
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        if stored != elements:
+            raise ConfigError(
+                "the weight layout is not one to one", where="layout", got=f"{stored} stored elements",
+                expected=f"{elements}, those of the model", remedy="Two parameters may have the same stored name.",
+            )  # fmt: skip
 
-    def __getitem__(self, theirs: str) -> Tensor:
-        parts = [self._tensors[piece.ours][piece.our_index] for piece in self._pieces[theirs]]
+    def __getitem__(self, stored_name: str) -> Tensor:
+        parts = [self._tensors[part.name][part.index] for part in self._slices[stored_name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
+        return iter(self._slices)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._slices)
 
 
-def _holds(name: str, path: str) -> bool:
+def _contains(name: str, path: str) -> bool:
     return f".{path}." in f".{name}."
 
 
-def _replaced(name: str, old: str, new: str) -> str:
-    """The name with one dotted path in place of another."""
+def _replace_path(name: str, old: str, new: str) -> str:
+    """Replaces the first occurrence of a dotted path in a name."""
     return f".{name}.".replace(f".{old}.", f".{new}.", 1).strip(".")

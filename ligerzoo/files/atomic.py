@@ -1,10 +1,10 @@
-"""Replace a directory as a set, and read one as a set.
+"""Replaces and reads directories atomically.
 
-A process killed at any moment leaves the old files or the new ones, never a mixture. Where replacing the directory is
-too much, single files are replaced: each is the old one or the new one.
+A process killed at any time leaves the old files or the new ones, never a mixture. `replace_files` replaces single
+files instead of a directory: each file is the old one or the new one.
 
-A save works in a hidden directory, its slot: `.<name>.<12 hex digits>.ligerzoo` beside what it replaces. The process
-locks the file `lock` in it, so that a later save can tell a leftover of a killed process from a save that still runs.
+A save works in a hidden directory, its slot: `.<name>.<12 hex digits>.ligerzoo` in the parent of what it replaces. The
+process locks the file `lock` in the slot, so a later save can distinguish a killed save from a running one.
 """
 
 import contextlib
@@ -28,19 +28,20 @@ _LOCK, _NEW, _OLD = "lock", "new", "old"  # the entries of a slot
 
 @contextlib.contextmanager
 def reading_directory(directory: str | Path) -> Iterator[None]:
-    """Make sure that all files that the block opens are of one set.
+    """Ensures that all files opened in the block belong to one version of the directory.
 
-    The directory stays open until the end of the block: its inode number cannot go to another directory meanwhile, so
-    that equal numbers mean that nobody has replaced it. What the block has opened may be read later.
+    Keeps the directory open until the block ends. Its inode number cannot be reused until then, so an equal number
+    means that no process replaced the directory. Files opened in the block may be read later.
 
     Raises:
-        CheckpointError: there is no such directory; or it was replaced during the block, whatever else went wrong.
+        CheckpointError: The directory does not exist, or was replaced during the block. The latter takes precedence
+            over other errors in the block.
     """
     try:
         descriptor = os.open(directory, os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY))
     except OSError as error:
-        known = {errno.ENOENT: "no such directory", errno.ENOTDIR: "is not a directory"}
-        problem = known.get(error.errno or 0, f"cannot be opened: {error.strerror}")
+        problems = {errno.ENOENT: "no such directory", errno.ENOTDIR: "is not a directory"}
+        problem = problems.get(error.errno or 0, f"cannot be opened: {error.strerror}")
         raise CheckpointError(problem, where=directory, expected="a directory with a checkpoint's files") from error
     failure: Exception | None = None
     try:
@@ -60,58 +61,58 @@ def reading_directory(directory: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing_directory(directory: str | Path, *, keep: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield an empty temporary directory to fill; on a clean exit it takes the place of `directory` in one step.
+    """Yields an empty temporary directory to fill. On a clean exit it replaces `directory` in one step.
 
-    What `directory` held is deleted, except the entries that `keep` wants and the new set does not bring itself: those
-    are carried over, as hard links where possible. Its owner and mode stay. An exception means that `directory` stays
-    as it was, except an interrupt (Ctrl-C), which may also come when the new set is in place. What fails after that is
-    a warning.
+    Entries of `directory` that `keep` accepts are carried over unless the new directory has them, as hard links if
+    possible. All others are deleted. Owner and mode are preserved. After an exception `directory` is unchanged, except
+    after an interrupt (Ctrl-C), which may come when it has been replaced already. Errors after that are warnings.
 
-    A killed process may leave a slot behind. The next save to `directory` deletes it.
+    A killed process may leave its slot. The next save to `directory` deletes it.
 
-    Where the system cannot exchange two directories (Linux and macOS can, on their usual file systems), two renames do
-    it: a kill between those leaves no `directory`, and the next save first puts the old set back.
+    If the system cannot exchange two directories (Linux and macOS can, on their usual file systems), two renames are
+    used. A process killed between them leaves no `directory`; the next save restores the old one first.
 
     Args:
-        directory: the directory to replace or to make, parents included. A symbolic link to one is followed.
-        keep: says of a name in the old directory whether it is to survive. Not asked about what is in sub-directories.
+        directory: the directory to replace, or to create with its parents. A symbolic link to one is followed.
+        keep: returns whether to keep an entry of the old directory, given its name. Entries of kept subdirectories are
+            kept too.
 
     Raises:
-        CheckpointError: `directory` is a file, belongs to somebody else, or cannot be renamed where it is.
+        CheckpointError: `directory` is a file, belongs to another user, or cannot be renamed.
     """
     target = Path(directory).resolve()
     _delete_leftovers(target)
     _refuse_irreplaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _slot_beside(target) as slot:
+    with _locked_slot(target) as slot:
         new = slot / _NEW
         new.mkdir()
-        _keep_owner(target, new)  # which may be refused: better now than after all has been written
+        _keep_owner(target, new)  # may fail: better now than after writing all files
         yield new
         _sync_tree(new)
-        if not _put_in_free_place(new, target):
+        if not _rename_if_unused(new, target):
             _carry_over(target, new, keep)
             _keep_owner(target, new)
             new.chmod(stat.S_IMODE(target.stat().st_mode))
             with _staying_in_working_directory():
                 replaced = _exchange(slot, target)
-            with _warning_of_errors(target, "what other processes wrote meanwhile may be lost"):
-                _carry_over(replaced, target, keep)  # what they wrote since the first time
+            with _warning_of_errors(target, "files that other processes wrote during the save may be lost"):
+                _carry_over(replaced, target, keep)  # files that other processes wrote since the first time
         with _warning_of_errors(target, "a power failure may still undo it"):
             _sync(target.parent)
 
 
 def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterable[str]) -> None:
-    """Write files, each in one step, and remove those of an earlier set that are not among them.
+    """Writes files, each in one step, and deletes files of an earlier save that are not among them.
 
     Args:
-        directory: made when it does not exist.
-        files: contents by name, which may lead into sub-directories.
-        patterns: glob patterns of all the names that the set may have.
+        directory: created if it does not exist.
+        files: contents by relative path.
+        patterns: glob patterns of the files to delete.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _delete_leftovers(directory / "files")
-    with _slot_beside(directory / "files") as slot:
+    with _locked_slot(directory / "files") as slot:
         written = {name: slot / str(number) for number, name in enumerate(files)}
         for name, temporary in written.items():
             temporary.write_bytes(files[name])
@@ -125,8 +126,8 @@ def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterabl
 
 
 @contextlib.contextmanager
-def _slot_beside(target: Path) -> Iterator[Path]:
-    """Yield a new slot for saving to `target`, locked; delete it in the end."""
+def _locked_slot(target: Path) -> Iterator[Path]:
+    """Yields a new locked slot for a save to `target`, and deletes it on exit."""
     with contextlib.ExitStack() as cleanup:
         slot = None
         while slot is None:
@@ -135,9 +136,9 @@ def _slot_beside(target: Path) -> Iterator[Path]:
 
 
 def _claim_slot(target: Path, cleanup: contextlib.ExitStack) -> Path | None:
-    """Make and lock a slot; None if another process has taken it for a leftover before it was locked."""
+    """Creates and locks a slot. Returns None if another process deleted it as a leftover before it was locked."""
     slot = target.with_name(f".{target.name}.{secrets.token_hex(6)}.ligerzoo")
-    cleanup.callback(_delete_slot, slot, target)  # registered first: an interrupt may come as soon as it is made
+    cleanup.callback(_delete_slot, slot, target)  # registered first, because an interrupt may follow at once
     slot.mkdir()
     try:
         descriptor = os.open(slot / _LOCK, os.O_RDWR | os.O_CREAT)
@@ -148,13 +149,13 @@ def _claim_slot(target: Path, cleanup: contextlib.ExitStack) -> Path | None:
         _lock(descriptor)
     except BlockingIOError:
         return None
-    except OSError:  # this file system has no locks, so that leftovers on it are never deleted
+    except OSError:  # a file system without locks, on which leftovers are never deleted
         pass
     return slot if _is_at(descriptor, slot / _LOCK) else None
 
 
 def _delete_leftovers(target: Path) -> None:
-    """Delete the slots that killed saves to `target` have left behind, as far as that is possible."""
+    """Deletes the slots that killed saves to `target` left, if possible."""
     with contextlib.suppress(OSError):
         for name in os.listdir(target.parent):
             if _is_slot(name, of=re.escape(target.name)):
@@ -170,27 +171,29 @@ def _delete_leftover(slot: Path, target: Path) -> None:
             raise
     else:
         return
-    descriptor = os.open(slot / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # all but an empty slot have had one
+    descriptor = os.open(
+        slot / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    )  # every slot that is not empty has had a lock
     try:
-        _lock(descriptor)  # raises if the save still runs
+        _lock(descriptor)  # raises if the save is running
         _delete_slot(slot, target)
     finally:
         _unlock(descriptor)
 
 
 def _is_slot(name: str, of: str = ".+") -> bool:
-    """Whether the name is that of a slot, of a target whose name fits the pattern."""
+    """Returns whether a name is that of a slot, for a target whose name matches the pattern."""
     return re.fullmatch(rf"\.{of}\.[0-9a-f]{{12}}\.ligerzoo", name, re.DOTALL) is not None
 
 
 def _delete_slot(slot: Path, target: Path) -> None:
-    """Delete a slot; but if it alone holds the old set, for want of the second of two renames, put that back first.
+    """Deletes a slot. Restores the old directory first if the second of two renames is missing.
 
-    Raises no OSError: whether the save has succeeded does not depend on this.
+    Raises no OSError, because the success of the save does not depend on this.
     """
     try:
         _try_to_delete_slot(slot, target)
-    except BaseException:  # an interrupt: it can wait until this is done
+    except BaseException:  # an interrupt is raised again after the deletion
         _try_to_delete_slot(slot, target)
         raise
 
@@ -200,16 +203,18 @@ def _try_to_delete_slot(slot: Path, target: Path) -> None:
         (slot / _OLD).rename(target)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-            warnings.warn(f"{slot}: stays, as it may hold all there is of {target}; got {error}", stacklevel=2)
+            warnings.warn(
+                f"{slot}: not deleted, because it may hold the only copy of {target}; got {error}", stacklevel=2
+            )
             return
-    with contextlib.suppress(OSError):  # of closing a directory, which rmtree does not ignore
+    with contextlib.suppress(OSError):  # rmtree does not ignore errors of closing a directory
         shutil.rmtree(slot, ignore_errors=True)
     if os.path.lexists(slot):
         warnings.warn(f"{slot}: cannot be deleted; the next save to {target} tries again", stacklevel=2)
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file until it is closed; raise BlockingIOError if another process has locked it."""
+    """Locks a file until it is closed. Raises BlockingIOError if another process holds the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -219,7 +224,7 @@ def _unlock(descriptor: int) -> None:
 
 
 def _is_at(descriptor: int, path: str | Path) -> bool:
-    """Whether the path leads to the open file or directory."""
+    """Returns whether a path refers to an open file or directory."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
@@ -228,7 +233,7 @@ def _is_at(descriptor: int, path: str | Path) -> bool:
 
 @contextlib.contextmanager
 def _warning_of_errors(target: Path, consequence: str) -> Iterator[None]:
-    """Turn an OSError into a warning, for the new set is in place already."""
+    """Converts an OSError to a warning, because the directory has been replaced already."""
     try:
         yield
     except OSError as error:
@@ -236,11 +241,11 @@ def _warning_of_errors(target: Path, consequence: str) -> Iterator[None]:
 
 
 def _keep_owner(target: Path, new: Path) -> None:
-    """Give the new directory the owner and the group of the one that it is to replace."""
+    """Sets the owner and group of the new directory to those of the directory that it replaces."""
     if not target.exists():
         return
-    old, made = target.stat(), new.stat()
-    if (made.st_uid, made.st_gid) == (old.st_uid, old.st_gid):
+    old, created = target.stat(), new.stat()
+    if (created.st_uid, created.st_gid) == (old.st_uid, old.st_gid):
         return
     try:
         os.chown(new, old.st_uid, old.st_gid)
@@ -248,9 +253,9 @@ def _keep_owner(target: Path, new: Path) -> None:
         raise CheckpointError(
             "cannot be replaced: it would get another owner",
             where=target,
-            got=f"user {made.st_uid}, group {made.st_gid}",
+            got=f"user {created.st_uid}, group {created.st_gid}",
             expected=f"user {old.st_uid}, group {old.st_gid}",
-            remedy="Save elsewhere, or as the user who owns it.",
+            remedy="Save to another directory, or as the user who owns this one.",
         ) from error
 
 
@@ -258,33 +263,33 @@ def _refuse_irreplaceable(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointError("is a file", where=target, expected="a directory, or nothing yet")
+        raise CheckpointError("is a file", where=target, expected="a directory, or a path that does not exist")
     on_another_device = target.stat().st_dev != target.parent.stat().st_dev
     if target == target.parent or on_another_device or not os.access(target.parent, os.W_OK | os.X_OK):
         raise CheckpointError(
             "cannot be replaced in one step: it is a mount point, or its parent is not writable",
             where=target,
-            remedy="Save into a sub-directory of it.",
+            remedy="Save to a subdirectory of it.",
         )
     if not os.access(target, os.R_OK | os.W_OK | os.X_OK):
         raise CheckpointError(
-            "cannot be replaced: no permission to read it and to write to it",
+            "cannot be replaced: no permission to read and write it",
             where=target,
-            remedy="Save elsewhere, or change its mode.",
+            remedy="Save to another directory, or change its mode.",
         )
     if mount := _mount_below(target):
         raise CheckpointError(
-            "cannot be replaced: something is mounted in it, which would be deleted with the old set",
+            "cannot be replaced: it contains a mount point, whose files would be deleted",
             where=target,
             got=mount,
-            remedy="Save elsewhere, or unmount it.",
+            remedy="Save to another directory, or unmount it.",
         )
 
 
 def _mount_below(directory: Path) -> str | None:
-    """A mount point within the directory, if there is one."""
+    """Returns a mount point in the directory, or None."""
     table = Path("/proc/self/mountinfo")
-    if table.exists():  # Linux; it alone knows of a mount from the same file system
+    if table.exists():  # Linux; os.path.ismount misses bind mounts from the same file system
         escaped = (line.split()[4] for line in table.read_text().splitlines())
         points = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), point) for point in escaped]
     else:
@@ -293,8 +298,8 @@ def _mount_below(directory: Path) -> str | None:
     return next((point for point in points if directory in Path(point).parents), None)
 
 
-def _put_in_free_place(temporary: Path, target: Path) -> bool:
-    """Rename to a name that nothing has; False when it is taken, be it by another process in this very moment."""
+def _rename_if_unused(temporary: Path, target: Path) -> bool:
+    """Renames to an unused name. Returns False if the name exists, even if another process creates it just now."""
     if target.exists():
         return False
     try:
@@ -307,22 +312,22 @@ def _put_in_free_place(temporary: Path, target: Path) -> bool:
 
 
 def _carry_over(source: Path, destination: Path, keep: Callable[[str], bool]) -> None:
-    """Add to `destination` what it lacks of the entries of `source` that `keep` wants. Directories are merged."""
+    """Adds the entries of `source` that `keep` accepts to `destination`, unless they exist. Merges directories."""
     for entry in source.iterdir():
-        twin = destination / entry.name
+        copy = destination / entry.name
         if not keep(entry.name) or _is_slot(entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
-            twin.mkdir(exist_ok=True)
-            _carry_over(entry, twin, keep=lambda name: True)
-            shutil.copystat(entry, twin)
+            copy.mkdir(exist_ok=True)
+            _carry_over(entry, copy, keep=lambda name: True)
+            shutil.copystat(entry, copy)
         else:
-            _link_or_copy(entry, twin)
+            _link_or_copy(entry, copy)
     _sync(destination)
 
 
 def _link_or_copy(source: Path, destination: Path) -> None:
-    """Make `destination` the same file as `source`, or a copy of it, unless it exists."""
+    """Links or copies a file, unless `destination` exists."""
     try:
         destination.lstat()
     except FileNotFoundError:
@@ -331,14 +336,14 @@ def _link_or_copy(source: Path, destination: Path) -> None:
         return
     try:
         os.link(source, destination, follow_symlinks=False)
-    except OSError:  # no hard links on this file system, or not of a file that is another user's
+    except OSError:  # the file system has no hard links, or forbids links to other users' files
         try:
             shutil.copy2(source, destination, follow_symlinks=False)
         except PermissionError as error:
             raise CheckpointError(
                 "cannot be carried over: no permission to read it",
                 where=source,
-                remedy="Make it readable, or save elsewhere.",
+                remedy="Make it readable, or save to another directory.",
             ) from error
         if destination.is_file():
             _sync(destination)
@@ -360,7 +365,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: this file system does not know fsync of a directory
+        if error.errno != errno.EINVAL:  # EINVAL: the file system has no fsync for directories
             raise
     finally:
         os.close(descriptor)
@@ -368,7 +373,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _staying_in_working_directory() -> Iterator[None]:
-    """Keep the working directory's path, where it would follow a directory that is renamed, and then deleted."""
+    """Keeps the path of the working directory, which would otherwise follow a renamed and deleted directory."""
     try:
         path = os.getcwd()
     except FileNotFoundError:  # deleted already
@@ -377,14 +382,14 @@ def _staying_in_working_directory() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # it was in a sub-directory that was not kept
+        with contextlib.suppress(OSError):  # it was a subdirectory that was not kept
             os.chdir(path)
 
 
 def _exchange(slot: Path, target: Path) -> Path:
-    """Put the new set of a slot in the place of `target`. Returns where the old set is now.
+    """Exchanges the new directory in a slot and `target`. Returns the path of the old directory.
 
-    An exception between the two renames leaves it to `_delete_slot` to undo the first.
+    After an exception between two renames, `_delete_slot` undoes the first.
     """
     if _exchange_in_one_step(slot / _NEW, target):
         return slot / _NEW
@@ -394,7 +399,7 @@ def _exchange(slot: Path, target: Path) -> Path:
 
 
 def _exchange_in_one_step(new: Path, old: Path) -> bool:
-    """Swap through renameat2(RENAME_EXCHANGE) or renamex_np(RENAME_SWAP); False where the system has no such thing."""
+    """Exchanges two directories in one step. Returns False if the system cannot."""
     paths = os.fsencode(new), os.fsencode(old)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

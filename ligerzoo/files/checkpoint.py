@@ -1,7 +1,7 @@
-"""A directory of safetensors files in Hugging Face's layout, read and written. Knows nothing of models.
+"""Reads and writes directories of safetensors files in Hugging Face's layout, without knowledge of models.
 
-The weights are `model.safetensors`, or the shards that `model.safetensors.index.json` names; any other file is never
-read, whatever it is called. Checkpoints are hostile input: everything is checked before the first weight is touched.
+The weights are in `model.safetensors`, or in the shards that `model.safetensors.index.json` names. Other weight files
+are never read. Checkpoints are untrusted input: all headers are checked before the first weight is read.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ligerzoo.errors import CheckpointError
+from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.atomic import reading_directory, replacing_directory
 
 SINGLE_FILE = "model.safetensors"
@@ -48,18 +48,18 @@ _DTYPES = {
     "F64": torch.float64,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_SUPPORTED = "a real dtype of 8 bits or more"
+_SUPPORTED = "a dtype of 8 bits or more that is not complex"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the header of a file tells of a tensor.
+    """The entry of a tensor in a file's header.
 
     Attributes:
-        name: of the tensor.
-        file: name of the file within the checkpoint's directory.
-        shape: of the tensor.
-        stored_dtype: safetensors' name of the dtype, such as "BF16".
+        name: name of the tensor.
+        file: name of the file in the checkpoint's directory.
+        shape: shape of the tensor.
+        stored_dtype: name of the dtype in safetensors, such as "BF16".
     """
 
     name: str
@@ -69,16 +69,15 @@ class TensorInfo:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that `Checkpoint.read` gives.
+        """The dtype of the tensor that `Checkpoint.read` returns.
 
         Raises:
-            CheckpointError: the stored dtype is complex, or torch has none that holds it one element per value (4 and 6
-                bits).
+            CheckpointError: The stored dtype is complex, or has 4 or 6 bits, for which torch has no dtype.
         """
         if self.stored_dtype not in _DTYPES:
             raise CheckpointError(
                 "dtype is not supported",
-                where=f"{self.file}, tensor {_shown(self.name)}",
+                where=f"{self.file}, tensor {quote(self.name)}",
                 got=self.stored_dtype,
                 expected=_SUPPORTED,
             )
@@ -86,25 +85,25 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, in the file as in memory. Raises as `dtype` does."""
+        """Number of bytes in the file, equal to that in memory. Raises as `dtype` does."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Checkpoint:
-    """The tensors of a directory, all known by name, shape and dtype before any is read.
+    """The tensors of a directory. Opening it reads all headers, and no weights.
 
-    As a context manager it closes its files in the end; tensors that were read stay valid.
+    As a context manager it closes the files on exit. Tensors that were read stay valid.
 
     Args:
-        directory: holds `model.safetensors`, or an index and its shards. These may be symbolic links, as in the hub's
-            cache.
+        directory: directory with `model.safetensors`, or with an index and its shards. These may be symbolic links, as
+            in the hub's cache.
 
     Attributes:
-        directory: the same.
-        tensors: by name, in the order in which the files hold them.
+        directory: the directory.
+        tensors: entries of the headers by tensor name, in the order of the files.
 
     Raises:
-        CheckpointError: a file is missing or damaged or no safetensors file, or the index and its shards disagree; or
+        CheckpointError: A file is missing, damaged or not a safetensors file; or the index and its shards disagree; or
             the directory was replaced while the files were opened.
     """
 
@@ -117,37 +116,37 @@ class Checkpoint:
                 index = self.directory / INDEX_FILE
                 weight_map = read_weight_map(index) if os.path.lexists(index) else None
                 files = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
-                _refuse_absence(self.directory, files)
+                _refuse_missing_files(self.directory, files)
                 self._files = {file: opened.enter_context(_open_safetensors(self.directory / file)) for file in files}
                 infos = [info for file in files for info in _read_header(self._files[file], file)]
                 self.tensors = {info.name: info for info in infos}
                 if weight_map:
-                    _refuse_disagreement(self.directory, weight_map, infos)
+                    _check_weight_map(self.directory, weight_map, infos)
             self._opened = opened.pop_all()
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Read the tensor whose shape and dtype `tensors[name]` tells.
+        """Reads a tensor.
 
-        On a CPU it is a view of the memory-mapped file: its pages stay the system's to take back, and writing to the
-        tensor does not reach the file. For another device it is copied from there, with no other copy on the host.
+        On a CPU the tensor is a private view of the memory-mapped file: the system can evict its pages, and writes to
+        the tensor do not reach the file. For another device it is copied there without another copy on the host.
 
         Raises:
-            CheckpointError: there is no such tensor, its dtype is not supported, or the checkpoint has been closed.
+            CheckpointError: The tensor does not exist, its dtype is not supported, or the checkpoint is closed.
         """
         if name not in self.tensors:
-            raise CheckpointError(f"no tensor {_shown(name)}", where=self.directory)
+            raise CheckpointError(f"no tensor {quote(name)}", where=self.directory)
         info = self.tensors[name]
         dtype = info.dtype
         try:
             tensor: torch.Tensor = self._files[info.file].get_tensor(name)
         except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
-            where = f"{self.directory / info.file}, tensor {_shown(name)}"
-            raise CheckpointError("cannot be read", where=where, got=_shown(error)) from error
+            where = f"{self.directory / info.file}, tensor {quote(name)}"
+            raise CheckpointError("cannot be read", where=where, got=quote(error)) from error
         assert (tensor.shape, tensor.dtype) == (info.shape, dtype)
         return tensor.to(device)
 
     def close(self) -> None:
-        """Close the files. Tensors that were read stay valid."""
+        """Closes the files. Tensors that were read stay valid."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -158,11 +157,11 @@ class Checkpoint:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object from a UTF-8 file of at most 32 MiB.
+    """Reads a JSON object from a UTF-8 file of at most 32 MiB.
 
     Raises:
-        CheckpointError: there is no such file, it is too large, it is not JSON or too deeply nested, a key stands twice
-            in an object, or the whole is not an object.
+        CheckpointError: The file does not exist, is too large, is not JSON or too deeply nested, has an object with a
+            duplicate key, or is not an object.
     """
     path = Path(path)
     content = read_bytes(path)
@@ -176,24 +175,24 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file that is to be JSON: at most 32 MiB.
+    """Reads a JSON file of at most 32 MiB.
 
     Raises:
-        CheckpointError: there is no such file, it is not a regular one, it cannot be read, or it is too large.
+        CheckpointError: The file does not exist, is not a regular file, cannot be read, or is too large.
     """
     with _reporting_errors(path), _open_regular(path) as file:
-        content = file.read(_MAX_JSON_BYTES + 1) or b""  # None from a file in /proc that has nothing to say yet
+        content = file.read(_MAX_JSON_BYTES + 1) or b""  # None from a file in /proc without data yet
     if len(content) > _MAX_JSON_BYTES:
-        raise CheckpointError("is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
+        raise CheckpointError("file is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
     return content
 
 
 def read_weight_map(index: str | Path) -> dict[str, str]:
-    """Read from a `model.safetensors.index.json` which file beside it holds which tensor.
+    """Reads the file name of each tensor from a `model.safetensors.index.json`.
 
     Raises:
-        CheckpointError: as `read_json` does; or the map is missing or empty, or a name in it cannot be that of a
-            safetensors file in the same directory.
+        CheckpointError: As `read_json`; or the map is missing or empty, or a file name is not that of a safetensors
+            file in the same directory.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -201,9 +200,9 @@ def read_weight_map(index: str | Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file) or not file.endswith(".safetensors"):
             raise CheckpointError(
-                "bad file name",
-                where=f"{index}, tensor {_shown(name)}",
-                got=_shown(file),
+                "invalid file name",
+                where=f"{index}, tensor {quote(name)}",
+                got=quote(file),
                 expected="the name of a .safetensors file in the same directory",
             )
     return weight_map
@@ -216,31 +215,34 @@ def write_checkpoint(
     *,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Make `directory` the checkpoint of these tensors, and of the small files that go with them (`config.json`, ...).
+    """Writes tensors and small files such as `config.json` to a checkpoint directory, in one step.
 
-    It is replaced as a set (see `replacing_directory`): the weights of an earlier save go, everything else in it stays.
-    Every tensor is written byte for byte under every name that it has, through one copy on the host at a time. They may
-    be those of a `Checkpoint` of this very directory.
+    The directory is replaced as a whole, see `replacing_directory`. The weights of an earlier save are deleted; all
+    other files are kept. Each tensor is written under each of its names, with at most one copy on the host at a time.
+    The tensors may come from a `Checkpoint` of the same directory.
 
     Args:
-        directory: made where it does not exist.
-        tensors: dense, on any devices, of any strides; they may share memory. They fill the files in this order. Each
-            is asked for twice and not kept, so that a mapping may make it at each access.
+        directory: created if it does not exist.
+        tensors: dense tensors by name, on any device, with any strides; they may share memory. The files are filled in
+            this order. Each tensor is accessed twice and not kept, so a mapping may create it at each access.
         files: contents by file name; text is written as UTF-8.
-        max_shard_size: bytes of tensors in a file, as a number or like "500MB" (500 * 10**6) and "2GiB" (2 * 2**30).
-            A larger tensor gets a file of its own.
+        max_shard_size: maximum bytes of tensors in a file, as a number or a string such as "500MB" (500 * 10**6) or
+            "2GiB" (2 * 2**30). A larger tensor gets its own file.
 
     Raises:
-        CheckpointError: a name, a dtype or the size cannot be written; nothing has been, then.
+        CheckpointError: A name, a dtype or the size is invalid. Nothing has been written then.
     """
     limit = _number_of_bytes(max_shard_size)
-    blueprints = {}  # the same without data
+    blueprints = {}  # meta tensors
     for name, tensor in tensors.items():
         _refuse_unwritable(name, tensor)
         blueprints[name] = tensor.detach().to("meta")
     for name in files:
         if not _is_plain_name(name) or _WEIGHT_FILE.fullmatch(name):
-            raise CheckpointError("bad name for a file beside the weights", where=directory, got=_shown(name))
+            raise CheckpointError(
+                "invalid file name", where=directory, got=quote(name),
+                expected="the name of a file in the directory that does not hold weights",
+            )  # fmt: skip
     shards = _plan_shards(blueprints, limit)
     total_size = sum(tensor.nbytes for tensor in blueprints.values())
     from tqdm import tqdm
@@ -265,22 +267,21 @@ def write_checkpoint(
 def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no types
     try:
         with _reporting_errors(path):
-            _open_regular(path).close()  # whose errors are better than safetensors' own
+            _open_regular(path).close()  # raises clearer errors than safetensors
             return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise _malformed(path, "safetensors", error) from error
-    except RuntimeError as error:  # torch opens the file once more
-        raise CheckpointError("cannot be read", where=path, got=_shown(error)) from error
+    except RuntimeError as error:  # from torch, which opens the file again
+        raise CheckpointError("cannot be read", where=path, got=quote(error)) from error
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading, if it is a regular one: opening anything else can wait for ever, or do something, and
-    reading it may never end."""
+    """Opens a regular file for reading. Opening or reading other kinds, such as a named pipe, may block forever."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
-        raise CheckpointError("is not a file with data", where=path, got=kind, expected="a regular file")
+        raise CheckpointError("not a regular file", where=path, got=kind, expected="a regular file")
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
@@ -302,52 +303,52 @@ def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
     return infos
 
 
-def _refuse_absence(directory: Path, files: list[str]) -> None:
-    absent = [file for file in files if not (directory / file).exists()]
-    if not absent:
+def _refuse_missing_files(directory: Path, files: list[str]) -> None:
+    missing = [file for file in files if not (directory / file).exists()]
+    if not missing:
         return
     found = sorted(os.listdir(directory))
     remedy = "Download the whole checkpoint."
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in found):
         remedy = (
-            "Only safetensors is read, because a pickle runs code when it is loaded. Where you trust it, convert it: "
-            "load it with transformers and call save_pretrained."
+            "Only safetensors files are read, because loading a pickle runs code. If you trust the checkpoint, convert "
+            "it: load it with transformers and call save_pretrained."
         )
     raise CheckpointError(
-        f"{len(absent)} of {len(files)} weight files missing",
+        f"{len(missing)} of {len(files)} weight files missing",
         where=directory,
-        got=_some(found) if found else "an empty directory",
-        expected=_some(absent),
+        got=first_names(found) if found else "an empty directory",
+        expected=first_names(missing),
         remedy=remedy,
     )
 
 
-def _refuse_disagreement(directory: Path, weight_map: Mapping[str, str], infos: list[TensorInfo]) -> None:
-    """Every tensor stands in the file that the index tells, and only there."""
+def _check_weight_map(directory: Path, weight_map: Mapping[str, str], infos: list[TensorInfo]) -> None:
+    """Raises CheckpointError unless each tensor is in the file that the index names, and only there."""
     for info in infos:
         listed = weight_map.get(info.name)
         if listed != info.file:
             raise CheckpointError(
-                "tensor stands in a file where the index does not put it",
-                where=f"{directory / info.file}, tensor {_shown(info.name)}",
-                expected="it to be listed in the index" if listed is None else f"it in {_shown(listed)} alone",
+                "the tensor is in another file than the index says",
+                where=f"{directory / info.file}, tensor {quote(info.name)}",
+                expected="the tensor to be listed in the index" if listed is None else f"only {quote(listed)}",
             )
     found = {info.name for info in infos}
     for name, file in weight_map.items():
         if name not in found:
-            where = f"{directory / file}, tensor {_shown(name)}"
-            raise CheckpointError("tensor is missing, though the index puts it here", where=where)
+            where = f"{directory / file}, tensor {quote(name)}"
+            raise CheckpointError("the index lists this tensor, but the file lacks it", where=where)
 
 
 def _malformed(path: Path, kind: str, error: Exception) -> CheckpointError:
-    """Say what stands in the file, where it is not what its name promises."""
+    """Returns an error that says what an invalid file contains instead."""
     with _reporting_errors(path), path.open("rb") as file:
         beginning = file.read(64).lstrip()
-    got, remedy = _shown(error), "The file may be damaged or cut off: download it again."
+    got, remedy = quote(error), "The file may be damaged or incomplete: download it again."
     if beginning.startswith(b"version https://git-lfs"):
-        got, remedy = "a git-lfs pointer to it", "Run `git lfs pull` in the repository that it came from."
+        got, remedy = "a git-lfs pointer", "Run `git lfs pull` in the repository."
     elif beginning.startswith(b"<"):
-        got, remedy = "a web page", "Download the file again, logged in if its repository asks for that."
+        got, remedy = "a web page", "Download the file again; log in first if the repository is gated."
     return CheckpointError(f"not a valid {kind} file", where=path, got=got, remedy=remedy)
 
 
@@ -365,31 +366,34 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
-    where = f"tensor {_shown(name)}"
+    where = f"tensor {quote(name)}"
     if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
-        raise CheckpointError("a safetensors file cannot hold a tensor of this name", where=where)
+        raise CheckpointError("not a valid tensor name in a safetensors file", where=where)
     if tensor.dtype not in _DTYPE_NAMES:
         raise CheckpointError("dtype is not supported", where=where, got=tensor.dtype, expected=_SUPPORTED)
     if tensor.layout != torch.strided or tensor.is_meta:
-        raise CheckpointError("has no dense data", where=where, got=f"{tensor.layout} on {tensor.device}")
+        raise CheckpointError(
+            "not a dense tensor with data", where=where, got=f"{tensor.layout} on {tensor.device}",
+            remedy="Materialize meta tensors and convert sparse ones before saving.",
+        )  # fmt: skip
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        remedy = "Gather a sharded model first, into a plain one, and save that."
-        raise CheckpointError("is no plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
+        remedy = "Gather the shards of a distributed model into plain tensors before saving."
+        raise CheckpointError("not a plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
 
 
 def _number_of_bytes(size: int | str) -> int:
-    """5 * 10**9 for "5GB"."""
+    """Parses a size: "5GB" is 5 * 10**9."""
     number, factor = size, 1
     if isinstance(size, str) and (match := re.fullmatch(r"(\d+) ?([KMGT])(i?)B", size)):
         number, factor = int(match[1]), (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2]))
     if not isinstance(number, int) or number < 1:
-        expected = 'a number of bytes, "500MB", "5GB", "2GiB" or so'
-        raise CheckpointError("bad size", where="max_shard_size", got=repr(size), expected=expected)
+        expected = 'a number of bytes, or a string such as "500MB", "5GB" or "2GiB"'
+        raise CheckpointError("invalid size", where="max_shard_size", got=repr(size), expected=expected)
     return number * factor
 
 
 def _plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
-    """The names of the tensors that go into each file: a file is full when the next tensor would exceed the limit."""
+    """Returns the names of the tensors in each file. A file is full when the next tensor would exceed the limit."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -409,9 +413,9 @@ def _write_safetensors(
     tensors: Mapping[str, torch.Tensor],
     advance: Callable[[int], object],
 ) -> None:
-    """Write one file: eight bytes with the header's length, the header as JSON, the data.
+    """Writes one file: eight bytes with the length of the header, the header as JSON, the data.
 
-    safetensors' own `save_file` refuses tied and strided tensors, and wants all of them on the host at once.
+    `save_file` of safetensors rejects tied and strided tensors, and needs all tensors on the host at once.
     """
     by_alignment = dict(sorted(blueprints.items(), key=lambda item: item[1].itemsize, reverse=True))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -421,20 +425,9 @@ def _write_safetensors(
         dtype = _DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # so that the data begin at a multiple of every element's size
+    encoded += b" " * (-len(encoded) % 8)  # aligns the data to the size of any element
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, blueprint in by_alignment.items():
             file.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             advance(blueprint.nbytes)
-
-
-def _some(names: list[str]) -> str:
-    """The first of perhaps many names, for a message."""
-    return ", ".join(map(_shown, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _shown(text: object) -> str:
-    """What stood in a file, made short and harmless for a message."""
-    text = str(text)
-    return repr(text if len(text) <= 200 else text[:200] + "...")

@@ -18,7 +18,7 @@ from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
 
 if TYPE_CHECKING:
-    from ligerzoo.hub import Origin, Saves
+    from ligerzoo.hub import Origin, Saveable
 
 
 @dataclass
@@ -343,17 +343,31 @@ class CausalLM(nn.Module):
         *,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        strict: bool = True,
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
+        **overrides: Any,
     ) -> Self:
-        """Loads a checkpoint in Hugging Face format; see `ligerzoo.hub.load`."""
+        """Loads a checkpoint in Hugging Face format, see `ligerzoo.hub.load`.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name").
+            dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
+            device: device of the weights. Defaults to torch's default device.
+            strict: False allows missing and unexpected tensors, to load a checkpoint into an extended class.
+            revision: branch, tag or commit on the hub.
+            token: access token for private and gated repositories.
+            cache_dir: directory of the downloaded files.
+            local_files_only: use cached files only, without network access.
+            overrides: values of config fields, which take precedence over config.json.
+        """
         from ligerzoo import hub
 
         return hub.load(
-            name_or_path, cls, dtype=dtype, device=device, revision=revision, token=token, cache_dir=cache_dir,
-            local_files_only=local_files_only,
+            name_or_path, cls, dtype=dtype, device=device, strict=strict, revision=revision, token=token,
+            cache_dir=cache_dir, local_files_only=local_files_only, **overrides,
         )  # fmt: skip
 
     def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -369,7 +383,7 @@ class CausalLM(nn.Module):
         private: bool | None = None,
         token: str | bool | None = None,
         commit_message: str = "Upload model",
-        processor: Saves | None = None,
+        processor: Saveable | None = None,
     ) -> str:
         """Uploads the model, and a processor or tokenizer, to the Hugging Face hub; see `ligerzoo.hub.push`.
 

@@ -102,7 +102,7 @@ class Tokenizer:
             TokenizerError: tokenizer.json is missing, or a file is malformed.
             CheckpointError: the directory was replaced during the read.
         """
-        from ligerzoo.hub import locate_files
+        from ligerzoo.files.locate import locate_files
 
         directory = locate_files(
             name_or_path,

@@ -94,7 +94,7 @@ class Processor:
             CheckpointError: a file is malformed, or the directory was replaced during the read.
             TokenizerError: tokenizer.json is missing or malformed, or has no image token.
         """
-        from ligerzoo.hub import locate_files
+        from ligerzoo.files.locate import locate_files
 
         directory = locate_files(
             name_or_path,
@@ -250,7 +250,7 @@ def load_processor_or_tokenizer(name_or_path: str | Path, *, revision: str | Non
     Raises:
         LigerzooError: see `Processor.from_pretrained` and `Tokenizer.from_pretrained`.
     """
-    from ligerzoo.hub import locate_files
+    from ligerzoo.files.locate import locate_files
 
     directory = locate_files(name_or_path, FILE_PATTERNS, revision=revision)
     with reading_directory(directory):

@@ -1,9 +1,8 @@
 import dataclasses
-import sys
-from types import SimpleNamespace
 
 import pytest
 
+from ligerzoo import convert
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
 from ligerzoo.convert.architecture import is_beyond_last_layer, is_rotary_buffer
 from ligerzoo.convert.weights import Layout, Rename
@@ -14,7 +13,7 @@ ROUTER = (Rename("mlp.router", "mlp.gate"),)
 BARE = (("model.", ""),)
 
 
-def test_each_model_type_has_its_file() -> None:
+def test_each_model_type_has_a_converter() -> None:
     for model_type in MODEL_TYPES:
         architecture = architecture_of(model_type)
         assert architecture.model_type == model_type
@@ -27,16 +26,16 @@ def test_unknown_model_types(model_type: object) -> None:
         architecture_of(model_type)
 
 
-def test_classes_of_one_s_own() -> None:
+def test_subclasses_of_users() -> None:
     class Tuned(Llama):
         pass
 
     assert architecture_for(Tuned).model_class is Llama
-    with pytest.raises(ConfigError, match="CausalLM: no checkpoint layout is known"):
+    with pytest.raises(ConfigError, match=r"CausalLM: the class is not registered.*Call AutoModel.register"):
         architecture_for(CausalLM)
 
 
-def test_the_nearest_of_related_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_registered_base_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sibling(Llama):
         pass
 
@@ -44,8 +43,7 @@ def test_the_nearest_of_related_classes(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
     sibling = dataclasses.replace(architecture_of("llama"), model_type="sibling", model_class=Sibling)
-    monkeypatch.setattr("ligerzoo.convert.MODEL_TYPES", ("llama", "sibling"))
-    monkeypatch.setitem(sys.modules, "ligerzoo.convert.sibling", SimpleNamespace(ARCHITECTURE=sibling))
+    monkeypatch.setitem(convert._REGISTERED, "sibling", sibling)
     assert architecture_for(Tuned) is architecture_for(Sibling) is sibling
     assert architecture_for(Llama) is architecture_of("llama")
 
@@ -61,7 +59,7 @@ SHAPES = {"model.norm.weight": (8,), "model.mlp.gate.weight": (4, 8), "lm_head.w
         (["norm.weight", "lm_head.weight"], BARE),
     ],
 )
-def test_names_with_and_without_the_prefix(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
+def test_names_with_and_without_prefix(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
     assert architecture_of("llama").layout_of(stored, SHAPES) == Layout(prefixes=prefixes)
 
 
@@ -74,16 +72,16 @@ def test_names_with_and_without_the_prefix(stored: list[str], prefixes: tuple[tu
         (["text.norm.weight", "head.weight"], (("model.", "text."), ("lm_head.", "head."))),
     ],
 )
-def test_each_part_has_a_prefix_of_its_own(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
+def test_each_part_has_its_prefix(stored: list[str], prefixes: tuple[tuple[str, str], ...]) -> None:
     spellings = {"model.": ("model.", "text."), "lm_head.": ("lm_head.", "head.")}
     architecture = dataclasses.replace(architecture_of("llama"), prefixes=spellings)
     layout = architecture.layout_of(stored, SHAPES)
     assert layout == Layout(prefixes=prefixes)
-    names = [piece.theirs for piece in layout.pieces(SHAPES)]
+    names = [part.stored_name for part in layout.slices(SHAPES)]
     assert [name for name in names if "mlp" not in name] == stored
 
 
-def test_a_new_model_has_the_first_of_each_prefix() -> None:
+def test_new_model_gets_the_first_prefixes() -> None:
     spellings = {"model.": ("text.", "model."), "lm_head.": ("lm_head.", "head.")}
     architecture = dataclasses.replace(architecture_of("llama"), layouts=(Layout(ROUTER), Layout()), prefixes=spellings)
     assert architecture.layout_of_new == Layout(ROUTER, (("model.", "text."),))
@@ -100,7 +98,7 @@ def test_a_new_model_has_the_first_of_each_prefix() -> None:
         ("language_model.head.probe", False),
     ],
 )
-def test_passengers_of_gemma3(name: str, known: bool) -> None:
+def test_extra_tensors_of_gemma3(name: str, known: bool) -> None:
     assert architecture_of("gemma3").is_extra_tensor(name) == known
     assert not architecture_of("llama").is_extra_tensor(name)
 
@@ -115,7 +113,7 @@ def test_passengers_of_gemma3(name: str, known: bool) -> None:
         (["visual.patch"], Layout(ROUTER)),
     ],
 )
-def test_the_layout_that_finds_most(stored: list[str], expected: Layout) -> None:
+def test_layout_with_most_stored_parameters(stored: list[str], expected: Layout) -> None:
     architecture = dataclasses.replace(architecture_of("llama"), layouts=(Layout(ROUTER), Layout()))
     assert architecture.layout_of(stored, SHAPES) == expected
 

@@ -1,4 +1,4 @@
-"""Every architecture's config.json: what absence means, what comes back, and that nonsense is refused."""
+"""Tests of config.json for every architecture: defaults, round trips, and invalid values."""
 
 import contextlib
 import copy
@@ -24,21 +24,21 @@ from tests.models.zoo import CHECKPOINTS
 every_type = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
 RENAMED = {"num_experts": ("num_experts", "num_local_experts")}
-"""Our fields that are called otherwise in some of transformers' configs."""
+"""Our fields with other names in some configs of transformers."""
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED: dict[str, dict[str, Any]] = {
-    "gemma3": {"vision_config": {"image_size": 256}},  # for transformers' own default makes no 256 tokens
+    "gemma3": {"vision_config": {"image_size": 256}},  # the default does not give 256 tokens
     "ministral": {"head_dim": 128},
-    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # for transformers' own default fits no decoder of its
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # the default does not match the decoder
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
 }
-"""What a config.json must say."""
+"""Entries that config.json needs, because the defaults of transformers are inconsistent."""
 
 
 def value_of(config: Any, name: str) -> Any:
-    """A field of the decoder in transformers' config, or else of the whole, under its name or another."""
+    """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
     places = [(part, n) for part in (config.get_text_config(), config) for n in RENAMED.get(name, (name,))]
     return next((value for part, n in places if (value := getattr(part, n, None)) is not None), None)
 
@@ -48,7 +48,7 @@ def has(config: Any, name: str) -> bool:
 
 
 def with_entries(config: Mapping[str, Any], **entries: Any) -> dict[str, Any]:
-    """The config.json with other entries for the decoder, wherever its own are."""
+    """Returns config.json with other entries for the decoder, at its level."""
     nested = {"text_config": {**config["text_config"], **entries}} if "text_config" in config else entries
     return {**config, **nested}
 
@@ -61,7 +61,7 @@ def assert_same_vision(ours: Any, theirs: Any) -> None:
 
 
 def windows(ours: Any, theirs: Any) -> tuple[list[int | None], list[int | None]]:
-    """Of each layer, as both configs have it."""
+    """Returns the window of each layer in both configs."""
     kinds = (
         getattr(theirs, "layer_types", None)
         or ["sliding_attention" if getattr(theirs, "sliding_window", None) else "full_attention"]
@@ -72,7 +72,7 @@ def windows(ours: Any, theirs: Any) -> tuple[list[int | None], list[int | None]]
 
 
 def settled(config: Any) -> Any:
-    """With the numbers that a None stands for, and no scaling where it changes nothing."""
+    """Resolves None to numbers, and drops a scaling without effect."""
     scaling = dict(config.rope_scaling or {})
     does_nothing = scaling.get("rope_type", "default") == "default" and not scaling.get("llama_4_scaling_beta")
     return dataclasses.replace(
@@ -82,7 +82,7 @@ def settled(config: Any) -> Any:
 
 
 @every_type
-def test_an_absent_entry_means_what_it_means_in_transformers(model_type: str) -> None:
+def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> None:
     required = NEEDED.get(model_type, {})
     ours = architecture_of(model_type).config_from_hf(required)
     theirs = CONFIG_MAPPING[model_type](**copy.deepcopy(required))
@@ -100,7 +100,7 @@ def test_an_absent_entry_means_what_it_means_in_transformers(model_type: str) ->
         if field.name == "vision_config":
             assert_same_vision(ours.vision_config, theirs.vision_config)
             continue
-        # Explicit token ids alone count: transformers' generate does not use its own defaults either.
+        # Only explicit token ids count, as in transformers' generate.
         expected = None if field.name in TOKEN_IDS else value_of(theirs, field.name)
         derived = {"num_key_value_heads": ours.kv_heads, "head_dim": ours.head_size}
         got = derived.get(field.name, getattr(ours, field.name))
@@ -111,8 +111,8 @@ def test_an_absent_entry_means_what_it_means_in_transformers(model_type: str) ->
 
 
 @pytest.mark.parametrize("row", CHECKPOINTS, ids=str)
-def test_there_and_back(row: Tiny, tmp_path: Path) -> None:
-    """What we write means to us, and to transformers, what was read."""
+def test_round_trip(row: Tiny, tmp_path: Path) -> None:
+    """A written config.json is read back equally, by us and by transformers."""
     architecture = architecture_of(row.config["model_type"])
     config = architecture.config_from_hf(row.config)
     written = {"model_type": architecture.model_type, **architecture.config_to_hf(config)}
@@ -144,8 +144,8 @@ def test_there_and_back(row: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", CHECKPOINTS, ids=str)
-def test_a_changed_config_is_written_over_what_was_read(row: Tiny) -> None:
-    """Also where a change means that an entry goes, and where the file spells it otherwise."""
+def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
+    """Also if a change removes an entry, or the file uses another spelling."""
     architecture = architecture_of(row.config["model_type"])
     config = architecture.config_from_hf(row.config)
     model = architecture.build_on_meta(config)
@@ -170,8 +170,8 @@ NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], 
 
 
 @every_type
-def test_nonsense_in_an_entry(model_type: str) -> None:
-    """Gives a model that can be built, or a ConfigError, and nothing else."""
+def test_invalid_values_of_entries(model_type: str) -> None:
+    """Each value gives a model that can be built, or a ConfigError."""
     architecture = architecture_of(model_type)
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
     known = {field.name for field in dataclasses.fields(architecture.config_from_hf(config))}
@@ -194,22 +194,22 @@ POSSIBLE: dict[str, list[Any]] = {
     "rope_scaling": [{}],
     "mlp_only_layers": [[]],
 }
-"""Falsy values of another type than that in a config.json here which the entry can have nevertheless."""
+"""Valid falsy values of another type than that in the tested config.json."""
 IGNORED = {
-    # Entries that mean nothing here: of training, of other software, or of a part that is left out or computed.
+    # Entries without effect: of training, of other software, or of unused parts.
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
     "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "spatial_patch_size",
     "transformers_version", "use_cache", "vision_use_head",
-    # Entries that mean nothing in some architectures, as in transformers.
+    # Entries without effect in some architectures, as in transformers.
     "attention_bias", "hidden_act", "hidden_activation", "max_window_layers", "partial_rotary_factor", "rope_theta",
     "sliding_window", "tie_word_embeddings",
-    # Entries before which another of the same meaning goes, or one beside text_config.
+    # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",
     "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_parameters", "rope_type",
     "torch_dtype", "type",
 }  # fmt: skip
-"""Entries whose value does not matter in some config.json here."""
+"""Entries whose value has no effect in some tested config.json."""
 
 
 def entries_in(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -220,7 +220,7 @@ def entries_in(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterat
 
 
 def changed(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """With another value of an entry, or without it for ... ."""
+    """Returns config.json with another value of an entry, or without the entry if the value is `...`."""
     config = copy.deepcopy(dict(config))
     part = config
     for name in path[:-1]:
@@ -233,7 +233,7 @@ def changed(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dic
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
-    """config.json -> our config, as loading reads it."""
+    """Returns a function that reads config.json as loading does."""
 
     def read(raw: Mapping[str, Any]) -> Any:
         monkeypatch.setattr(hub, "read_json", lambda path: raw)
@@ -243,9 +243,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
 
 
 @every_type
-def test_what_is_empty_or_zero_or_false_is_not_taken_for_nothing(
-    model_type: str, read: Callable[[Mapping[str, Any]], Any]
-) -> None:
+def test_falsy_values_do_not_count_as_missing(model_type: str, read: Callable[[Mapping[str, Any]], Any]) -> None:
     for row in CHECKPOINTS:
         if row.config["model_type"] != model_type:
             continue
@@ -264,7 +262,7 @@ def test_what_is_empty_or_zero_or_false_is_not_taken_for_nothing(
 
 
 @pytest.mark.parametrize("falsy", FALSY, ids=repr)
-def test_a_rope_type_that_is_falsy_is_refused(falsy: object, read: Callable[[Mapping[str, Any]], Any]) -> None:
+def test_falsy_rope_type_is_refused(falsy: object, read: Callable[[Mapping[str, Any]], Any]) -> None:
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for name in ("rope_scaling", "rope_parameters"):
         for key in ("rope_type", "type"):
@@ -280,8 +278,8 @@ def test_a_rope_type_that_is_falsy_is_refused(falsy: object, read: Callable[[Map
 
 
 @every_type
-def test_absurd_numbers_are_refused_by_name(model_type: str, read: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Finite in fp64, but 0 or infinite in fp32, or on the way to it."""
+def test_numbers_outside_fp32_are_refused_by_name(model_type: str, read: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Numbers that are finite in fp64, but 0 or infinite in fp32."""
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
     ours = read(config)
     hints = get_type_hints(type(ours))
@@ -298,10 +296,10 @@ def test_absurd_numbers_are_refused_by_name(model_type: str, read: Callable[[Map
 
 
 @every_type
-def test_what_would_change_numbers_is_refused(model_type: str) -> None:
+def test_other_activations_and_rope_types_are_refused(model_type: str) -> None:
     architecture = architecture_of(model_type)
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
-    with pytest.raises(ConfigError, match="hidden_act"):  # gemma reads one entry, gemma2 the other
+    with pytest.raises(ConfigError, match="hidden_act"):  # Gemma reads one entry, Gemma 2 the other
         architecture.config_from_hf(with_entries(config, hidden_act="relu6", hidden_activation="relu6"))
     with pytest.raises(ConfigError, match="unknown rope type"):
         architecture.config_from_hf(with_entries(config, rope_scaling={"rope_type": "unheard of", "factor": 2.0}))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ligerzoo.convert.fields import (
-    first_told,
+    first_given,
     flag_entry,
     object_entry,
     parse_dtype,
@@ -65,7 +65,7 @@ def test_partial_rotary_factor(raw: dict[str, Any], factor: float) -> None:
 
 @pytest.mark.parametrize("wrong", ["linear", 3, ["linear"], "", 0, [], False])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_rope_entries_that_are_no_objects(key: str, wrong: object) -> None:
+def test_rope_entries_that_are_not_objects(key: str, wrong: object) -> None:
     with pytest.raises(ConfigError, match=f"{key}: not an object"):
         rope_fields({key: wrong})
 
@@ -87,8 +87,8 @@ def test_stored_dtype(raw: dict[str, Any], dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["int8", "float8_e4m3fn", "", "nonsense", 16, ["float16"], None, torch.int64])
-def test_dtypes_that_weights_cannot_have(wrong: object) -> None:
-    with pytest.raises(ConfigError, match=r"here: no dtype of weights.*float32 or float16 or bfloat16 or float64"):
+def test_dtypes_that_are_not_of_weights(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"here: not a dtype of weights.*float32 or float16 or bfloat16 or float64"):
         parse_dtype(wrong, where="here")
 
 
@@ -103,7 +103,7 @@ def test_shared_fields() -> None:
 
 
 def test_written_fields() -> None:
-    """A None that config.json cannot hold is told by absence, or, where absence tells of another number, by its own."""
+    """None is omitted if the default is None, and written as the resulting number otherwise."""
 
     @dataclass(frozen=True, kw_only=True)
     class Wide(DecoderConfig):
@@ -117,9 +117,9 @@ def test_written_fields() -> None:
     assert written_fields(DecoderConfig(head_dim=12))["head_dim"] == 12
 
 
-def test_first_told() -> None:
-    assert first_told({"a": None, "b": 0, "c": 1}, "z", "a", "b", "c") == 0
-    assert first_told({"a": None}, "a", "b") is None
+def test_first_given() -> None:
+    assert first_given({"a": None, "b": 0, "c": 1}, "z", "a", "b", "c") == 0
+    assert first_given({"a": None}, "a", "b") is None
 
 
 def test_object_entry() -> None:
@@ -133,11 +133,11 @@ def test_flag_entry() -> None:
     assert flag_entry({"a": True}, "a")
     assert not any(flag_entry(raw, "a") for raw in ({"a": False}, {"a": None}, {}))
     for wrong in (0, 1, "", "true", [], {}):
-        with pytest.raises(ConfigError, match=r"a: not a possible value; got .*; expected true or false"):
+        with pytest.raises(ConfigError, match=r"a: invalid value; got .*; expected true or false"):
             flag_entry({"a": wrong}, "a")
 
 
-def test_refuse_knows_numbers_from_flags() -> None:
+def test_refuse_distinguishes_numbers_from_booleans() -> None:
     refuse({"theta": 10000}, "theta", unless=(None, 10000.0))
     for value, unless in ((0, False), (0.0, False), (1, True), (False, 0)):
         with pytest.raises(ConfigError, match="a: not supported"):

@@ -1,11 +1,11 @@
-"""config.json of the Gemmas: what is refused, and the two rotary embeddings of Gemma 3."""
+"""Tests of config.json for Gemma, Gemma 2 and Gemma 3: invalid values, and the two rotary embeddings of Gemma 3."""
 
 from typing import Any
 
 import pytest
 
 from ligerzoo.convert import architecture_of
-from ligerzoo.convert.gemma3_text import config_from_hf
+from ligerzoo.convert.gemma3_text import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Gemma3TextConfig
 
@@ -70,17 +70,17 @@ def test_refusals(model_type: str, entry: dict[str, Any], named: str) -> None:
     ],
 )
 def test_two_rotary_embeddings(raw: dict[str, Any], theta: float, scaling: object, local_theta: float) -> None:
-    config = config_from_hf(raw)
+    config = ARCHITECTURE.config_from_hf(raw)
     assert (config.rope_theta, config.rope_scaling, config.rope_local_base_freq) == (theta, scaling, local_theta)
 
 
-def test_the_window_of_a_bidirectional_model_is_of_both_sides() -> None:
+def test_window_of_a_bidirectional_model() -> None:
     both_sides = Gemma3TextConfig(sliding_window=512, use_bidirectional_attention=True)
     assert [both_sides.window(layer) for layer in range(4, 7)] == [257, None, 257]
     assert Gemma3TextConfig(sliding_window=512).window(4) == 512
     assert Gemma3TextConfig(sliding_window=None, use_bidirectional_attention=True).window(4) is None
 
 
-def test_a_null_size_of_heads_is_that_of_equal_parts() -> None:
-    config = config_from_hf({"head_dim": None, "num_key_value_heads": None, "hidden_size": 64})
+def test_null_head_dim_is_derived() -> None:
+    config = ARCHITECTURE.config_from_hf({"head_dim": None, "num_key_value_heads": None, "hidden_size": 64})
     assert (config.head_size, config.kv_heads) == (8, 8)

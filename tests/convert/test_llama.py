@@ -1,4 +1,4 @@
-"""config.json of a Llama: scaled rotary positions, and what is refused."""
+"""Tests of config.json for Llama: rope scaling and invalid values."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ligerzoo.convert.llama import config_from_hf
+from ligerzoo.convert.llama import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import Llama, LlamaConfig
 from tests.models.tiny_llama import LLAMA, LLAMA3_SCALING, LONGROPE, YARN
@@ -17,16 +17,16 @@ NONSENSE = [-1, 0, True, "8", 1.5, math.nan, math.inf, 10**400, 2**31, [], [1], 
 
 
 def try_out(raw: dict[str, Any]) -> None:
-    """Gives a model that runs, or a ConfigError, and nothing else."""
+    """Checks that config.json gives a model that runs, or a ConfigError."""
     with contextlib.suppress(ConfigError), torch.device("meta"):
-        model = Llama(config_from_hf({**raw, "num_hidden_layers": 1}))
+        model = Llama(ARCHITECTURE.config_from_hf({**raw, "num_hidden_layers": 1}))
         assert model(torch.empty(1, 40, dtype=torch.int64)).logits.shape == (1, 40, model.config.vocab_size)
         with torch.device("cpu"):
             model.model.layers[0].self_attn.rotary(torch.arange(40)[None], torch.float32)
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3_SCALING, YARN, LONGROPE, {"rope_type": "dynamic", "factor": 2.0}])
-def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
+def test_invalid_rope_scaling(scaling: dict[str, Any]) -> None:
     optional = (
         "rope_theta",
         "type",
@@ -69,10 +69,10 @@ def test_nonsense_in_a_rope_scaling(scaling: dict[str, Any]) -> None:
 )
 def test_refusals(entry: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        config_from_hf({**LLAMA, **entry})
+        ARCHITECTURE.config_from_hf({**LLAMA, **entry})
 
 
-def test_a_config_is_frozen_and_named() -> None:
+def test_config_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         LlamaConfig().hidden_size = 3  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -1,10 +1,10 @@
-"""config.json of a Phi-3: what became of its rope types, and where its entries count."""
+"""Tests of config.json for Phi-3: names of rope types, and precedence of entries."""
 
 from typing import Any
 
 import pytest
 
-from ligerzoo.convert.phi3 import config_from_hf, config_to_hf
+from ligerzoo.convert.phi3 import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from tests.models.tiny_phi3 import FACTORS, PHI3
 
@@ -13,19 +13,19 @@ LONGROPE = {"rope_type": "longrope", **FACTORS}
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
-def test_all_its_rope_types_are_longrope(key: str, name: str) -> None:
-    config = config_from_hf({**PHI3, "rope_scaling": {key: name, **FACTORS}})
+def test_all_rope_types_are_longrope(key: str, name: str) -> None:
+    config = ARCHITECTURE.config_from_hf({**PHI3, "rope_scaling": {key: name, **FACTORS}})
     assert config.rope_scaling == LONGROPE
-    # Transformers 4 refuses any other entry.
-    assert config_to_hf(config)["rope_scaling"] == {"type": "longrope", **FACTORS}
+    # transformers 4 rejects any other entry.
+    assert ARCHITECTURE.config_to_hf(config)["rope_scaling"] == {"type": "longrope", **FACTORS}
 
 
 @pytest.mark.parametrize("beside, counts", [({}, 4096), ({"original_max_position_embeddings": 100}, 100)])
-def test_the_original_context_counts_beside_the_dict(beside: dict[str, int], counts: int) -> None:
+def test_top_level_original_context_takes_precedence(beside: dict[str, int], counts: int) -> None:
     raw = {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 7}, "head_dim": 8, **beside}
-    config = config_from_hf(raw)
+    config = ARCHITECTURE.config_from_hf(raw)
     assert (config.original_max_position_embeddings, config.rope_scaling) == (counts, LONGROPE)
-    written = config_to_hf(config)
+    written = ARCHITECTURE.config_to_hf(config)
     assert written["original_max_position_embeddings"] == counts
     assert "original_max_position_embeddings" not in written["rope_scaling"]
 
@@ -50,4 +50,4 @@ def test_the_original_context_counts_beside_the_dict(beside: dict[str, int], cou
 )
 def test_refusals(entry: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        config_from_hf({**PHI3, **entry})
+        ARCHITECTURE.config_from_hf({**PHI3, **entry})

@@ -1,10 +1,10 @@
-"""config.json of a Qwen2: which layers have a window."""
+"""Tests of config.json for Qwen2: layers with a sliding window."""
 
 from typing import Any
 
 import pytest
 
-from ligerzoo.convert.qwen2 import config_from_hf
+from ligerzoo.convert.qwen2 import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from tests.models.tiny_qwen2 import QWEN2
 
@@ -25,7 +25,7 @@ TYPES = ["sliding_attention", "full_attention", "full_attention"]
     ],
 )
 def test_windows(entries: dict[str, Any], windows: list[int | None]) -> None:
-    config = config_from_hf({**QWEN2, **entries})
+    config = ARCHITECTURE.config_from_hf({**QWEN2, **entries})
     assert [config.window(layer) for layer in range(3)] == windows
 
 
@@ -44,4 +44,4 @@ def test_windows(entries: dict[str, Any], windows: list[int | None]) -> None:
 )
 def test_refusals(entry: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        config_from_hf({**QWEN2, **entry})
+        ARCHITECTURE.config_from_hf({**QWEN2, **entry})

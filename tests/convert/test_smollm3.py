@@ -1,10 +1,10 @@
-"""config.json of a SmolLM3: which layers have positions, and which a window."""
+"""Tests of config.json for SmolLM3: layers with a rotary embedding, and with a sliding window."""
 
 from typing import Any
 
 import pytest
 
-from ligerzoo.convert.smollm3 import config_from_hf
+from ligerzoo.convert.smollm3 import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from tests.models.tiny_smollm3 import SMOLLM3
 
@@ -20,11 +20,11 @@ from tests.models.tiny_smollm3 import SMOLLM3
         ({"no_rope_layers": [1, 0, 1, 1], "no_rope_layer_interval": 1}, [True, False, True, True]),
     ],
 )
-def test_layers_with_and_without_positions(entries: dict[str, Any], rotates: list[bool]) -> None:
-    config = config_from_hf({**SMOLLM3, **entries, "layer_types": None, "sliding_window": 7})
+def test_layers_with_and_without_rotary_embedding(entries: dict[str, Any], rotates: list[bool]) -> None:
+    config = ARCHITECTURE.config_from_hf({**SMOLLM3, **entries, "layer_types": None, "sliding_window": 7})
     assert [config.rotates(layer) for layer in range(4)] == rotates
     assert [config.window(layer) for layer in range(4)] == [None] * 4
-    config = config_from_hf(
+    config = ARCHITECTURE.config_from_hf(
         {**SMOLLM3, **entries, "layer_types": None, "sliding_window": 7, "use_sliding_window": True}
     )
     assert [config.window(layer) for layer in range(4)] == [None if with_rope else 7 for with_rope in rotates]
@@ -33,11 +33,11 @@ def test_layers_with_and_without_positions(entries: dict[str, Any], rotates: lis
 @pytest.mark.parametrize(
     "flags", [[], [1, 1, 1], [1, 1, 1, 2], [1, 1, 1, -1], [1, 1, 1, True], [1, 1, 1, None], "1110", 4]
 )
-def test_flags_that_are_none(flags: object) -> None:
+def test_invalid_flags(flags: object) -> None:
     with pytest.raises(ConfigError, match=r"no_rope_layers: invalid per-layer flags; .* a list of at least 4 flags"):
-        config_from_hf({**SMOLLM3, "no_rope_layers": flags})
+        ARCHITECTURE.config_from_hf({**SMOLLM3, "no_rope_layers": flags})
 
 
-def test_an_impossible_interval() -> None:
+def test_invalid_interval() -> None:
     with pytest.raises(ConfigError, match="no_rope_layer_interval"):
-        config_from_hf({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0})
+        ARCHITECTURE.config_from_hf({**SMOLLM3, "no_rope_layers": None, "no_rope_layer_interval": 0})

@@ -1,4 +1,4 @@
-"""Replacing a directory as a set: what goes, what stays, and what a kill leaves."""
+"""Tests of atomic replacement of directories: deleted and kept files, concurrent processes, kills and faults."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ def fill(directory: Path, **contents: str) -> None:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Every file below the directory, and every symbolic link, which shows as `-> where`."""
+    """Returns the contents of all files below a directory; a symbolic link is shown as `-> target`."""
     found = {}
     for path in sorted(directory.rglob("*")):
         if path.is_symlink():
@@ -64,7 +64,7 @@ def only_entry(parent: Path) -> str:
     return name
 
 
-def test_a_new_directory_is_made_with_its_parents_under_the_umask(tmp_path: Path) -> None:
+def test_new_directory_gets_parents_and_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         replace(tmp_path / "deep" / "new")
@@ -75,14 +75,14 @@ def test_a_new_directory_is_made_with_its_parents_under_the_umask(tmp_path: Path
     assert only_entry(tmp_path / "deep") == "new"
 
 
-def test_the_block_fills_an_empty_directory_in_a_hidden_sibling(old: Path) -> None:
+def test_block_fills_empty_hidden_directory(old: Path) -> None:
     with replacing_directory(old, keep=keep_all) as temporary:
         assert temporary.parent.parent == old.parent
         assert re.fullmatch(r"\.old\.[0-9a-f]{12}\.ligerzoo", temporary.parent.name)
         assert os.listdir(temporary) == []
 
 
-def test_the_old_set_goes_and_its_mode_stays(old: Path) -> None:
+def test_old_files_are_deleted_and_mode_is_kept(old: Path) -> None:
     old.chmod(0o751)
     replace(old)
     assert contents(old) == NEW
@@ -90,7 +90,7 @@ def test_the_old_set_goes_and_its_mode_stays(old: Path) -> None:
     assert only_entry(old.parent) == "old"
 
 
-def test_wanted_entries_are_carried_over(old: Path) -> None:
+def test_kept_entries_are_carried_over(old: Path) -> None:
     (old / "logs" / "deep").mkdir(parents=True)
     (old / "logs").chmod(0o700)
     (old / "empty").mkdir()
@@ -110,7 +110,7 @@ def test_wanted_entries_are_carried_over(old: Path) -> None:
     assert (old / "logs" / "deep" / "log").stat().st_ino == inode  # a hard link: the data were not copied
 
 
-def test_directories_of_both_sets_are_merged(old: Path) -> None:
+def test_directories_are_merged(old: Path) -> None:
     (old / "both").mkdir()
     fill(old / "both", x="old x", y="old y")
     with replacing_directory(old, keep=keep_all) as temporary:
@@ -119,7 +119,7 @@ def test_directories_of_both_sets_are_merged(old: Path) -> None:
     assert contents(old) == {"a": "old a", "b": "old b", "both/x": "new x", "both/y": "old y"}
 
 
-def test_without_hard_links_files_are_copied(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_copied_without_hard_links(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError
 
@@ -132,7 +132,7 @@ def test_without_hard_links_files_are_copied(old: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_in_the_block_changes_nothing(old: Path, error: type[BaseException]) -> None:
+def test_error_in_block_changes_nothing(old: Path, error: type[BaseException]) -> None:
     def half() -> None:
         with replacing_directory(old, keep=keep_all) as temporary:
             fill(temporary, a="half")
@@ -146,13 +146,13 @@ def test_an_error_in_the_block_changes_nothing(old: Path, error: type[BaseExcept
     assert only_entry(old.parent) == "old"
 
 
-def test_an_error_in_the_block_makes_nothing(tmp_path: Path) -> None:
+def test_error_in_block_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), replacing_directory(tmp_path / "new", keep=keep_all):
         raise RuntimeError
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_while_files_are_carried_over_changes_nothing(old: Path) -> None:
+def test_error_while_carrying_over_changes_nothing(old: Path) -> None:
     def confused(name: str) -> bool:
         raise RuntimeError
 
@@ -162,33 +162,36 @@ def test_an_error_while_files_are_carried_over_changes_nothing(old: Path) -> Non
     assert only_entry(old.parent) == "old"
 
 
-def test_a_file_is_refused(old: Path) -> None:
+def test_file_is_refused(old: Path) -> None:
     with pytest.raises(CheckpointError, match=r"old/a: is a file"):
         replace(old / "a")
     assert contents(old) == {"a": "old a", "b": "old b"}
 
 
 @pytest.mark.parametrize("directory", ["/", "/proc"])
-def test_a_mount_point_is_refused(directory: str) -> None:
+def test_mount_point_is_refused(directory: str) -> None:
     with (
-        pytest.raises(CheckpointError, match="Save into a sub-directory"),
+        pytest.raises(CheckpointError, match="Save to a subdirectory"),
         replacing_directory(directory, keep=keep_all),
     ):
         pytest.fail("it should not have come so far")
 
 
-def test_a_directory_with_something_mounted_in_it_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_with_mount_point_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = str(old / "logs" / "the volume").replace(" ", r"\040")
     table = f"22 1 8:1 / / rw - ext4 /dev/vda rw\n36 22 8:1 /volume {mounted} rw - ext4 /dev/vda rw\n"
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(Path, "read_text", lambda path: table)
     before = contents(old)
-    with pytest.raises(CheckpointError, match=r"mounted in it.*the volume"), replacing_directory(old, keep=bool):
+    with (
+        pytest.raises(CheckpointError, match=r"contains a mount point.*the volume"),
+        replacing_directory(old, keep=bool),
+    ):
         pytest.fail("the block must not run")
     assert contents(old) == before
 
 
-def test_a_name_that_another_process_takes_first_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_created_by_another_process_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "new"
     with replacing_directory(target, keep=lambda name: name == "theirs") as temporary:
         (temporary / "ours").write_text("ours")
@@ -199,13 +202,13 @@ def test_a_name_that_another_process_takes_first_is_replaced(tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_a_directory_in_an_unwritable_place_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_in_unwritable_parent_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != old.parent)  # the tests may run as root, who may all
-    with pytest.raises(CheckpointError, match="Save into a sub-directory"):
+    with pytest.raises(CheckpointError, match="Save to a subdirectory"):
         replace(old)
 
 
-def test_a_symbolic_link_stays_and_what_it_points_to_is_replaced(old: Path, tmp_path: Path) -> None:
+def test_target_of_symbolic_link_is_replaced(old: Path, tmp_path: Path) -> None:
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "link"
     link.symlink_to(old)
@@ -216,7 +219,7 @@ def test_a_symbolic_link_stays_and_what_it_points_to_is_replaced(old: Path, tmp_
 
 
 @pytest.mark.parametrize("name", [".", "", "../old", "logs/.."])
-def test_the_working_directory_can_be_replaced(old: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_working_directory_can_be_replaced(old: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (old / "logs").mkdir()
     monkeypatch.chdir(old)
     replace(name)
@@ -224,7 +227,7 @@ def test_the_working_directory_can_be_replaced(old: Path, monkeypatch: pytest.Mo
     assert Path("a").read_text() == "new a"  # and we are still in it
 
 
-def test_a_process_in_a_kept_sub_directory_stays_there(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_in_kept_subdirectory_is_kept(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (old / "logs").mkdir()
     fill(old / "logs", log="text")
     monkeypatch.chdir(old / "logs")
@@ -233,7 +236,7 @@ def test_a_process_in_a_kept_sub_directory_stays_there(old: Path, monkeypatch: p
     assert Path("../a").read_text() == "new a"
 
 
-def test_everything_is_on_the_disk_before_the_exchange(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_synced_before_the_exchange(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     sync, exchange = atomic._sync, atomic._exchange
 
@@ -258,7 +261,7 @@ def test_everything_is_on_the_disk_before_the_exchange(old: Path, monkeypatch: p
     assert events[-1] == "."
 
 
-def test_what_others_write_during_the_exchange_is_not_lost(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_written_by_others_during_the_exchange_are_kept(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = atomic._exchange
 
     def interrupted_exchange(slot: Path, target: Path) -> Path:
@@ -271,7 +274,7 @@ def test_what_others_write_during_the_exchange_is_not_lost(old: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="elsewhere two renames do it")
-def test_the_system_exchanges_in_one_step(old: Path, tmp_path: Path) -> None:
+def test_system_exchanges_in_one_step(old: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     assert atomic._exchange_in_one_step(tmp_path / "new", old)
     assert os.listdir(old) == []
@@ -280,14 +283,14 @@ def test_the_system_exchanges_in_one_step(old: Path, tmp_path: Path) -> None:
         atomic._exchange_in_one_step(old, tmp_path / "missing")
 
 
-def test_two_renames_do_where_the_system_cannot_exchange(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_renames_without_exchange(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "_exchange_in_one_step", lambda new, old: False)
     replace(old, keep=lambda name: name == "b")
     assert contents(old) == NEW | {"b": "old b"}
     assert only_entry(old.parent) == "old"
 
 
-def test_when_the_second_rename_fails_the_first_is_undone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_rename_is_undone_if_the_second_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 
     def failing_rename(self: Path, target: Path) -> Path:
@@ -306,7 +309,7 @@ def test_when_the_second_rename_fails_the_first_is_undone(old: Path, monkeypatch
 # Slots
 
 
-def test_a_save_leaves_the_slot_of_one_that_still_runs(old: Path) -> None:
+def test_slot_of_running_save_is_kept(old: Path) -> None:
     with replacing_directory(old, keep=keep_all) as temporary:
         fill(temporary, a="first")
         replace(old)
@@ -317,7 +320,7 @@ def test_a_save_leaves_the_slot_of_one_that_still_runs(old: Path) -> None:
     assert only_entry(old.parent) == "old"
 
 
-def test_only_slots_of_this_directory_are_deleted(old: Path) -> None:
+def test_slots_of_other_directories_are_kept(old: Path) -> None:
     others = [".old.b.0123456789ab.ligerzoo", ".old.0123456789ab", ".old.XYZ.ligerzoo", "old.0123456789ab.ligerzoo"]
     for name in (*others, ".old.0123456789ab.ligerzoo", ".old.ba9876543210.ligerzoo"):
         (old.parent / name / "new").mkdir(parents=True)
@@ -328,9 +331,7 @@ def test_only_slots_of_this_directory_are_deleted(old: Path) -> None:
     assert contents(old) == NEW
 
 
-def test_a_slot_that_another_process_takes_for_a_leftover_is_replaced(
-    old: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_deleted_by_another_process_is_replaced(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mkdir, deleted = Path.mkdir, []
 
     def mkdir_and_lose(self: Path, *arguments: object, **options: object) -> None:
@@ -346,7 +347,7 @@ def test_a_slot_that_another_process_takes_for_a_leftover_is_replaced(
     assert only_entry(old.parent) == "old"
 
 
-def test_without_locks_a_save_works_and_leftovers_stay(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_works_without_locks_and_keeps_leftovers(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -357,13 +358,13 @@ def test_without_locks_a_save_works_and_leftovers_stay(old: Path, monkeypatch: p
     assert sorted(os.listdir(old.parent)) == [".old.0123456789ab.ligerzoo", "old"]
 
 
-def test_slots_in_a_directory_are_not_carried_over(old: Path) -> None:
+def test_slots_are_not_carried_over(old: Path) -> None:
     (old / ".files.0123456789ab.ligerzoo").mkdir()
     replace(old, keep=keep_all)
     assert not (old / ".files.0123456789ab.ligerzoo").exists()
 
 
-def test_files_are_replaced_as_a_set_unless_that_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_together_unless_one_fails(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (old / ".files.0123456789ab.ligerzoo" / "0").mkdir(parents=True)
     atomic.replace_files(old, {"a": b"new a", "deep/d": b"new d"}, ["a", "b", "deep/*"])
     assert contents(old) == {"a": "new a", "deep/d": "new d"}
@@ -383,7 +384,7 @@ def test_files_are_replaced_as_a_set_unless_that_fails(old: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give a directory away")
-def test_owner_and_group_stay_or_the_save_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_and_group_are_kept_or_the_save_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chown(old, 12345, 54321)
     replace(old)
     assert (old.stat().st_uid, old.stat().st_gid) == (12345, 54321)
@@ -393,7 +394,7 @@ def test_owner_and_group_stay_or_the_save_is_refused(old: Path, monkeypatch: pyt
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "chown", refuse)  # as for anybody but root
-    message = "another owner; got user 0, group 0; expected user 12345, group 54321. Save elsewhere, or as the user"
+    message = "another owner; got user 0, group 0; expected user 12345, group 54321. Save to another directory, or as"
     with pytest.raises(CheckpointError, match=message), replacing_directory(old, keep=keep_none):
         pytest.fail("refused before anything is written")
     assert contents(old) == NEW
@@ -401,20 +402,20 @@ def test_owner_and_group_stay_or_the_save_is_refused(old: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give a directory away")
-def test_an_owner_that_changes_during_the_save_stays(old: Path) -> None:
+def test_owner_changed_during_the_save_is_kept(old: Path) -> None:
     with replacing_directory(old, keep=keep_none) as temporary:
         fill(temporary, a="new a", c="new c")
         os.chown(old, 12345, 54321)
     assert (old.stat().st_uid, old.stat().st_gid) == (12345, 54321)
 
 
-def test_a_directory_without_permissions_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_without_permissions_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != old)  # the tests may run as root, who may all
-    with pytest.raises(CheckpointError, match="no permission to read it and to write to it"):
+    with pytest.raises(CheckpointError, match="no permission to read and write it"):
         replace(old)
 
 
-def test_a_file_that_cannot_be_carried_over_is_named(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_carried_over_is_named(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -439,37 +440,37 @@ def read(directory: Path, *steps: Callable[[], object], error: type[BaseExceptio
             raise error
 
 
-def test_what_is_read_of_a_directory_that_stays_is_one_set(old: Path) -> None:
+def test_reading_unchanged_directory(old: Path) -> None:
     read(old, lambda: fill(old, log="others may write to it"))
     with pytest.raises(ZeroDivisionError):
         read(old, error=ZeroDivisionError)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, RuntimeError, None])
-def test_a_directory_replaced_while_it_is_read_is_an_error(old: Path, error: type[Exception] | None) -> None:
+def test_directory_replaced_while_read_is_an_error(old: Path, error: type[Exception] | None) -> None:
     with pytest.raises(CheckpointError, match=REPLACED) as caught:
         read(old, lambda: replace(old), error=error)
     assert isinstance(caught.value.__cause__, error or type(None))
 
 
-def test_a_directory_replaced_twice_does_not_look_the_same(old: Path) -> None:
-    """File systems give the inode numbers of what was deleted to what is made next."""
+def test_directory_replaced_twice_while_read_is_an_error(old: Path) -> None:
+    """File systems reuse the inode numbers of deleted directories."""
     for _ in range(20):
         with pytest.raises(CheckpointError, match=REPLACED):
             read(old, lambda: replace(old), lambda: replace(old))
 
 
-def test_a_directory_deleted_while_it_is_read_is_an_error(old: Path) -> None:
+def test_directory_deleted_while_read_is_an_error(old: Path) -> None:
     with pytest.raises(CheckpointError, match=REPLACED):
         read(old, lambda: shutil.rmtree(old))
 
 
-def test_an_interrupt_is_no_error_of_the_directory(old: Path) -> None:
+def test_interrupt_while_reading_is_raised_unchanged(old: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         read(old, lambda: replace(old), error=KeyboardInterrupt)
 
 
-# What fails: at every line, and at every system call
+# Kills, interrupts and faults at every line and system call
 
 FAULTS = """
 import contextlib, fcntl, os, shutil, signal, sys, warnings
@@ -614,10 +615,10 @@ assert {(raised, before), ("saved", "new")} <= seen, seen
 """
 
 
-def run_faults(script: str, place: Path, scenario: str, fault: str, step: int = 1) -> None:
-    place.mkdir()
+def run_faults(script: str, directory: Path, scenario: str, fault: str, step: int = 1) -> None:
+    directory.mkdir()
     subprocess.run(
-        [sys.executable, "-c", FAULTS + script, str(place), scenario, fault, str(step)],
+        [sys.executable, "-c", FAULTS + script, str(directory), scenario, fault, str(step)],
         env=os.environ | {"PYTHONPATH": str(Path(ligerzoo.__file__).parents[1])},
         check=True,
     )
@@ -632,15 +633,15 @@ def run_faults(script: str, place: Path, scenario: str, fault: str, step: int = 
     ],
 )
 @pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
-def test_a_kill_or_an_interrupt_at_any_line_leaves_the_old_set_or_the_new(
+def test_kill_or_interrupt_at_any_line_leaves_old_or_new_files(
     tmp_path: Path, scenario: str, fault: str, step: int
 ) -> None:
-    """Killed between two renames, a save leaves neither in place; the next save has both."""
-    run_faults(AT_EVERY_LINE, tmp_path / "place", scenario, fault, step)
+    """A save killed between two renames leaves no directory; the next save restores it."""
+    run_faults(AT_EVERY_LINE, tmp_path / "directory", scenario, fault, step)
 
 
 @pytest.mark.parametrize("fault", ["error", "interrupt before", "interrupt after"])
 @pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
-def test_a_fault_at_any_system_call_is_reported_as_what_it_was(tmp_path: Path, scenario: str, fault: str) -> None:
-    """An error means that the old set is in place, no error that the new one is, whatever could not be deleted."""
-    run_faults(AT_EVERY_CALL, tmp_path / "place", scenario, fault)
+def test_fault_at_any_system_call_is_reported(tmp_path: Path, scenario: str, fault: str) -> None:
+    """An error means that the old directory is in place, no error that the new one is, even if leftovers remain."""
+    run_faults(AT_EVERY_CALL, tmp_path / "directory", scenario, fault)

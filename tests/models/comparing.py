@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_for
-from ligerzoo.convert.weights import DiskTensors, shapes_of
+from ligerzoo.convert.weights import StoredTensors, shapes_of
 from ligerzoo.models import CausalLM
 
 TOLERANCE = 2e-5
@@ -57,7 +57,7 @@ def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collec
     """Renames tensors from our parameter names to those of transformers, through the weight table."""
     shapes = shapes_of(tensors)
     layout = architecture_for(type(ours)).layout_of(theirs, shapes)
-    return dict(DiskTensors(layout.pieces(shapes), tensors))
+    return dict(StoredTensors(layout.slices(shapes), tensors))
 
 
 def stored_tensors(directory: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils import logging
 
 from ligerzoo import AutoModel, Processor
-from ligerzoo.convert.gemma3 import config_from_hf
+from ligerzoo.convert.gemma3 import ARCHITECTURE
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.info import describe
 from ligerzoo.models import Gemma3, Gemma3Config, Gemma3VisionConfig
@@ -225,7 +225,9 @@ def test_generation_with_token_type_ids(model: Gemma3) -> None:
                 p.ids, p.mask, token_type_ids=p.types, max_new_tokens=6, use_cache=use_cache, **p.images
             )
             assert torch.equal(got[:, p.ids.shape[1] :], expected)
-    with pytest.raises(ValueError, match=r"token_type_ids: .* got \(3, 30\); expected \(3, 34\) and more"):
+    with pytest.raises(
+        ValueError, match=r"token_type_ids: .* got \(3, 30\); expected .* the shape \(3, 34\) of input_ids"
+    ):
         model.generate(ids, mask, token_type_ids=types[:, :30], max_new_tokens=1)
 
 
@@ -429,17 +431,19 @@ def test_inconsistent_inputs(model: Gemma3) -> None:
 def test_invalid_configs(part: str, changes: dict[str, Any], named: str) -> None:
     raw = {**GEMMA3, part: {**GEMMA3[part], **changes}} if part else {**GEMMA3, **changes}
     with pytest.raises(ConfigError, match=named):
-        config_from_hf(raw)
+        ARCHITECTURE.config_from_hf(raw)
 
 
 def test_precedence_of_entries() -> None:
     top = {"image_token_id": 91, "tie_word_embeddings": None, "initializer_range": 0.5}
-    read = config_from_hf({**GEMMA3, **top, "text_config": {**TEXT, "eos_token_id": 5, "tie_word_embeddings": False}})
+    read = ARCHITECTURE.config_from_hf(
+        {**GEMMA3, **top, "text_config": {**TEXT, "eos_token_id": 5, "tie_word_embeddings": False}}
+    )
     assert (read.image_token_id, read.eos_token_id, read.initializer_range) == (91, [1, 87], 0.5)
     assert read.tie_word_embeddings  # transformers reads the top level only
     for raw in (GEMMA3, {**GEMMA3, "image_token_id": None}):
-        assert config_from_hf(raw).image_token_id == IMAGE
-    nothing = config_from_hf({"vision_config": {"image_size": 256}})
+        assert ARCHITECTURE.config_from_hf(raw).image_token_id == IMAGE
+    nothing = ARCHITECTURE.config_from_hf({"vision_config": {"image_size": 256}})
     assert nothing == Gemma3Config(vision_config=Gemma3VisionConfig(image_size=256))
 
 
@@ -470,6 +474,6 @@ def test_info(tmp_path: Path) -> None:
     CHECKPOINTS[0].write(tmp_path)
     page = describe(tmp_path)
     assert "Gemma3 (Gemma3ForConditionalGeneration)" in page
-    assert "2 of 3 layers see the last 12 tokens" in page
+    assert "2 of 3 layers attend to the last 12 tokens" in page
     assert "vision tower" in page
     assert "projector                   792" in page

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
 from ligerzoo import AutoModel, Processor
-from ligerzoo.convert.mllama import config_from_hf
+from ligerzoo.convert.mllama import ARCHITECTURE
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.models import Mllama, MllamaConfig, MllamaVisionConfig
@@ -556,7 +556,7 @@ def test_inconsistent_values(model: Mllama) -> None:
 def test_invalid_configs(part: str, changes: Any, named: str) -> None:
     changed = {**MLLAMA[part], **changes} if isinstance(changes, dict) else changes
     with pytest.raises(ConfigError, match=named):
-        config_from_hf({**MLLAMA, part: changed})
+        ARCHITECTURE.config_from_hf({**MLLAMA, part: changed})
 
 
 def test_head_cannot_be_tied() -> None:
@@ -577,12 +577,12 @@ def test_alternative_names_of_entries() -> None:
     vision = {name: value for name, value in VISION.items() if name != "attention_heads"}
     raw = {**MLLAMA, "vision_config": {**vision, "num_attention_heads": 4}, "image_token_id": 7}
     del raw["image_token_index"]
-    config = config_from_hf(raw)
+    config = ARCHITECTURE.config_from_hf(raw)
     assert (config.vision_config.attention_heads, config.image_token_index) == (4, 7)
     null = {**raw, "vision_config": {**raw["vision_config"], "attention_heads": None}, "image_token_index": None}
-    assert config_from_hf(null) == config
+    assert ARCHITECTURE.config_from_hf(null) == config
     both = {**raw, "vision_config": {**raw["vision_config"], "attention_heads": 2}, "image_token_index": 5}
-    assert config_from_hf(both) == config  # as transformers reads them
+    assert ARCHITECTURE.config_from_hf(both) == config  # as transformers reads them
 
 
 def test_more_blocks_than_tensors(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.vision_utils import get_vision_window_index
 
-from ligerzoo.convert.qwen2_5_vl import config_from_hf
+from ligerzoo.convert.qwen2_5_vl import ARCHITECTURE
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context
 from ligerzoo.layers.vision import patch_positions, window_order
@@ -170,4 +170,4 @@ def test_second_per_grid_ts_needs_one_value_per_video(models: tuple[Qwen2_5VL, A
 )
 def test_invalid_configs(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        config_from_hf({**CHECKPOINTS[0].config, "vision_config": {**VISION, **changes}})
+        ARCHITECTURE.config_from_hf({**CHECKPOINTS[0].config, "vision_config": {**VISION, **changes}})

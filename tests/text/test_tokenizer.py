@@ -765,7 +765,7 @@ def test_only_the_tokenizer_s_files_are_downloaded(
         calls.append((name, [*patterns], options))
         return directories["qwen"]
 
-    monkeypatch.setattr("ligerzoo.hub.locate_files", locate_files)
+    monkeypatch.setattr("ligerzoo.files.locate.locate_files", locate_files)
     options = {"revision": "main", "token": "secret", "cache_dir": "here", "local_files_only": True}
     assert Tokenizer.from_pretrained("org/name", **options).eos_token == "<|im_end|>"  # type: ignore[arg-type]
     jsons = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]

@@ -1,0 +1,88 @@
+"""Finds a checkpoint's files: in a directory, or in a repository on the Hugging Face hub, from which it downloads them.
+
+`huggingface_hub` is imported only to download.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ligerzoo.errors import CheckpointError
+from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
+
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def find_checkpoint(name_or_path: str | Path, **hub_options: Any) -> Path:
+    """Returns the directory that holds a checkpoint's configs and weights.
+
+    Of a repository on the hub, downloads config.json, generation_config.json and the safetensors files of the model,
+    all of the same commit.
+
+    Args:
+        name_or_path: directory, or id of a repository on the hub ("org/name").
+        hub_options: keyword arguments of `locate_files`.
+
+    Raises:
+        CheckpointError: The directory or repository doesn't exist or cannot be reached, or its index is malformed.
+    """
+    directory = locate_files(name_or_path, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE], **hub_options)
+    if os.path.isdir(name_or_path):
+        return directory
+    index = directory / INDEX_FILE
+    files = set(read_weight_map(index).values()) if index.exists() else {SINGLE_FILE}
+    return locate_files(name_or_path, sorted(map(glob.escape, files)), **{**hub_options, "revision": directory.name})
+
+
+def locate_files(
+    name_or_path: str | Path,
+    patterns: Sequence[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """Returns a given directory, or the hub's snapshot after downloading the files that match the patterns.
+
+    Args:
+        name_or_path: directory, or id of a repository on the hub.
+        patterns: file names, or glob patterns such as "*.jinja"; only *.json, *.safetensors and *.jinja.
+        revision: branch, tag or commit.
+        token: access token for private and gated repositories. Defaults to the token stored by `hf auth login`.
+        cache_dir: directory of the downloaded files. Defaults to the hub library's cache.
+        local_files_only: use cached files only, without network access.
+
+    Raises:
+        CheckpointError: The directory or repository doesn't exist or cannot be reached.
+    """
+    assert all(pattern.endswith((".json", ".safetensors", ".jinja")) for pattern in patterns)
+    if os.path.isdir(name_or_path):  # False for a path that is too long; Path.is_dir raises
+        return Path(name_or_path)
+    if not _REPO_ID.fullmatch(str(name_or_path)) or ".." in str(name_or_path):
+        raise CheckpointError(
+            "no such directory, and not a repository id", where=name_or_path, expected='a directory or "org/name"'
+        )
+
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                str(name_or_path), revision=revision, token=token, cache_dir=cache_dir,
+                local_files_only=local_files_only, allow_patterns=list(patterns),
+            )
+        )  # fmt: skip
+    except Exception as error:  # errors of the HTTP client have no common base class across versions
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            "no such directory, and cannot be downloaded from the hub",
+            where=name_or_path, got=f"{type(error).__name__}: {reason}",
+            remedy="Check the name, the network connection and, for a gated or private repository, the token.",
+        ) from error  # fmt: skip

@@ -1,0 +1,586 @@
+"""Classes of a user's own: registered, saved, loaded, described, extended; and config fields changed while loading."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ligerzoo import AutoModel, convert, info
+from ligerzoo.convert.weights import Fused, Rename
+from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Phi3, Phi3Config
+from ligerzoo.models.config import DecoderConfig
+from tests.models.tiny import write_shards
+
+ROOT = Path(__file__).parent.parent
+SIZES: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2
+}  # fmt: skip
+TOKENS = torch.arange(10)[None]
+
+
+@pytest.fixture(autouse=True)
+def _restored_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as context:
+        context.setattr(convert, "_REGISTERED", {})
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledConfig(LlamaConfig):
+    """Llama's config with one more field."""
+
+    scale: float = 2.0
+
+
+class Scaled(Llama):
+    """Llama with one more parameter on the model."""
+
+    config: ScaledConfig
+
+    def __init__(self, config: ScaledConfig, **factory_kwargs: Any) -> None:
+        super().__init__(config, **factory_kwargs)
+        self.scale = nn.Parameter(torch.full((config.hidden_size,), config.scale, **factory_kwargs))
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        return self.model.embed_tokens(x) * self.scale
+
+
+def same(a: CausalLM, b: CausalLM) -> bool:
+    ours, others = a.state_dict(), b.state_dict()
+    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def logits(model: CausalLM) -> Tensor:
+    with torch.no_grad():
+        got = model(TOKENS).logits
+    assert got is not None
+    return got
+
+
+def config_json(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return content
+
+
+# Registered classes
+
+SCRIPT = """
+import sys
+from dataclasses import dataclass
+import torch
+from torch import nn
+from ligerzoo import AutoModel
+from ligerzoo.info import describe
+from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.models import CausalLM
+from ligerzoo.models.config import DecoderConfig
+from tests.models.tiny import write_shards
+
+@dataclass(frozen=True, kw_only=True)
+class MyConfig(DecoderConfig):
+    window: int | None = 32
+
+class ScaledMLP(nn.Module):
+    def __init__(self, hidden_size, intermediate_size, **factory_kwargs):
+        super().__init__()
+        self.mlp = GatedMLP(hidden_size, intermediate_size, **factory_kwargs)
+        self.scale = nn.Parameter(torch.ones(hidden_size, **factory_kwargs))
+
+    def forward(self, x, context=None):
+        return self.mlp(x, context) * self.scale
+
+class MyModel(CausalLM):
+    def __init__(self, config, **factory_kwargs):
+        c = config
+        rotary = RotaryEmbedding(c.head_size)
+
+        def block(i):
+            attention = Attention(c.hidden_size, 4, num_kv_heads=1, rotary=rotary, window=None if i % 2 else c.window,
+                                  **factory_kwargs)
+            mlp = ScaledMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+            return PreNormBlock(RMSNorm(c.hidden_size, **factory_kwargs), attention,
+                                RMSNorm(c.hidden_size, **factory_kwargs), mlp)
+
+        embedding = nn.Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        decoder = Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)],
+                          RMSNorm(c.hidden_size, **factory_kwargs))
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+        self.embedding_scale = nn.Parameter(torch.ones(c.hidden_size, **factory_kwargs))
+
+    def embed(self, x, context):
+        return self.model.embed_tokens(x) * self.embedding_scale
+
+AutoModel.register(MyConfig, MyModel, model_type="mine")
+config = MyConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
+torch.manual_seed(0)
+model = AutoModel.from_config(config)
+assert type(model) is MyModel
+
+tokens = torch.randint(100, (2, 32))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+losses = []
+for _ in range(5):
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0], losses
+own = [model.embedding_scale, *(layer.mlp.scale for layer in model.model.layers)]
+assert all(not torch.equal(weight, torch.ones_like(weight)) for weight in own)
+
+model.eval().save_pretrained(sys.argv[1])
+expected = model.generate(tokens[:, :8], max_new_tokens=8)
+for again in (MyModel.from_pretrained(sys.argv[1]), AutoModel.from_pretrained(sys.argv[1])):
+    assert type(again) is MyModel and again.config == config
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(again.generate(tokens[:, :8], max_new_tokens=8), expected)
+page = describe(sys.argv[1])
+assert "MyModel (MyModel)" in page and "4 layers, hidden 32" in page, page
+"""
+
+
+def test_a_model_of_a_script_trains_saves_loads_and_generates(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    done = run("script.py", "saved")
+    assert done.returncode == 0, done.stderr
+    raw = config_json(tmp_path / "saved")
+    assert (raw["model_type"], raw["architectures"], raw["window"]) == ("mine", ["MyModel"], 32)
+
+    done = run("-m", "ligerzoo", "info", "saved")  # a process in which the class is not registered
+    assert done.returncode == 0, done.stderr
+    assert "model_type 'mine', neither in ligerzoo.models nor registered" in done.stdout
+    assert "parameters" in done.stdout
+    assert "model.safetensors" in done.stdout
+    done = run("-m", "ligerzoo", "generate", "saved", "--prompt", "x")
+    assert done.returncode == 1
+
+
+def test_a_subclass_of_llama(tmp_path: Path) -> None:
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled")
+    model = AutoModel.from_config(ScaledConfig(**SIZES, scale=3.0), dtype=torch.bfloat16)
+    assert isinstance(model, Scaled)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path)
+    raw = config_json(tmp_path)
+    assert (raw["model_type"], raw["architectures"], raw["scale"]) == ("scaled", ["Scaled"], 3.0)
+    for load in (Scaled.from_pretrained, Llama.from_pretrained, AutoModel.from_pretrained):
+        again = load(tmp_path)
+        assert type(again) is Scaled
+        assert again.config == model.config
+        assert same(again, model)
+    assert "Scaled (Scaled)" in info.describe(tmp_path)
+
+
+def test_a_subclass_keeps_the_converter_of_its_base(tmp_path: Path) -> None:
+    """Phi-3 stores fused projections and reads its rope entries in another way than Llama."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class MyPhiConfig(Phi3Config):
+        pass
+
+    class MyPhi(Phi3):
+        pass
+
+    AutoModel.register(MyPhiConfig, MyPhi, model_type="my-phi")
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = MyPhi(MyPhiConfig(**SIZES, rope_scaling=scaling))
+    model.save_pretrained(tmp_path)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in load_file(tmp_path / "model.safetensors")
+    again = AutoModel.from_pretrained(tmp_path)
+    assert type(again) is MyPhi
+    assert again.config == model.config
+    assert same(again, model)
+
+
+@dataclass(frozen=True)
+class Tower:
+    depth: int = 1
+    sizes: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainConfig:
+    """A config that extends nothing, with nested values and a field without default."""
+
+    vocab_size: int
+    layers: int = 2
+    tower: Tower = Tower()
+    names: tuple[str, ...] | None = None
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+
+class Plain(CausalLM):
+    """A model with a buffer that is not saved, and a tensor that is not a buffer."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        rotary = RotaryEmbedding(8)
+
+        def block() -> PreNormBlock:
+            return PreNormBlock(RMSNorm(16), Attention(16, 2, rotary=rotary), RMSNorm(16), GatedMLP(16, 24))
+
+        decoder = Decoder(nn.Embedding(config.vocab_size, 16), [block() for _ in range(config.layers)], RMSNorm(16))
+        super().__init__(config, decoder, LMHead(16, config.vocab_size))
+        self.register_buffer("bias", torch.linspace(0, 1, 16), persistent=False)
+        self.offset = torch.tensor(0.5)
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        return self.model.embed_tokens(x) + self.bias + self.offset
+
+
+def test_a_config_that_is_a_plain_dataclass(tmp_path: Path) -> None:
+    AutoModel.register(PlainConfig, Plain, model_type="plain")
+    model = Plain(PlainConfig(vocab_size=50, tower=Tower(depth=3, sizes=(4,)), names=("a", "b")))
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert again.config == model.config
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(logits(again), logits(model))
+    assert "Plain (Plain)" in info.describe(tmp_path)
+    assert Plain.from_pretrained(tmp_path, device="meta").device.type == "meta"
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "plain"}))
+    with pytest.raises(ConfigError, match=r"config.json, vocab_size: missing; expected .* PlainConfig has no default"):
+        Plain.from_pretrained(tmp_path)
+    assert same(Plain.from_pretrained(tmp_path, vocab_size=50), model)
+
+
+def test_a_layout_of_one_s_own(tmp_path: Path) -> None:
+    qkv = Fused("self_attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled", layout=(qkv, Rename("factor", "scale")))
+    model = Scaled(ScaledConfig(**SIZES))
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {"model.layers.0.self_attn.qkv.weight", "factor"} <= stored.keys()
+    assert "scale" not in stored
+    assert same(AutoModel.from_pretrained(tmp_path), model)
+
+
+def test_a_layout_that_is_not_one_to_one(tmp_path: Path) -> None:
+    clash = Rename("model.norm.weight", "scale")
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled", layout=(clash,))
+    with pytest.raises(ConfigError, match="layout: the weight layout is not one to one"):
+        Scaled(ScaledConfig(**SIZES)).save_pretrained(tmp_path)
+
+
+def test_a_value_that_json_cannot_represent(tmp_path: Path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class TypedConfig(LlamaConfig):
+        kind: Any = torch.float32
+
+    class Typed(Llama):
+        pass
+
+    AutoModel.register(TypedConfig, Typed, model_type="typed")
+    with pytest.raises(ConfigError, match=r"kind: cannot be written to config.json; got torch.float32 \(dtype\)"):
+        Typed(TypedConfig(**SIZES)).save_pretrained(tmp_path)
+
+
+def test_a_class_that_is_defined_again_replaces_the_first() -> None:
+    def define() -> tuple[type, type[CausalLM]]:
+        @dataclass(frozen=True, kw_only=True)
+        class CellConfig(LlamaConfig):
+            pass
+
+        class Cell(Llama):
+            pass
+
+        return CellConfig, Cell
+
+    for _ in range(2):  # as by running a notebook's cell twice
+        config_class, model_class = define()
+        AutoModel.register(config_class, model_class, model_type="cell")
+        assert type(AutoModel.from_config(config_class(**SIZES))) is model_class
+    AutoModel.register(config_class, model_class, model_type="cell")
+
+
+@dataclass
+class NotFrozen(LlamaConfig.__base__.__base__):  # type: ignore[misc, name-defined]
+    vocab_size: int = 1
+
+
+class NotADataclass:
+    vocab_size = 1
+
+
+class NotDecorated(LlamaConfig):
+    scale: float = 2.0
+
+
+@dataclass(frozen=True)
+class TooFewFields:
+    vocab_size: int = 1
+
+
+class Another(Llama):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnotherConfig(LlamaConfig):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"config_class": NotFrozen}, r"config_class: not a config class; .*NotFrozen.*frozen dataclass. Decorate"),
+        ({"config_class": NotADataclass}, "config_class: not a config class; .*NotADataclass"),
+        ({"config_class": ScaledConfig()}, "config_class: not a config class"),
+        ({"config_class": NotDecorated}, "config_class NotDecorated: attributes are not fields; got scale. Decorate"),
+        (
+            {"config_class": TooFewFields},
+            "config_class TooFewFields: fields are missing; got no tie_word_embeddings, initializer_range. Extend",
+        ),
+        ({"config_class": LlamaConfig}, "config_class: the class belongs to model_type 'llama'; got LlamaConfig"),
+        ({"model_class": Llama}, "model_class: the class belongs to model_type 'llama'; got Llama. Register a sub"),
+        ({"model_class": nn.Linear}, "model_class: not a model class; .*Linear.*; expected a subclass of CausalLM"),
+        ({"model_class": None}, "model_class: not a model class; expected a subclass"),
+        ({"model_type": "llama"}, "model_type: the name belongs to an architecture of ligerzoo.models; got 'llama'"),
+        ({"model_type": ""}, "model_type: not a name; got ''; expected a non-empty string"),
+        ({"model_type": None}, "model_type: not a name; got None"),
+        ({"layout": Rename("a", "b")}, r"layout: not a tuple of rules; got Rename\(.*; expected a tuple of Rename"),
+        ({"layout": ("q_proj", "k_proj")}, "layout: not a tuple of rules; got"),
+        ({"layout": (Rename,)}, "layout: not a tuple of rules"),
+        ({"layout": None}, "layout: not a tuple of rules; got None"),
+    ],
+)
+def test_what_cannot_be_registered(change: dict[str, Any], message: str) -> None:
+    arguments = {"config_class": ScaledConfig, "model_class": Scaled, "model_type": "scaled", **change}
+    with pytest.raises(ConfigError, match=message):
+        AutoModel.register(**arguments)
+    assert not convert._REGISTERED
+
+
+def test_a_name_or_class_that_is_registered_already() -> None:
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled")
+    with pytest.raises(
+        ConfigError, match="model_class: model_type 'scaled' is registered with another class; got Another"
+    ):
+        AutoModel.register(AnotherConfig, Another, model_type="scaled")
+    with pytest.raises(ConfigError, match="config_class: model_type 'scaled' is registered with another class"):
+        AutoModel.register(AnotherConfig, Scaled, model_type="scaled")
+    with pytest.raises(ConfigError, match="model_class: the class belongs to model_type 'scaled'; got Scaled"):
+        AutoModel.register(AnotherConfig, Scaled, model_type="other")
+    with pytest.raises(ConfigError, match="config_class: the class belongs to model_type 'scaled'; got ScaledConfig"):
+        AutoModel.register(ScaledConfig, Another, model_type="other")
+
+
+def test_classes_that_are_not_registered(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Plain: the class is not registered.*AutoModel.register\(<config class>, Pl"
+    ):
+        Plain(PlainConfig(vocab_size=50)).save_pretrained(tmp_path / "plain")
+    with pytest.raises(
+        ConfigError,
+        match=r"ScaledConfig: the config has other fields than LlamaConfig; got 'scale'. Call AutoModel.register\(Sc",
+    ):
+        Scaled(ScaledConfig(**SIZES)).save_pretrained(tmp_path / "scaled")
+    with pytest.raises(ConfigError, match=r"ScaledConfig: no model class is known for this config class.*register"):
+        AutoModel.from_config(ScaledConfig(**SIZES))
+    assert not list(tmp_path.iterdir())
+    assert type(AutoModel.from_config(LlamaConfig(**SIZES))) is Llama
+
+
+def test_the_card_imports_the_class_from_its_module() -> None:
+    from ligerzoo.hub import _model_card
+
+    assert f"from {__name__} import Scaled\n" in _model_card(Scaled(ScaledConfig(**SIZES)), None, "me/scaled")
+
+
+# Config fields that are changed while loading
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    Llama(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 9.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 9.0, "rope_theta": 7.0}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_overrides_take_precedence_over_either_spelling(llama: Path, tmp_path: Path, entries: dict[str, Any]) -> None:
+    raw = {name: value for name, value in config_json(llama).items() if not name.startswith("rope")}
+    (llama / "config.json").write_text(json.dumps(raw | entries | {"unknown": "kept"}))
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    changes = {"rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 99}
+    read = Llama.from_pretrained(llama).config
+    for load in (Llama.from_pretrained, AutoModel.from_pretrained):
+        model = load(llama, **changes)
+        assert model.config == dataclasses.replace(read, **changes)
+        assert model.model.layers[0].self_attn.rotary.theta == 5e5
+        model.save_pretrained(tmp_path / "saved")
+        assert config_json(tmp_path / "saved")["unknown"] == "kept"
+        assert "rope_parameters" not in config_json(tmp_path / "saved")
+        assert AutoModel.from_pretrained(tmp_path / "saved").config == model.config
+    assert Llama.from_pretrained(llama, rope_scaling=None).config.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"rope_teta": 1.0}, "^argument rope_teta: unknown; expected .* a field of LlamaConfig. Did you mean 'rope_th"),
+        ({"devise": "cpu"}, "^argument devise: unknown; .* Did you mean 'device'"),
+        ({"xyzzy": 1}, "^argument xyzzy: unknown; expected an option of from_pretrained or a field of LlamaConfig$"),
+        ({"rope_theta": "1e6"}, "^argument rope_theta: .*; got '1e6'"),
+        ({"max_position_embeddings": 1.5}, "^argument max_position_embeddings: .*; got 1.5; expected a positive whole"),
+        ({"tie_word_embeddings": None}, "^argument tie_word_embeddings: .*; got None; expected true or false"),
+        ({"rope_scaling": {"rope_type": "unheard of"}}, "^argument rope_scaling: unknown rope type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "^argument rope_scaling of type linear, factor"),
+    ],
+)
+def test_overrides_that_are_refused(llama: Path, overrides: dict[str, Any], message: str) -> None:
+    for load in (Llama.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(ConfigError, match=message):
+            load(llama, **overrides)
+
+
+def test_an_override_that_contradicts_the_files(llama: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"wrong shape; got \(50, 16\); expected \(60, 16\)"):
+        Llama.from_pretrained(llama, vocab_size=60)
+
+
+def test_an_override_is_applied_before_the_config_is_checked(llama: Path) -> None:
+    (llama / "config.json").write_text(json.dumps({**config_json(llama), "rope_scaling": {"type": "unheard of"}}))
+    assert Llama.from_pretrained(llama, rope_scaling=None).config.rope_scaling is None
+
+
+# Extended classes
+
+
+def test_a_checkpoint_is_loaded_into_an_extended_class(llama: Path, tmp_path: Path) -> None:
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled")
+    with pytest.raises(CheckpointError, match=r"tensors are missing; got no 'scale'.*load with strict=False"):
+        Scaled.from_pretrained(llama)
+    with pytest.warns(UserWarning, match=r"llama: missing parameters, which keep .*: 'scale'\.") as caught:
+        model = Scaled.from_pretrained(llama, strict=False, scale=1.5, dtype="bfloat16")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert type(model.config) is ScaledConfig
+    assert (model.origin.missing, model.origin.unexpected) == (("scale",), ())  # type: ignore[union-attr]
+    assert torch.equal(model.scale, torch.full((16,), 1.5, dtype=torch.bfloat16))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    expected = Llama.from_pretrained(llama, dtype="bfloat16").state_dict()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in expected.items())
+
+    model.save_pretrained(tmp_path / "scaled")  # as its own class
+    raw = config_json(tmp_path / "scaled")
+    assert (raw["model_type"], raw["architectures"], raw["scale"]) == ("scaled", ["Scaled"], 1.5)
+    again = AutoModel.from_pretrained(tmp_path / "scaled")
+    assert type(again) is Scaled
+    assert same(again, model)
+    with pytest.warns(UserWarning, match="'scale'"):
+        assert Scaled.from_pretrained(llama, strict=False, device="meta").device.type == "meta"
+
+
+def test_tensors_that_the_class_lacks_are_left_out(tmp_path: Path) -> None:
+    biased = Llama(LlamaConfig(**SIZES, attention_bias=True))
+    biased.save_pretrained(tmp_path / "biased")
+    biases = [name for name in biased.state_dict() if name.endswith(".bias")]
+    with pytest.raises(CheckpointError, match=r"q_proj.bias': unexpected tensor.*strict=False"):
+        Llama.from_pretrained(tmp_path / "biased", attention_bias=False)
+    with pytest.warns(UserWarning, match=r"biased: tensors that Llama lacks, which are left out: .*_proj\.bias"):
+        model = Llama.from_pretrained(tmp_path / "biased", attention_bias=False, strict=False)
+    assert (model.origin.missing, sorted(model.origin.unexpected)) == ((), sorted(biases))  # type: ignore[union-attr]
+    model.save_pretrained(tmp_path / "plain")
+    assert same(Llama.from_pretrained(tmp_path / "plain"), model)
+
+
+def test_what_is_missing_is_initialized(llama: Path) -> None:
+    """By the constructor, with random numbers where it draws some."""
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="6 more"):
+        model = Llama.from_pretrained(llama, attention_bias=True, mlp_bias=True, strict=False)
+    assert all(torch.equal(model.state_dict()[name], torch.zeros_like(model.state_dict()[name]))
+               for name in model.origin.missing)  # type: ignore[union-attr]  # fmt: skip
+    stored = load_file(llama / "model.safetensors")
+    del stored["model.layers.0.mlp.up_proj.weight"], stored["lm_head.weight"]
+    (llama / "model.safetensors").unlink()
+    write_shards(llama, stored)
+    with pytest.warns(UserWarning, match="missing parameters"):
+        model = Llama.from_pretrained(llama, strict=False)
+    for weight in (model.model.layers[0].mlp.up_proj.weight, model.lm_head.weight):
+        assert 0.01 < weight.std().item() < 0.04
+    assert logits(model).isfinite().all()
+
+
+def test_a_complete_checkpoint_warns_of_nothing(llama: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = Llama.from_pretrained(llama, strict=False)
+    assert (model.origin.missing, model.origin.unexpected) == ((), ())  # type: ignore[union-attr]
+
+
+def test_a_wrong_shape_stays_an_error(llama: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"wrong shape; got \(24, 16\); expected \(25, 16\)"):
+        Llama.from_pretrained(llama, intermediate_size=25, strict=False)
+
+
+@pytest.mark.parametrize("number", [5, 10**9])
+def test_missing_experts_of_a_stored_stack_stay_an_error(tmp_path: Path, number: int) -> None:
+    sizes = {**SIZES, "num_key_value_heads": 1}
+    Mixtral(MixtralConfig(**sizes, num_experts=4)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tensors are missing; got no '.*experts.4.w1.weight'"):
+        Mixtral.from_pretrained(tmp_path, num_experts=number, strict=False)
+
+
+def test_generation_and_training_of_an_extended_class(llama: Path) -> None:
+    AutoModel.register(ScaledConfig, Scaled, model_type="scaled")
+    with pytest.warns(UserWarning, match="scale"):
+        model = Scaled.from_pretrained(llama, strict=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(5):
+        loss = model(TOKENS, labels=TOKENS).loss
+        assert loss is not None
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert model.generate(TOKENS, max_new_tokens=3).shape == (1, 13)
+
+
+def test_a_class_of_another_family(llama: Path) -> None:
+    AutoModel.register(PlainConfig, Plain, model_type="plain")
+    with pytest.raises(ConfigError, match="another architecture; got 'llama'; expected Plain"):
+        Plain.from_pretrained(llama, strict=False)
+
+    @dataclass(frozen=True, kw_only=True)
+    class LooseConfig(DecoderConfig):
+        attention_bias: bool = False
+        mlp_bias: bool = False
+
+    class Loose(Llama):
+        pass
+
+    AutoModel.register(LooseConfig, Loose, model_type="loose")
+    with pytest.raises(ConfigError, match="another architecture"):
+        Loose.from_pretrained(llama)
