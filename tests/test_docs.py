@@ -167,7 +167,7 @@ def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) 
         "tests/models/test_parity.py",
     ]
     done = subprocess.run(
-        [*parity, "-k", "olmo-"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
+        [*pytest_command, "tests/models/test_parity.py", "-k", "olmo-"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
