@@ -156,18 +156,10 @@ def test_the_architecture_of_the_guide_agrees_with_transformers(tmp_path: Path) 
     insert_after(
         tmp_path / "ligerzoo/models/__init__.py", llama, "from ligerzoo.models.olmo import Olmo as Olmo, OlmoConfig\n"
     )
-    parity = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qp",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "tests/models/test_parity.py",
-    ]
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    parity = [*pytest_command, "tests/models/test_parity.py", "-k", "olmo-"]
     done = subprocess.run(
-        [*pytest_command, "tests/models/test_parity.py", "-k", "olmo-"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
+        parity, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

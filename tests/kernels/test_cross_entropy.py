@@ -263,3 +263,10 @@ def test_a_mean_without_any_weight_is_zero(linear: bool, options: dict[str, floa
     loss = (linear_cross_entropy if linear else cross_entropy)(*arguments, class_weight=class_weight, **options)
     assert loss == 0
     assert all(not gradient.any() for gradient in torch.autograd.grad(loss, [x, weight]))
+
+
+def test_almost_full_smoothing_keeps_the_digits_of_the_target(device: str) -> None:
+    """The target's share 1 - e is small here, and its gradient the largest of all."""
+    logits, target = numbers(1, 1024, device=device, scale=0.5), targets(1, classes=1024, device=device, ignored=0.0)
+    options = {"label_smoothing": 0.9906020990452717}
+    judge(partial(cross_entropy, **options), partial(cross_entropy_oracle, **options), [logits, target])

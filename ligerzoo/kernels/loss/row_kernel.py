@@ -167,7 +167,7 @@ def _rows_kernel(
     loss_ptr, logp_ptr, entropy_ptr, logsumexp_ptr, argmax_ptr, normalizer_ptr, column_ptr, coefficient_ptr,
     grad_loss_ptr, grad_logp_ptr, grad_entropy_ptr, grad_logsumexp_ptr, grad_loss_stride,
     logits_stride, out_stride, n_tokens, n_rows, n_cols, first_row, ignore_index,
-    scale, softcap, inverse_temperature, smoothing, z_loss,
+    scale, softcap, inverse_temperature, smoothing, target_share, z_loss,
     NORMALIZER_GIVEN: tl.constexpr, SMOOTHING: tl.constexpr, ROW_TILE: tl.constexpr,
     LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def _rows_kernel(
             )  # fmt: skip
             nll = (m - x_y) + s
             logsumexp = m + s
-            loss = (1.0 - smoothing) * w_y * nll
+            loss = target_share * w_y * nll
             if SMOOTHING:
                 loss += smoothing * (mean_weight * ((m - anchor) + s) - smoothing_sum / n_cols)
             if z_loss is not None:
@@ -225,13 +225,13 @@ def _rows_kernel(
             grad_logp = _load_upstream(grad_logp_ptr, token, 1)
             grad_entropy = _load_upstream(grad_entropy_ptr, token, 1)
             grad_logsumexp = _load_upstream(grad_logsumexp_ptr, token, 1)
-            a = (1.0 - smoothing) * w_y
+            a = target_share * w_y
             if z_loss is not None:
                 a += 2.0 * z_loss * logsumexp
             if SMOOTHING:
                 a += smoothing * mean_weight
             a = tl.where(in_vocabulary, g * a - grad_logp + grad_logsumexp, float("nan"))
-            b = g * (1.0 - smoothing) * w_y - grad_logp
+            b = g * target_share * w_y - grad_logp
             c = g * smoothing / n_cols
             if coefficient_ptr is not None:
                 tl.store(column_ptr + row, y.to(tl.int32))
@@ -407,12 +407,13 @@ def _launch(
     if dbias is not None:
         columns, coefficients = target.new_empty(n_rows, dtype=torch.int32), dbias.new_empty((7, n_rows))
     transform = terms.scale, terms.softcap, 1.0 / terms.temperature
+    target_share = 1 - terms.label_smoothing  # in fp64: fp32 would lose 6 bits of 1 - 0.99
     _rows_kernel[n_rows](
         logits, out, target, class_weight, mean_weight, order, count,
         *pointers, normalizer, columns, coefficients,
         grad_loss, grad_logp, grad_entropy, grad_logsumexp, 0 if grad_loss is None else grad_loss.stride(0),
         logits.stride(0), 0 if out is None else out.stride(0), target.shape[0], n_rows, n_cols, first_row, ignore_index,
-        *transform, terms.label_smoothing, terms.z_loss or None,
+        *transform, terms.label_smoothing, target_share, terms.z_loss or None,
         results is None, smoothing, ROW_TILE, block // group, group, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     if dbias is None:
