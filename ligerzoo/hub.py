@@ -162,7 +162,9 @@ def load(
             checkpoint = files.enter_context(Checkpoint(directory))
         model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
         shapes = shapes_of(model.state_dict())
-        match = _match(checkpoint, architecture, config, shapes, strict=strict)
+        # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
+        num_layers = None if "num_hidden_layers" in overrides else getattr(config, "num_hidden_layers", None)
+        match = _match(checkpoint, architecture, config, shapes, num_layers, strict=strict)
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="dtype")
@@ -290,9 +292,12 @@ class _Match:
 
 
 def _match(
-    checkpoint: Checkpoint, architecture: Architecture, config: Any, shapes: Mapping[str, Shape], *, strict: bool
-) -> _Match:
+    checkpoint: Checkpoint, architecture: Architecture, config: Any, shapes: Mapping[str, Shape],
+    num_layers: int | None, *, strict: bool,
+) -> _Match:  # fmt: skip
     """Compares the stored tensors with the parameters that config.json implies, by name, shape and dtype.
+
+    Ignores tensors of layers from `num_layers` on; with None, such tensors are unexpected.
 
     Raises:
         CheckpointError: A stored tensor has another shape or dtype, or is incomplete; or, if `strict`, is missing or
@@ -312,11 +317,12 @@ def _match(
     # no more are listed, even if config.json has billions of experts.
     slices = list(islice(needed, len(shapes) + len(checkpoint.tensors) + 1))
     _refuse_missing(checkpoint, slices)
-    layers = getattr(config, "num_hidden_layers", 10**9)
     unexpected = _check_tensors(
         checkpoint,
         slices,
-        is_ignored=lambda name: architecture.is_extra_tensor(name) or is_beyond_last_layer(name, layers),
+        is_ignored=lambda name: (
+            architecture.is_extra_tensor(name) or (num_layers is not None and is_beyond_last_layer(name, num_layers))
+        ),
         strict=strict,
     )
     return _Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected))
@@ -486,7 +492,7 @@ def _refuse_changed_modules(model: CausalLM, architecture: Architecture, directo
 
 
 def _is_own(origin: Origin | None, architecture: Architecture) -> bool:
-    """Returns whether a model was loaded from a checkpoint of its own architecture."""
+    """Returns whether a model was loaded from a checkpoint of the same architecture."""
     return origin is not None and origin.raw_config.get("model_type") == architecture.model_type
 
 

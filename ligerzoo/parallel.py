@@ -2,7 +2,7 @@
 
 `vocab_parallel_linear_cross_entropy` is `linear_cross_entropy` for a head whose rows are sharded over a process group,
 as in Megatron-LM (Shoeybi et al. 2019, section 3) and `torch.distributed.tensor`. Every process has all hidden states
-and targets, and computes the logits of its own classes. With l_r the logsumexp of process r's logits,
+and targets, and computes the logits of its classes. With l_r the logsumexp of process r's logits,
 
     logsumexp = log sum_r exp(l_r),   loss = logsumexp - x_y,   and  d logsumexp / d l_r = exp(l_r - logsumexp).
 

@@ -449,10 +449,13 @@ def test_overrides_take_precedence_over_either_spelling(llama: Path, tmp_path: P
         ({"devise": "cpu"}, "^argument devise: unknown; .* Did you mean 'device'"),
         ({"xyzzy": 1}, "^argument xyzzy: unknown; expected an option of from_pretrained or a field of LlamaConfig$"),
         ({"rope_theta": "1e6"}, "^argument rope_theta: .*; got '1e6'"),
-        ({"max_position_embeddings": 1.5}, "^argument max_position_embeddings: .*; got 1.5; expected a positive whole"),
+        (
+            {"max_position_embeddings": 1.5},
+            "^argument max_position_embeddings: .*; got 1.5; expected an integer, 1 or more",
+        ),
         ({"tie_word_embeddings": None}, "^argument tie_word_embeddings: .*; got None; expected true or false"),
         ({"rope_scaling": {"rope_type": "unheard of"}}, "^argument rope_scaling: unknown rope type"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "^argument rope_scaling of type linear, factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "^argument rope_scaling: invalid factor"),
     ],
 )
 def test_overrides_that_are_refused(llama: Path, overrides: dict[str, Any], message: str) -> None:
@@ -584,3 +587,13 @@ def test_a_class_of_another_family(llama: Path) -> None:
     AutoModel.register(LooseConfig, Loose, model_type="loose")
     with pytest.raises(ConfigError, match="another architecture"):
         Loose.from_pretrained(llama)
+
+
+def test_an_override_does_not_drop_layers_silently(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    Llama(LlamaConfig(**sizes, num_hidden_layers=2)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="unexpected tensor"):
+        Llama.from_pretrained(tmp_path, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match=r"model\.layers\.1\."):
+        model = Llama.from_pretrained(tmp_path, num_hidden_layers=1, strict=False)
+    assert len(model.origin.unexpected) == 9  # type: ignore[union-attr]

@@ -220,7 +220,7 @@ def assemble(
 class StoredTensors(Mapping[str, Tensor]):
     """A model's tensors as the checkpoint stores them.
 
-    Returns views where possible. A tensor that concatenates several parameters is built anew at each access.
+    Returns views where possible. A tensor that concatenates several parameters is rebuilt at each access.
 
     Args:
         slices: every slice of every parameter.

@@ -108,7 +108,7 @@ def kto_loss(
     Returns:
         `LossOutput`: the loss and the metrics. "rewards/chosen", "rewards/rejected" (beta times the log-ratio, summed
         over tokens), "logps/chosen" and "logps/rejected" are means over the desirable and the undesirable sequences, 0
-        if there are none. "rewards/margins" is the difference of the two rewards, "kl" is z, and "logits/chosen" and
+        if it has none. "rewards/margins" is the difference of the two rewards, "kl" is z, and "logits/chosen" and
         "logits/rejected" are as in `dpo_loss`. "count/chosen" and "count/rejected" are the numbers of sequences: weight
         the means of several batches by them.
 

@@ -33,7 +33,7 @@ _ANY_MODEL = "dpo_loss and the other functions take any model's hidden states an
 def _check_model(name: str, model: Any) -> None:
     """Raises TypeError, before any forward runs, for a module without an `objective` argument in its forward.
 
-    A callable that is no module is checked by its output, see `_forward`.
+    A callable other than a module is checked by its output, see `_forward`.
     """
     if torch.compiler.is_compiling() or not isinstance(model, nn.Module):
         return

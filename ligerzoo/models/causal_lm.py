@@ -101,7 +101,7 @@ class CausalLM(nn.Module):
     """
 
     modalities: ClassVar[tuple[str, ...]] = ()
-    """Names of the inputs besides text: the keyword parameters of `embed`."""
+    """Names of the inputs other than text: the keyword parameters of `embed`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

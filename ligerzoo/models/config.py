@@ -44,7 +44,7 @@ def check_fields(config: Any) -> None:
         elif float in kinds:
             is_valid, expected = is_number and (value == 0 or is_positive(value)), "0, or a number from 1e-30 to 1e30"
         else:
-            continue  # structured fields have checks of their own
+            continue  # structured fields have separate checks
         if not is_valid:
             raise ConfigError("invalid value", where=name, got=repr(value), expected=expected)
 

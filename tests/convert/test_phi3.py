@@ -20,9 +20,9 @@ def test_all_rope_types_are_longrope(key: str, name: str) -> None:
     assert ARCHITECTURE.config_to_hf(config)["rope_scaling"] == {"type": "longrope", **FACTORS}
 
 
-@pytest.mark.parametrize("beside, counts", [({}, 4096), ({"original_max_position_embeddings": 100}, 100)])
-def test_top_level_original_context_takes_precedence(beside: dict[str, int], counts: int) -> None:
-    raw = {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 7}, "head_dim": 8, **beside}
+@pytest.mark.parametrize("top_level, counts", [({}, 4096), ({"original_max_position_embeddings": 100}, 100)])
+def test_top_level_original_context_takes_precedence(top_level: dict[str, int], counts: int) -> None:
+    raw = {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 7}, "head_dim": 8, **top_level}
     config = ARCHITECTURE.config_from_hf(raw)
     assert (config.original_max_position_embeddings, config.rope_scaling) == (counts, LONGROPE)
     written = ARCHITECTURE.config_to_hf(config)

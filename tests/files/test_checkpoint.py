@@ -311,12 +311,12 @@ def test_reading_on_a_cpu_allocates_no_memory(tmp_path: Path) -> None:
     header = {f"t{i}": entry("U8", [size], i * size, (i + 1) * size) for i in range(count)}
     safetensors_file(tmp_path / "model.safetensors", header)
     with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.truncate(file.seek(0, os.SEEK_END) + count * size)  # 300 MiB of zeros that take no room on the disk
-    of_files, of_its_own = resident("RssFile"), resident("RssAnon")
+        file.truncate(file.seek(0, os.SEEK_END) + count * size)  # 300 MiB of zeros that occupy no disk blocks
+    of_files, separate = resident("RssFile"), resident("RssAnon")
     tensors = read_all(tmp_path)
     assert sum(int(tensor[::1024].sum()) for tensor in tensors.values()) == 0
     assert resident("RssFile") - of_files > 250  # every page has been touched
-    assert resident("RssAnon") - of_its_own < 8
+    assert resident("RssAnon") - separate < 8
 
 
 def test_reading_after_closing_is_an_error(sharded: Path) -> None:
@@ -758,7 +758,7 @@ def test_killed_save_leaves_old_or_new_checkpoint(tmp_path: Path, endless_saver:
         endless_saver.stdin.flush()
         child = int(endless_saver.stdout.readline())
         # On a busy machine no save may end in time, unless now and then one is let. (Nor does one in a child that
-        # was forked while torch held a lock, which is no fault of the save's.)
+        # was forked while torch held a lock, which the save does not cause's.)
         patience = time.monotonic() + 2
         while attempt % 5 == 0 and version == stored_version(directory) and time.monotonic() < patience:
             time.sleep(duration / 10)

@@ -19,11 +19,11 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         names: of the operations.
-        made: bytes of each allocated storage.
+        allocated: bytes of each allocated storage.
     """
 
     names: list[str] = field(default_factory=list)
-    made: list[int] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
         self.names.append(func.overloadpacket.__name__)
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.numel() and t.untyped_storage().data_ptr() not in inputs:
-                self.made.append(t.untyped_storage().nbytes())
+                self.allocated.append(t.untyped_storage().nbytes())
         return result
 
 

@@ -67,7 +67,7 @@ def test_frozen_inputs_allocate_nothing(
     upstream = torch.ones_like(z)
     with Recorder() as recorder:
         torch.autograd.grad(z, trainable_inputs, upstream)
-    assert recorder.made == [rows * 33 * 4 for rows in made]
+    assert recorder.allocated == [rows * 33 * 4 for rows in made]
 
 
 def test_autocast_rounds_activated_values_but_not_inputs(device: str) -> None:

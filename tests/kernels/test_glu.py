@@ -114,7 +114,7 @@ def test_halves_of_one_projection_are_not_copied(device: str, monkeypatch: pytes
     upstream = torch.ones(64, 66, device=device).chunk(2, -1)[0]
     with Recorder() as recorder:
         torch.autograd.grad(swiglu(gate, up), [gate, up], upstream)
-    assert recorder.made == [64 * 33 * 4] * 3
+    assert recorder.allocated == [64 * 33 * 4] * 3
 
 
 # Memory
@@ -151,7 +151,7 @@ def test_frozen_inputs_allocate_nothing(
     upstream = torch.ones_like(z)
     with Recorder() as recorder:
         torch.autograd.grad(z, trainable_inputs, upstream)
-    assert recorder.made == [64 * 33 * 4 if activations else 17 * 33 * 4 for activations in made]
+    assert recorder.allocated == [64 * 33 * 4 if activations else 17 * 33 * 4 for activations in made]
 
 
 @pytest.mark.parametrize("frozen", ["gate", "up"])
@@ -162,7 +162,7 @@ def test_a_frozen_half_allocates_nothing(frozen: str, device: str, monkeypatch: 
     upstream = torch.ones_like(y)
     with Recorder() as recorder:
         torch.autograd.grad(y, up if frozen == "gate" else gate, upstream)
-    assert recorder.made == [64 * 33 * 4]
+    assert recorder.allocated == [64 * 33 * 4]
 
 
 def test_autocast_rounds_the_product_but_not_its_factors(device: str) -> None:

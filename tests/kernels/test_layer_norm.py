@@ -111,7 +111,7 @@ def test_frozen_inputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyP
         upstream = torch.ones_like(y)
         with Recorder() as recorder:
             torch.autograd.grad(y, [t for t in inputs if t.requires_grad], upstream)
-        return sum(recorder.made)
+        return sum(recorder.allocated)
 
     programs = kernel_file("tiling").persistent_programs(300, 128, x)
     dx, vector = 300 * 64 * 4, (programs + 1) * 64 * 4

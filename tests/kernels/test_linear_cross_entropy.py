@@ -391,9 +391,9 @@ def recorded(inputs: list[Tensor], **options: Any) -> Recorder:
 def test_allocations_fit_the_budget_except_gradients(reduction: str, device: str) -> None:
     inputs = make(9, 2, 2**16, device=device, ignored=0.0)  # 2.25 MiB of logits
     recorder = recorded(inputs, reduction=reduction, logits_budget=1)
-    assert max(recorder.made) == 2**20
+    assert max(recorder.allocated) == 2**20
     recorder = recorded(inputs, reduction=reduction)
-    assert max(recorder.made) == 9 * 2**16 * 4
+    assert max(recorder.allocated) == 9 * 2**16 * 4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -401,10 +401,10 @@ def test_a_frozen_head_costs_nothing(reduction: str, rows_per_chunk: SetChunk, d
     rows_per_chunk(4)
     hidden, weight, target = make(8, 64, 130, device=device)
     frozen = recorded([hidden, weight.detach(), target], reduction=reduction)
-    assert 130 * 64 * 4 not in frozen.made
+    assert 130 * 64 * 4 not in frozen.allocated
     assert "addmm" not in frozen.names
     trained = recorded([hidden, weight, target], reduction=reduction)
-    assert 130 * 64 * 4 in trained.made
+    assert 130 * 64 * 4 in trained.allocated
     assert trained.names.count("addmm") == 2
 
 
@@ -414,10 +414,10 @@ def test_frozen_hidden_states_cost_nothing(reduction: str, rows_per_chunk: SetCh
     hidden, weight, target = make(8, 64, 33, device=device)
     forward_again = 2 if reduction == "none" else 0
     frozen = recorded([hidden.detach(), weight, target], reduction=reduction)
-    assert 8 * 64 * 4 not in frozen.made
+    assert 8 * 64 * 4 not in frozen.allocated
     assert frozen.names.count("mm") == 2 + forward_again
     trained = recorded([hidden, weight, target], reduction=reduction)
-    assert 8 * 64 * 4 in trained.made
+    assert 8 * 64 * 4 in trained.allocated
     assert trained.names.count("mm") == 4 + forward_again
 
 
@@ -430,7 +430,7 @@ def test_evaluation_computes_no_gradients(mode: Any, rows_per_chunk: SetChunk, d
         recorder = recorded(inputs)
         loss = linear_cross_entropy(*inputs)
     assert (recorder.names.count("mm"), recorder.names.count("addmm")) == (2, 0)
-    assert max(recorder.made) <= 4 * 130 * 4
+    assert max(recorder.allocated) <= 4 * 130 * 4
     assert torch.equal(loss, expected.detach())
 
 

@@ -182,32 +182,32 @@ def run_of(inputs: list[Tensor], **options: Any) -> Recorder:
 @pytest.mark.skipif(INTERPRETING, reason="chunks use no Triton kernel, and the interpreter is slow")
 def test_the_logits_of_both_fit_the_budget_together(device: str) -> None:
     inputs = make(9, 2, 2**16, device=device, ignored=0.0)  # 2.25 MiB of logits each
-    sizes = run_of(inputs, logits_budget=2).made
+    sizes = run_of(inputs, logits_budget=2).allocated
     assert max(sizes) == 2**16 * 4 * 4  # 4 rows of 512 KiB (both heads); on a CPU also copies of a chunk
     assert sizes.count(max(sizes)) >= 2
-    assert max(run_of(inputs).made) == 9 * 2**16 * 4
+    assert max(run_of(inputs).allocated) == 9 * 2**16 * 4
 
 
 def test_a_frozen_head_costs_nothing(rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(4)
     hidden, weight, *others = make(8, 64, 130, device=device)
     frozen = run_of([hidden, weight.detach(), *others])
-    assert 130 * 64 * 4 not in frozen.made
+    assert 130 * 64 * 4 not in frozen.allocated
     assert "addmm" not in frozen.names
     trained = run_of([hidden, weight, *others])
-    assert 130 * 64 * 4 in trained.made
+    assert 130 * 64 * 4 in trained.allocated
     assert trained.names.count("addmm") == 2
-    assert 130 * 128 * 4 not in trained.made  # the teacher's
+    assert 130 * 128 * 4 not in trained.allocated  # the teacher's
 
 
 def test_frozen_hidden_states_cost_nothing(rows_per_chunk: SetChunk, device: str) -> None:
     rows_per_chunk(5)
     hidden, weight, *others = make(9, 64, 33, device=device)
     frozen = run_of([hidden.detach(), weight, *others])
-    assert 9 * 64 * 4 not in frozen.made
+    assert 9 * 64 * 4 not in frozen.allocated
     assert frozen.names.count("mm") == 4
     trained = run_of([hidden, weight, *others])
-    assert 9 * 64 * 4 in trained.made
+    assert 9 * 64 * 4 in trained.allocated
     assert trained.names.count("mm") == 6
 
 
@@ -220,7 +220,7 @@ def test_evaluation_computes_no_gradients(mode: Any, rows_per_chunk: SetChunk, d
         recorder = run_of(inputs)
         loss = linear_jsd(*inputs)
     assert (recorder.names.count("mm"), recorder.names.count("addmm")) == (4, 0)
-    assert max(recorder.made) <= 4 * 130 * 4
+    assert max(recorder.allocated) <= 4 * 130 * 4
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
 
 
@@ -306,7 +306,7 @@ def test_softcaps_cost_no_copy_of_the_logits(device: str, monkeypatch: pytest.Mo
     launch_nothing(monkeypatch, "loss.divergence_kernels")
     launch_nothing(monkeypatch, "linear_divergence")
     inputs = make(8, 2, 4096, device=device, ignored=0.0)
-    plain, transformed = (run_of(inputs, **options).made for options in ({}, TRANSFORMS[-1]))
+    plain, transformed = (run_of(inputs, **options).allocated for options in ({}, TRANSFORMS[-1]))
     assert transformed == plain
 
 

@@ -45,7 +45,7 @@ FACTORS: dict[str, list[Any]] = {
     "classes": [33, 1000],
     "chunks": [1, 3],
 }
-"""With "given logits", `hidden` stands for the logits, and weight, bias and chunks have no effect."""
+"""With "given logits", `hidden` means the logits, and weight, bias and chunks have no effect."""
 
 PAIRS = covering(FACTORS)
 AMOUNTS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature")

@@ -142,7 +142,7 @@ def test_heads_are_not_copied(
     with Recorder() as backward:
         torch.autograd.grad(y, x, upstream)
     heads = batch * 5 * 3
-    assert (forward.made, backward.made) == ([heads * 64 * 4, heads * 4], [heads * 64 * 4])
+    assert (forward.allocated, backward.allocated) == ([heads * 64 * 4, heads * 4], [heads * 64 * 4])
 
 
 @pytest.mark.parametrize("dtype", ROUNDED_DTYPES[1:], ids=str)
@@ -225,7 +225,7 @@ def test_frozen_inputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyP
         upstream = torch.ones_like(y)
         with Recorder() as recorder:
             torch.autograd.grad(y, [t for t in (x, weight) if t.requires_grad], upstream)
-        return recorder.made
+        return recorder.allocated
 
     programs = kernel_file("tiling").persistent_programs(300, 128, x)
     dx, dweight = [300 * 64 * 4], [64 * 4, programs * 64 * 4]

@@ -164,7 +164,7 @@ def test_frozen_inputs_allocate_nothing(frozen: int, device: str, monkeypatch: p
     upstream = torch.ones_like(outputs[1 - frozen])
     with Recorder() as recorder:
         torch.autograd.grad(outputs[1 - frozen], inputs[1 - frozen], upstream)
-    assert recorder.made == [2 * 3 * heads[1 - frozen] * 8 * 4]
+    assert recorder.allocated == [2 * 3 * heads[1 - frozen] * 8 * 4]
 
 
 def test_unused_outputs_allocate_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_unused_outputs_allocate_nothing(device: str, monkeypatch: pytest.Monkey
     upstream = torch.ones_like(rotated)
     with Recorder() as recorder:
         gradients = torch.autograd.grad(rotated, [q, k], upstream, allow_unused=True)
-    assert recorder.made == [2 * 3 * 4 * 8 * 4]
+    assert recorder.allocated == [2 * 3 * 4 * 8 * 4]
     assert gradients[1] is None
 
 

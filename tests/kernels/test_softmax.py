@@ -78,7 +78,7 @@ def test_only_results_are_allocated(n_cols: int, device: str, monkeypatch: pytes
     x, upstream = numbers(5, n_cols, device=device), torch.ones(5, n_cols, device=device)
     with Recorder() as recorder:
         torch.autograd.grad(softmax(x), x, upstream)
-    assert recorder.made == [5 * n_cols * 4] * 2
+    assert recorder.allocated == [5 * n_cols * 4] * 2
 
 
 @needs_triton

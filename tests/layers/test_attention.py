@@ -154,8 +154,8 @@ def test_long_sequences_on_a_gpu(kind: str, window: int | None, softcap: float |
     got = [out, *torch.autograd.grad(out, (q, k, v), upstream)]
     assert torch.cuda.max_memory_allocated() - before < 8 * q.nbytes
     expected = reference(q, k, v, mask.additive(q.dtype), softcap=softcap)
-    wanted = [expected, *torch.autograd.grad(expected, (q, k, v), upstream)]
-    for a, b in zip(got, wanted, strict=True):
+    required = [expected, *torch.autograd.grad(expected, (q, k, v), upstream)]
+    for a, b in zip(got, required, strict=True):
         assert (a - b).norm() <= 2e-3 * b.norm()  # tf32
 
 

@@ -15,12 +15,12 @@ def test_logits_or_their_loss(budget: int, device: str) -> None:
     logits = head(hidden)
     assert logits.shape == (2, 60, vocab)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    wanted = torch.autograd.grad(expected, (hidden, head.weight))
+    required = torch.autograd.grad(expected, (hidden, head.weight))
 
     loss = head(hidden, targets)
     assert (loss.shape, loss.dtype) == ((), torch.float32)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    for got, gradient in zip(torch.autograd.grad(loss, (hidden, head.weight)), wanted, strict=True):
+    for got, gradient in zip(torch.autograd.grad(loss, (hidden, head.weight)), required, strict=True):
         torch.testing.assert_close(got, gradient, rtol=0, atol=1e-6 * gradient.abs().max().item() * 10)
     torch.testing.assert_close(head(hidden, targets, num_items=10), expected * (targets != -100).sum() / 10)
 

@@ -168,11 +168,11 @@ def test_load_balancing_loss_matches_transformers(k: int, num_layers: int, maske
     loss, expected = load_balancing_loss(logits, k, given), load_balancing_loss_func((*logits,), E, k, given)
     assert (loss.shape, loss.dtype) == ((), torch.float32)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    got, wanted = (dict(enumerate(torch.autograd.grad(3 * value, logits))) for value in (loss, expected))
+    got, required = (dict(enumerate(torch.autograd.grad(3 * value, logits))) for value in (loss, expected))
     if k == E:  # every expert is always chosen, so the loss is E for any router
         assert all(gradient.abs().max() < 1e-6 for gradient in got.values())
     else:
-        assert_close(got, wanted)
+        assert_close(got, required)
 
 
 def test_jitter_matches_mixtral() -> None:

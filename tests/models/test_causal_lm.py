@@ -68,7 +68,7 @@ def test_labels_are_shifted_and_ignored_if_negative(model: Llama, device: str) -
     assert torch.equal(model(tokens, labels=tokens, shift_labels=shifted).loss, out.loss)
 
 
-def test_labels_give_no_logits(model: Llama, device: str) -> None:
+def test_labels_without_logits(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 40, device)
     out = model(tokens, labels=labels)
     assert out.logits is None
@@ -359,12 +359,12 @@ def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, 
         mask = torch.ones_like(tokens).index_fill(1, torch.arange(5, device=model.device), 0) if padded else None
         expected = model(tokens, attention_mask=mask, labels=labels).loss
         expected.backward()
-        wanted = gradients(model)
+        required = gradients(model)
         model.zero_grad()
         loss = compiled(tokens, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-        assert_same_gradients(gradients(model), wanted)
+        assert_same_gradients(gradients(model), required)
         model.zero_grad()
 
 

@@ -37,7 +37,7 @@ from tests.vision.test_processor import text, user
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-# transformers 5.17 uses a deprecated name of its own tower.
+# transformers 5.17 uses a deprecated name of its tower.
 pytestmark = pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")
 IMAGES, BATCH = PROMPTS["images of several tilings"], PROMPTS["a padded batch"]
 

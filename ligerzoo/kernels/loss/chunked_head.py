@@ -111,7 +111,7 @@ class HeadGradients(NamedTuple):
 
 
 class DenseHead:
-    """Computes all rows. On a CPU, where reading `valid` is no host sync, it computes valid rows only.
+    """Computes all rows. On a CPU, where reading `valid` needs no host sync, it computes valid rows only.
 
     Args:
         inputs: the hidden states, weight and bias.

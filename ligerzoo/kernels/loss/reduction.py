@@ -29,7 +29,7 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> 
     """Returns the targets in int64.
 
     Raises:
-        ValueError: the dtype is no integer dtype, or a target is neither in [0, n_classes) nor `ignore_index`. On a GPU
+        ValueError: the dtype is not an integer, or a target is neither in [0, n_classes) nor `ignore_index`. On a GPU
             the values are checked only if LIGERZOO_DEBUG=1, because the check is a host sync. Without it, the loss and
             gradient of such a token are NaN.
     """
