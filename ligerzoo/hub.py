@@ -153,7 +153,7 @@ def load(
     directory = find_checkpoint(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = _available_device(device)
     with contextlib.ExitStack() as files:
         with reading_directory(directory):
             raw, architecture, config = _read_config(directory / CONFIG_FILE, model_class, overrides)
@@ -185,6 +185,25 @@ def load(
     model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
     model.generation_config = generation_config
     return model.eval()
+
+
+def _available_device(device: str | torch.device | None) -> torch.device:
+    """Returns the device, torch's default device if None.
+
+    Raises:
+        ConfigError: the name is not a device, or it is a GPU and torch has none.
+    """
+    available = " or ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
+    try:
+        chosen = torch.get_default_device() if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("unknown device", where="argument device", got=repr(device), expected=available) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "torch finds no GPU", where="argument device", got=repr(str(chosen)), expected=available,
+            remedy="Install a torch built for CUDA on a machine with a GPU, or leave out the device.",
+        )  # fmt: skip
+    return chosen
 
 
 def _read_config(

@@ -770,3 +770,18 @@ def test_card_of_a_vision_language_model(monkeypatch: pytest.MonkeyPatch) -> Non
     card = fake.files["README.md"].decode()
     assert "\npipeline_tag: image-text-to-text\n" in card
     assert 'Qwen2VL.from_pretrained("me/tiny")' in card
+
+
+@pytest.mark.parametrize(
+    "device, named",
+    [
+        ("gpu", "argument device: unknown device; got 'gpu'; expected cpu"),
+        pytest.param(
+            "cuda:0", "argument device: torch finds no GPU; got 'cuda:0'; expected cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_devices_that_do_not_exist(device: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        AutoModel.from_pretrained(ASSETS, device=device)

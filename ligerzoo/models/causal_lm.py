@@ -193,6 +193,9 @@ class CausalLM(nn.Module):
             raise ValueError(
                 f"expected exactly one of input_ids and inputs_embeds; got {'neither' if x is None else 'both'}"
             )
+        if input_ids is not None and not (isinstance(input_ids, Tensor) and not input_ids.is_floating_point()):
+            got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids: got {got}; expected a (B, T) tensor of integers")
         for name, target in (("labels", labels), ("shift_labels", shift_labels)):
             if target is not None and target.shape != x.shape[:2]:
                 raise ValueError(
