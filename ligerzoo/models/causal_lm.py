@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -225,9 +226,11 @@ class CausalLM(nn.Module):
     def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
         for name in modalities:
             if name not in self.modalities:
+                nearest = difflib.get_close_matches(name, [*_FORWARD_INPUTS, *self.modalities], n=1)
                 raise LigerzooError(
                     f"not an input of {type(self).__name__}", where=name,
                     expected=", ".join(self.modalities) or "text inputs only, such as input_ids",
+                    remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
                 )  # fmt: skip
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
@@ -406,3 +409,6 @@ class CausalLM(nn.Module):
         from ligerzoo.generate import generate
 
         return generate(self, input_ids, attention_mask, **options)
+
+
+_FORWARD_INPUTS = [name for name in inspect.signature(CausalLM.forward).parameters if name != "self"]

@@ -488,3 +488,11 @@ def test_input_ids_that_are_no_integers(input_ids: Any, named: str) -> None:
     )
     with pytest.raises(TypeError, match=f"input_ids: {named}; expected a .B, T. tensor of integers"):
         Llama(config)(input_ids)
+
+
+def test_a_misspelt_input_is_answered_with_the_nearest() -> None:
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(LigerzooError, match=r"lables: not an input of Llama; .* Did you mean 'labels'"):
+        Llama(config)(torch.tensor([[1, 2]]), lables=torch.tensor([[1, 2]]))
