@@ -34,6 +34,7 @@ ARROWS = {
     "hub": ("convert errors files models", "vision"),
     "generate": ("errors", ""),
     "info": ("convert errors files models text", ""),
+    "integrations": ("", ""),
     "demo": ("errors files generate models text vision", ""),
     "cli": ("errors ligerzoo", "demo files generate hub info models text vision"),
     "__main__": ("cli", ""),
@@ -50,7 +51,8 @@ def declared(requirements: list[str]) -> set[str]:
 
 
 REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
-OPTIONAL = declared([r for extra in ("vision", "plot") for r in PROJECT["optional-dependencies"][extra]])
+EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["optional-dependencies"].items()}
+OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"]
 
 
 class Import(NamedTuple):
@@ -102,7 +104,8 @@ def complaints(files: Mapping[str, str]) -> list[str]:
                 used.add((importer, part(name), is_lazy))
                 allowed = part(name) in {importer} | eager | (lazy if is_lazy else set())
             else:
-                allowed = root in (REQUIRED | OPTIONAL if is_lazy else REQUIRED)
+                clients = EXTRAS["integrations"] if importer == "integrations" else set()
+                allowed = root in (REQUIRED | clients | (OPTIONAL if is_lazy else set()))
             if not allowed:
                 found.append(f"{file}:{line}: {importer} may not import {name}" + ("" if is_lazy else " eagerly"))
     for importer, arrows in ARROWS.items():
