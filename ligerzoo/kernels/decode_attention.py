@@ -1,0 +1,234 @@
+"""Attention of one query per sequence to its KV cache, as in each step of decoding (Dao et al. 2023, Flash-Decoding).
+
+    y = softmax(cap(q K^T * scale)) V,   cap(s) = softcap * tanh(s / softcap) or the identity
+
+over the keys from `first` to `last` that are not padding. A decode step reads the whole cache and computes little, so
+the keys of a head are split among programs until all multiprocessors read. Each program also returns the logarithm of
+its sum of exponentials; a second kernel combines the parts. The bounds of the visible keys are read on the device:
+a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible.
+
+Not differentiable: caches are for inference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    cdiv,
+    next_power_of_2,
+    multiprocessors,
+    uses_triton,
+)
+from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.math import softcapped
+from ligerzoo.kernels.registration import register
+
+_BLOCK = 64  # keys that a program reads at a time
+_MAX_SPLITS = 64
+_MIN_HEADS = 16  # rows of the smallest matrix product
+
+
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    fallback: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`decode_attention` in plain torch: the specification, the CPU path and the test oracle."""
+    wide = accumulation_dtype(q.dtype)
+    n_groups = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(n_groups, dim=1) for x in (keys, values))
+    scores = (q[:, :, None].to(wide) @ keys.to(wide).mT)[:, :, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    index = torch.arange(keys.shape[2], device=q.device)
+    visible = torch.ones_like(index[None], dtype=torch.bool)
+    if first is not None:
+        visible = visible & (index >= first[:, None])
+    if last is not None:
+        visible = visible & (index <= last[:, None])
+    if padding_mask is not None:
+        visible = visible & padding_mask
+    if fallback is not None:
+        visible = visible | (index == fallback[:, None])
+    probabilities = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    return (probabilities[:, :, None] @ values.to(wide))[:, :, 0].to(q.dtype)
+
+
+@kernel
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, padding_ptr, fallback_ptr, out_ptr, lse_ptr,
+    q_batch_stride, q_head_stride, k_batch_stride, k_head_stride, k_key_stride,
+    v_batch_stride, v_head_stride, v_key_stride, first_stride, last_stride, padding_stride, fallback_stride,
+    scale, softcap, n_kv_heads, group, head_dim, n_keys,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    split = program % SPLITS
+    kv_head = (program // SPLITS) % n_kv_heads
+    batch = program // SPLITS // n_kv_heads
+
+    first, stop, fallback = 0, n_keys, -1
+    if first_ptr is not None:
+        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
+    if last_ptr is not None:
+        stop = tl.load(last_ptr + batch * last_stride) + 1
+    if fallback_ptr is not None:
+        fallback = tl.load(fallback_ptr + batch * fallback_stride)
+    length = tl.cdiv(tl.cdiv(stop - first, BLOCK), SPLITS) * BLOCK
+    begin = first + split * length
+    end = tl.minimum(begin + length, stop)
+
+    members = tl.arange(0, GROUP)  # query heads that share the key head
+    features = tl.arange(0, DIM)
+    in_head = features < head_dim
+    heads = kv_head * group + members
+    q_mask = (members < group)[:, None] & in_head[None, :]
+    q_offsets = batch * q_batch_stride + heads[:, None] * q_head_stride + features[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    k_row = k_ptr + batch * k_batch_stride + kv_head * k_head_stride
+    v_row = v_ptr + batch * v_batch_stride + kv_head * v_head_stride
+
+    maximum = tl.full((GROUP,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((GROUP,), dtype=tl.float32)
+    sums = tl.zeros((GROUP, DIM), dtype=tl.float32)
+    for start in range(begin, end, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        in_range = index < end
+        k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None],
+                    mask=in_range[None, :] & in_head[:, None], other=0.0)  # fmt: skip
+        scores, _ = softcapped(tl.dot(q, k, input_precision=PRECISION), scale, softcap)
+        visible = in_range
+        if padding_ptr is not None:
+            is_token = tl.load(padding_ptr + batch * padding_stride + index, mask=in_range, other=0)
+            visible = visible & ((is_token != 0) | (index == fallback))
+        scores = tl.where(visible[None, :], scores, -float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)  # -inf - -inf would be NaN
+        probabilities = tl.exp(scores - pivot[:, None])
+        decay = tl.exp(maximum - pivot)
+        total = total * decay + tl.sum(probabilities, axis=1)
+        v = tl.load(v_row + index[:, None] * v_key_stride + features[None, :],
+                    mask=in_range[:, None] & in_head[None, :], other=0.0)  # fmt: skip
+        sums = sums * decay[:, None] + tl.dot(probabilities.to(v.dtype), v, input_precision=PRECISION)
+        maximum = new_maximum
+
+    row = (batch * n_kv_heads * group + heads) * SPLITS + split
+    nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
+    if SPLITS > 1:
+        tl.store(lse_ptr + row, maximum + tl.log(nonzero), mask=members < group)
+    sums = sums / nonzero[:, None]
+    tl.store(out_ptr + row[:, None] * head_dim + features[None, :], sums.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@kernel
+def _combine_kernel(parts_ptr, lse_ptr, out_ptr, head_dim, SPLITS: tl.constexpr, DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    splits = row * SPLITS + tl.arange(0, SPLITS)
+    features = tl.arange(0, DIM)
+    lse = tl.load(lse_ptr + splits)
+    weights = tl.exp(lse - tl.max(lse, axis=0))
+    weights = weights / tl.sum(weights, axis=0)
+    mask = (features < head_dim)[None, :]
+    parts = tl.load(parts_ptr + splits[:, None] * head_dim + features[None, :], mask=mask, other=0.0)
+    y = tl.sum(parts * weights[:, None], axis=0)
+    tl.store(out_ptr + row * head_dim + features, y.to(out_ptr.dtype.element_ty), mask=features < head_dim)
+
+
+def _allocate(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@register("decode_attention", fake=_allocate)
+def _forward(
+    q: Tensor, keys: Tensor, values: Tensor, first: Tensor | None, last: Tensor | None,
+    padding_mask: Tensor | None, fallback: Tensor | None, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    out = _allocate(q)
+    batch, n_heads, head_dim = q.shape
+    n_kv_heads, capacity = keys.shape[1:3]
+    group = n_heads // n_kv_heads
+    splits = _n_splits(multiprocessors(q), batch * n_kv_heads, capacity)
+    parts = out if splits == 1 else q.new_empty(batch, n_heads, splits, head_dim, dtype=torch.float32)
+    lse = q.new_empty(batch, n_heads, splits, dtype=torch.float32) if splits > 1 else None
+    dim_tile = max(16, next_power_of_2(head_dim))
+    _split_kernel[batch * n_kv_heads * splits](
+        q, keys, values, first, last, padding_mask, fallback, parts, lse,
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        *(0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)),
+        scale, softcap, n_kv_heads, group, head_dim, capacity,
+        splits, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, _BLOCK, "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )  # fmt: skip
+    if lse is not None:
+        _combine_kernel[batch * n_heads](parts, lse, out, head_dim, splits, dim_tile, num_warps=1)
+    return out
+
+
+def _n_splits(processors: int, programs: int, capacity: int) -> int:
+    """Number of programs that share the keys of one head: a power of 2, so that about two run per multiprocessor."""
+    wanted = min(2 * processors // programs, cdiv(capacity, _BLOCK), _MAX_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    fallback: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attends from one query per sequence to the keys of a cache. Not differentiable.
+
+    Args:
+        q: (B, N, D) queries, adjacent features.
+        keys: (B, K, S, D) with adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
+        values: (B, K, S, D) with adjacent features.
+        first: (B or 1,) int64, index of the first key that the query attends to; None, or a negative one, for 0.
+        last: (B or 1,) int64, index of the last one, at least `first` and less than S; None for S - 1.
+        padding_mask: (B or 1, S) bool, False for padding, which the query does not attend to; None for no padding.
+        fallback: (B or 1,) int64, index of a key from `first` to `last` that is attended to although it is padding, for
+            a query that would attend to no key; -1 or None for none.
+        scale: factor of the scores; None for D^-0.5.
+        softcap: soft cap of the scores (Gemma Team 2024, section 2); None for no cap.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, N, D).
+
+    Raises:
+        ValueError: the shapes do not match, or `backend` is unknown or does not support the tensors.
+    """
+    shapes_match = (
+        q.dim() == 3
+        and keys.dim() == 4
+        and keys.shape == values.shape
+        and (keys.shape[0], keys.shape[3]) == (q.shape[0], q.shape[2])
+        and q.shape[1] % keys.shape[1] == 0
+    )
+    if not shapes_match:
+        raise ValueError(
+            f"decode_attention: q is {tuple(q.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)}; "
+            "expected shapes (B, N, D), (B, K, S, D) and (B, K, S, D), N a multiple of K"
+        )
+    if not uses_triton(q, keys, values, backend=backend):
+        return reference(q, keys, values, first, last, padding_mask, fallback, scale, softcap)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.no_grad():
+        q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
+        return _forward(q, keys, values, first, last, padding_mask, fallback, scale, softcap)
