@@ -506,7 +506,9 @@ def test_placeholders_without_their_input(model: VisionLM) -> None:
         model(p.ids, p.mask, past_key_values=cache, **p.vision)
         model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
     assert model.modalities[-1] == "mm_token_type_ids"
-    with pytest.raises(LigerzooError, match=r"images: not an input of .*VL; expected .*pixel_values"):
+    with pytest.raises(
+        LigerzooError, match=r"images: not an option of generate or input of .*VL; expected .*pixel_values"
+    ):
         model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
