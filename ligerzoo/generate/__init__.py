@@ -1,6 +1,8 @@
 """Text generation: prompts in, prompts with their continuations out.
 
     decode_loop    `generate`: prefill, then one decode step per token until all rows have finished
+    step           one decode step
+    captured       decode steps that run as captured CUDA graphs
     sequences      the tokens of a batch and the model's KV cache
     sampling       logits -> the next token
     stopping       end-of-sequence tokens, stop strings, padding of finished rows
@@ -10,7 +12,7 @@
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
-from ligerzoo.generate.decode_loop import DecodeStep, generate
+from ligerzoo.generate.decode_loop import generate
 from ligerzoo.generate.model import LanguageModel
 from ligerzoo.generate.sampling import (
     apply_temperature,
@@ -22,6 +24,7 @@ from ligerzoo.generate.sampling import (
     sample,
 )
 from ligerzoo.generate.sequences import align_prompts
+from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ligerzoo.generate.captured import CapturedSequences, CapturedStep, can_capture
 from ligerzoo.generate.model import LanguageModel
 from ligerzoo.generate.options import invalid, is_integer, refuse_unknown
 from ligerzoo.generate.sampling import Sampler, check_logits
 from ligerzoo.generate.sequences import Sequences
+from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import Stopping, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, check_streamer
 
@@ -81,7 +84,9 @@ def generate(
     if max_new_tokens is None or not is_integer(max_new_tokens) or max_new_tokens < 0:
         remedy = "Pass max_new_tokens=20, for example." if max_new_tokens is None else None
         raise invalid("max_new_tokens", repr(max_new_tokens), "an integer, 0 or more", remedy)
-    sequences = Sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
+    is_captured = use_cache and max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model)
+    make_sequences = CapturedSequences if is_captured else Sequences
+    sequences = make_sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
     sampler = Sampler(
         model.config.vocab_size,
         sequences.prompts,
@@ -98,66 +103,81 @@ def generate(
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    decode_loop(DecodeStep(sequences, sampler, stopping), max_new_tokens, streamer)
+    make_step = CapturedStep if is_captured else DecodeStep
+    try:
+        decode_loop(make_step(sequences, sampler, stopping), max_new_tokens, streamer)
+    finally:
+        sequences.close()
     if streamer is not None:
         streamer.end()
     return torch.cat([input_ids, stopping.pad(sequences.continuations)], 1)
 
 
+LAG = 4
+"""Steps that the GPU may be ahead of the host. Its queue never runs empty."""
+
 _OPTIONS = [name for name in inspect.signature(generate).parameters if name not in ("model", "model_inputs")]
-
-
-class DecodeStep:
-    """One step of generation: runs the model, chooses a token for each row, and finishes rows.
-
-    A step runs on the device and never waits for it. `decode` is all that runs for each token: a subclass that replays
-    a captured CUDA graph replaces this method alone.
-
-    Args:
-        sequences: the tokens and the KV cache.
-        sampler: chooses the tokens.
-        stopping: finishes rows.
-    """
-
-    def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
-        self.sequences, self.sampler, self.stopping = sequences, sampler, stopping
-
-    def prefill(self) -> Tensor:
-        """Runs the model on the prompts.
-
-        Returns:
-            (B,) the first token of each continuation.
-        """
-        return self._append(self.sequences.prefill())
-
-    def decode(self) -> Tensor:
-        """Runs the model on the newest tokens.
-
-        Returns:
-            (B,) the next token of each row, or padding in finished rows.
-        """
-        return self._append(self.sequences.decode())
-
-    def _append(self, logits: Tensor) -> Tensor:
-        tokens = self.sampler.choose(logits)
-        self.sequences.append(tokens)
-        return self.stopping.update(tokens)
 
 
 def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None) -> None:
     """Repeats the step until all rows have finished, or `max_new_tokens` times.
 
-    The host waits for the device only to learn whether rows run on, for a streamer, and after the last step.
+    On a GPU without streamer and stop strings, the host looks at the state of the rows `LAG` steps late, so that the
+    GPU always has work. Tokens of steps after the last row has finished are dropped.
     """
+    states = States(step, 0 if streamer is not None or step.stopping.has_stop_strings else LAG)
     for count in range(1, max_new_tokens + 1):
         tokens = step.prefill() if count == 1 else step.decode()
         is_last = count == max_new_tokens
         if step.stopping.is_possible or is_last or streamer is not None:
             step.stopping.find_stop_strings(step.sequences.continuations)
-            is_running, is_broken = torch.stack([step.stopping.running.any(), step.sampler.is_broken]).tolist()
-            check_logits(is_broken, count)
-            is_last |= not is_running
+            is_last |= states.is_finished(count, wait=is_last)
         if streamer is not None:
             streamer.put(tokens.cpu())
         if is_last:
             break
+
+
+class States:
+    """Reads from the device whether rows are running, and whether the logits were valid.
+
+    Args:
+        step: the step.
+        lag: number of steps after which the host reads the state of a step. Always 0 on a CPU.
+    """
+
+    def __init__(self, step: DecodeStep, lag: int) -> None:
+        self._step = step
+        self._on_gpu = step.stopping.running.is_cuda
+        self._lag = lag if self._on_gpu else 0
+        self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self._buffers = torch.empty(self._lag + 1, 2, dtype=torch.bool, pin_memory=self._on_gpu)
+
+    def is_finished(self, count: int, *, wait: bool) -> bool:
+        """Returns whether all rows have finished, as far as is known, and then drops the tokens after that.
+
+        Args:
+            count: number of steps so far.
+            wait: wait for all of them.
+
+        Raises:
+            LigerzooError: the logits of a step were NaN or infinite.
+        """
+        buffer = self._buffers[count % len(self._buffers)]
+        state = torch.stack([self._step.stopping.running.any(), self._step.sampler.is_broken])
+        buffer.copy_(state, non_blocking=True)
+        event = None
+        if self._on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((count, buffer, event))
+        while self._pending and (wait or len(self._pending) > self._lag):
+            counted, buffer, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            is_running, is_broken = buffer.tolist()
+            check_logits(is_broken, counted)
+            if not is_running:
+                self._step.sequences.truncate(counted)
+                return True
+        return False

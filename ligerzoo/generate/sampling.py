@@ -24,6 +24,7 @@ class Sampler:
         do_sample, temperature, top_k, top_p, min_p, repetition_penalty, generator: see `generate`.
 
     Attributes:
+        generator: see `generate`.
         is_broken: 0-d bool, whether the largest logit of some row has been NaN or infinite.
 
     Raises:
@@ -48,7 +49,7 @@ class Sampler:
         require(is_positive, "repetition_penalty", repr(repetition_penalty), "a positive number; 1 has no effect")
         if generator is not None:
             _check_generator(generator, prompts.device)
-        self._do_sample, self._generator, self._penalty = do_sample, generator, repetition_penalty
+        self._do_sample, self.generator, self._penalty = do_sample, generator, repetition_penalty
         self._temperature, self._top_k, self._top_p, self._min_p = temperature, top_k, top_p, min_p
         self.is_broken = torch.zeros((), dtype=torch.bool, device=prompts.device)
         self._occurred: Tensor | None = None
@@ -63,7 +64,7 @@ class Sampler:
             logits = penalize_repetition(logits, self._occurred[:, :-1], self._penalty)
         if self._do_sample:
             logits = filter_logits(logits, self._temperature, self._top_k, self._top_p, self._min_p)
-            tokens = sample(logits, self._generator)
+            tokens = sample(logits, self.generator)
         else:
             tokens = logits.argmax(-1, keepdim=True)
         self.is_broken |= ~logits.amax(-1).isfinite().all()

@@ -79,6 +79,14 @@ class Sequences:
             return self._forward(self._tokens[:, : self._end], self._inputs)
         return self._forward(self._newest, {})
 
+    def truncate(self, new_tokens: int) -> None:
+        """Drops all but the first tokens of each continuation."""
+        self._end = self.prompts.shape[1] + new_tokens
+
+    def close(self) -> None:
+        """Releases what the generation used."""
+        self._cache = None
+
     def append(self, tokens: Tensor) -> None:
         """Appends one token to each row, (B, 1)."""
         self._tokens[:, self._end : self._end + 1] = tokens
@@ -86,8 +94,7 @@ class Sequences:
         self._end += 1
 
     def _forward(self, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:
-        if self._end == self._tokens.shape[1]:  # doubling keeps the number of copies logarithmic
-            self._reserve(min(self._end, self._limit - self._end))
+        self._reserve()
         mask, position_ids = None, None
         if self._padding_mask is not None and self._position_ids is not None:
             mask = self._padding_mask[:, : self._end]
@@ -105,8 +112,11 @@ class Sequences:
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _reserve(self, columns: int) -> None:
-        """Adds spare columns and computes their position ids."""
+    def _reserve(self) -> None:
+        """Adds columns for new tokens if there are none left, and computes their position ids."""
+        if self._end < self._tokens.shape[1]:
+            return
+        columns = min(self._end, self._limit - self._end)  # doubling keeps the number of copies logarithmic
         self._tokens = F.pad(self._tokens, (0, columns))
         if self._padding_mask is not None:
             self._padding_mask = F.pad(self._padding_mask, (0, columns), value=True)

@@ -58,6 +58,11 @@ class Stopping:
         self.running = torch.ones(rows, dtype=torch.bool, device=device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # tokens until a row finished
 
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether the host searches the text of continuations."""
+        return self._stop_strings is not None
+
     def update(self, tokens: Tensor) -> Tensor:
         """Updates `running` after a step, except for stop strings.
 

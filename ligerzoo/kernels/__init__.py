@@ -6,6 +6,7 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 
 from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.cross_entropy import cross_entropy
+from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
@@ -28,6 +29,7 @@ __all__ = [
     "activation_linear",
     "add_rms_norm",
     "cross_entropy",
+    "decode_attention",
     "experts_mlp",
     "geglu",
     "glu",

@@ -4,8 +4,9 @@
 
 over the keys from `first` to `last` that are not padding. A decode step reads the whole cache and computes little, so
 the keys of a head are split among programs until all multiprocessors read. Each program also returns the logarithm of
-its sum of exponentials; a second kernel combines the parts. The bounds of the visible keys are read on the device:
-a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible.
+its sum of exponentials; a second kernel combines the parts in order. The bounds of the visible keys are read on the
+device: a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible. The result
+does not depend on the capacity, to the bit.
 
 Not differentiable: caches are for inference.
 """
@@ -19,8 +20,8 @@ from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
     cdiv,
-    next_power_of_2,
     multiprocessors,
+    next_power_of_2,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
@@ -28,7 +29,6 @@ from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 
 _BLOCK = 64  # keys that a program reads at a time
-_MAX_SPLITS = 64
 _MIN_HEADS = 16  # rows of the smallest matrix product
 
 
@@ -70,12 +70,13 @@ def _split_kernel(
     q_batch_stride, q_head_stride, k_batch_stride, k_head_stride, k_key_stride,
     v_batch_stride, v_head_stride, v_key_stride, first_stride, last_stride, padding_stride, fallback_stride,
     scale, softcap, n_kv_heads, group, head_dim, n_keys,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    n_splits, BLOCKS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    split = program % SPLITS
-    kv_head = (program // SPLITS) % n_kv_heads
-    batch = program // SPLITS // n_kv_heads
+    split = program % n_splits
+    kv_head = (program // n_splits) % n_kv_heads
+    batch = program // n_splits // n_kv_heads
 
     first, stop, fallback = 0, n_keys, -1
     if first_ptr is not None:
@@ -84,9 +85,10 @@ def _split_kernel(
         stop = tl.load(last_ptr + batch * last_stride) + 1
     if fallback_ptr is not None:
         fallback = tl.load(fallback_ptr + batch * fallback_stride)
-    length = tl.cdiv(tl.cdiv(stop - first, BLOCK), SPLITS) * BLOCK
-    begin = first + split * length
-    end = tl.minimum(begin + length, stop)
+    begin = first + split * BLOCKS * BLOCK
+    end = tl.minimum(begin + BLOCKS * BLOCK, stop)
+    if begin >= stop:
+        return
 
     members = tl.arange(0, GROUP)  # query heads that share the key head
     features = tl.arange(0, DIM)
@@ -122,26 +124,40 @@ def _split_kernel(
         sums = sums * decay[:, None] + tl.dot(probabilities.to(v.dtype), v, input_precision=PRECISION)
         maximum = new_maximum
 
-    row = (batch * n_kv_heads * group + heads) * SPLITS + split
+    row = (batch * n_kv_heads * group + heads) * n_splits + split
     nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
-    if SPLITS > 1:
+    if lse_ptr is not None:
         tl.store(lse_ptr + row, maximum + tl.log(nonzero), mask=members < group)
     sums = sums / nonzero[:, None]
     tl.store(out_ptr + row[:, None] * head_dim + features[None, :], sums.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 @kernel
-def _combine_kernel(parts_ptr, lse_ptr, out_ptr, head_dim, SPLITS: tl.constexpr, DIM: tl.constexpr):
+def _combine_kernel(
+    parts_ptr, lse_ptr, first_ptr, last_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys, n_splits,
+    BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    splits = row * SPLITS + tl.arange(0, SPLITS)
+    batch = row // n_heads
+    first, stop = 0, n_keys
+    if first_ptr is not None:
+        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
+    if last_ptr is not None:
+        stop = tl.load(last_ptr + batch * last_stride) + 1
     features = tl.arange(0, DIM)
-    lse = tl.load(lse_ptr + splits)
-    weights = tl.exp(lse - tl.max(lse, axis=0))
-    weights = weights / tl.sum(weights, axis=0)
-    mask = (features < head_dim)[None, :]
-    parts = tl.load(parts_ptr + splits[:, None] * head_dim + features[None, :], mask=mask, other=0.0)
-    y = tl.sum(parts * weights[:, None], axis=0)
-    tl.store(out_ptr + row * head_dim + features, y.to(out_ptr.dtype.element_ty), mask=features < head_dim)
+    mask = features < head_dim
+    maximum, total = -float("inf"), 0.0
+    sums = tl.zeros((DIM,), dtype=tl.float32)
+    for split in range(tl.cdiv(stop - first, BLOCKS * BLOCK)):
+        part = row * n_splits + split
+        lse = tl.load(lse_ptr + part)
+        new_maximum = tl.maximum(maximum, lse)
+        pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        decay, weight = tl.exp(maximum - pivot), tl.exp(lse - pivot)
+        total = total * decay + weight
+        sums = sums * decay + weight * tl.load(parts_ptr + part * head_dim + features, mask=mask, other=0.0)
+        maximum = new_maximum
+    tl.store(out_ptr + row * head_dim + features, (sums / total).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _allocate(q: Tensor) -> Tensor:
@@ -157,27 +173,30 @@ def _forward(
     batch, n_heads, head_dim = q.shape
     n_kv_heads, capacity = keys.shape[1:3]
     group = n_heads // n_kv_heads
-    splits = _n_splits(multiprocessors(q), batch * n_kv_heads, capacity)
-    parts = out if splits == 1 else q.new_empty(batch, n_heads, splits, head_dim, dtype=torch.float32)
-    lse = q.new_empty(batch, n_heads, splits, dtype=torch.float32) if splits > 1 else None
+    blocks = _blocks_per_part(multiprocessors(q), batch * n_kv_heads)
+    n_splits = cdiv(capacity, blocks * _BLOCK)
+    parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, head_dim, dtype=torch.float32)
+    lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
     dim_tile = max(16, next_power_of_2(head_dim))
-    _split_kernel[batch * n_kv_heads * splits](
+    bounds = [0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)]
+    _split_kernel[batch * n_kv_heads * n_splits](
         q, keys, values, first, last, padding_mask, fallback, parts, lse,
-        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        *(0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)),
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *bounds,
         scale, softcap, n_kv_heads, group, head_dim, capacity,
-        splits, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, _BLOCK, "ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        n_splits, blocks, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, _BLOCK,
+        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     if lse is not None:
-        _combine_kernel[batch * n_heads](parts, lse, out, head_dim, splits, dim_tile, num_warps=1)
+        _combine_kernel[batch * n_heads](
+            parts, lse, first, last, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, _BLOCK,
+            num_warps=1,
+        )  # fmt: skip
     return out
 
 
-def _n_splits(processors: int, programs: int, capacity: int) -> int:
-    """Number of programs that share the keys of one head: a power of 2, so that about two run per multiprocessor."""
-    wanted = min(2 * processors // programs, cdiv(capacity, _BLOCK), _MAX_SPLITS)
-    return 1 << max(wanted, 1).bit_length() - 1
+def _blocks_per_part(processors: int, heads: int) -> int:
+    """Number of blocks of keys that a program reads: the fewer key heads there are in the batch, the fewer."""
+    return min(8, next_power_of_2(cdiv(heads, processors)))
 
 
 def decode_attention(
@@ -197,8 +216,8 @@ def decode_attention(
 
     Args:
         q: (B, N, D) queries, adjacent features.
-        keys: (B, K, S, D) with adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
-        values: (B, K, S, D) with adjacent features.
+        keys: (B, K, S, D), adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
+        values: (B, K, S, D), adjacent features.
         first: (B or 1,) int64, index of the first key that the query attends to; None, or a negative one, for 0.
         last: (B or 1,) int64, index of the last one, at least `first` and less than S; None for S - 1.
         padding_mask: (B or 1, S) bool, False for padding, which the query does not attend to; None for no padding.

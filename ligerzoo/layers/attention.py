@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import rope
+from ligerzoo.kernels import decode_attention, rope
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear
-from ligerzoo.layers.masks import AttentionMask, additive_mask
+from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 # Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
@@ -86,6 +86,9 @@ def attend(
         (B, T, N, D).
     """
     tokens, keys = q.shape[1], k.shape[1]
+    is_differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if tokens == 1 and q.is_cuda and not is_differentiable and (mask is None or isinstance(mask, Mask)):
+        return _attend_to_cache(q, k, v, mask, scale, softcap)
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
     if isinstance(mask, AttentionMask) and not on_cpu and not is_short and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
@@ -107,6 +110,20 @@ def attend(
             q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.transpose(1, 2)
+
+
+def _attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, softcap: float | None
+) -> Tensor:
+    """`attend` for a single query per row."""
+    first = last = padding_mask = fallback = None
+    if mask is not None:
+        first, last, padding_mask = mask.first[:, 0], mask.last[:, 0], mask.padding_mask
+        fallback = None if mask.fallback is None else mask.fallback[:, 0]
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    return decode_attention(q[:, 0], keys, values, first, last, padding_mask, fallback, scale=scale, softcap=softcap)[
+        :, None
+    ]
 
 
 def _flex_attention(

@@ -102,6 +102,43 @@ class CrossAttentionLayerCache(LayerCache):
         return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
 
 
+class StaticPosition:
+    """The write position of caches of fixed size, counted on the device, where a captured CUDA graph advances it.
+
+    All layers of a forward write at the same position: the first of them advances it for all.
+
+    Attributes:
+        length: number of tokens written so far. A replayed graph does not count on the host; see `KVCache.advance`.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._end: Tensor | None = None  # 0-d int64: `length` on the device
+        self._newest: Tensor | None = None  # sequence indices of the tokens that are being written
+
+    def next(self, tokens: int, device: torch.device) -> Tensor:
+        """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
+        if self._end is None:
+            self._end = torch.full((), self.length, dtype=torch.int64, device=device)
+        return self._end + torch.arange(tokens, device=device)
+
+    def write(self, length: int, tokens: int, device: torch.device) -> Tensor:
+        """Returns where a layer that holds `length` tokens writes the next T = `tokens`, (T,) int64."""
+        if length == self.length:  # the first layer of a forward
+            self._newest = self.next(tokens, device)
+            assert self._end is not None
+            self._end += tokens
+            self.length += tokens
+        assert self._newest is not None
+        return self._newest
+
+    def restart(self, length: int = 0) -> None:
+        """Makes `length` the next position."""
+        self.length = length
+        if self._end is not None:
+            self._end.fill_(length)
+
+
 class StaticLayerCache(LayerCache):
     """Cache of fixed size, for decode steps that are captured in a CUDA graph.
 
@@ -109,6 +146,9 @@ class StaticLayerCache(LayerCache):
 
     Args:
         capacity: maximum number of tokens.
+
+    Attributes:
+        position: where to write; the static layers of a `KVCache` share it.
 
     Raises:
         ValueError: `capacity` is less than 1.
@@ -121,13 +161,11 @@ class StaticLayerCache(LayerCache):
         if capacity < 1:
             raise ValueError(f"StaticLayerCache: capacity={capacity}; expected at least 1")
         self.capacity: int = capacity
-        self._end: Tensor | None = None  # 0-d: `length` as a replayed graph counts it
+        self.position = StaticPosition()
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """See `LayerCache.positions`."""
-        if self._end is None:
-            self._end = torch.zeros((), dtype=torch.int64, device=device)
-        return self._end + torch.arange(tokens, device=device)
+        return self.position.next(tokens, device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerCache.append`. Returns the whole buffers for a single token, else the slots written so far."""
@@ -142,14 +180,23 @@ class StaticLayerCache(LayerCache):
             self._keys, self._values = (
                 x.new_zeros(x.shape[0], x.shape[2], self.capacity, x.shape[3]) for x in (keys, values)
             )
-        positions = self.positions(tokens, keys.device)
+        positions = self.position.write(self.length, tokens, keys.device)
         self._keys.index_copy_(2, positions, keys.transpose(1, 2))
         self._values.index_copy_(2, positions, values.transpose(1, 2))
-        assert self._end is not None
-        self._end += tokens
         self.length += tokens
         end = self.capacity if tokens == 1 else self.length
         return _slice(self._keys, 0, end), _slice(self._values, 0, end)
+
+    def copy_from(self, other: StaticLayerCache) -> None:
+        """Takes over the tokens of a cache with a smaller capacity."""
+        assert other._keys is not None
+        assert other._values is not None
+        if self._keys is None or self._values is None:
+            batch, heads, _, dim = other._keys.shape
+            self._keys, self._values = (other._keys.new_zeros(batch, heads, self.capacity, dim) for _ in range(2))
+        self._keys[:, :, : other.capacity] = other._keys
+        self._values[:, :, : other.capacity] = other._values
+        self.length = other.length
 
 
 def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
@@ -213,6 +260,43 @@ class KVCache:
         self.last_image_mask: Tensor | None = None
         self._self_attention = [layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)]
         self._cross_attention = [layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)]
+        self._static = [layer for layer in self.layers if isinstance(layer, StaticLayerCache)]
+        for layer in self._static:
+            layer.position = self._static[0].position
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the caches of all layers have a fixed size, so that a decode step can be captured in a CUDA graph."""
+        return len(self._static) == len(self.layers) > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of static caches."""
+        buffers = [buffer for layer in self._static for buffer in (layer._keys, layer._values)]
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+    def advance(self, tokens: int) -> None:
+        """Counts tokens that a replayed CUDA graph has written to static caches."""
+        for layer in self._static:
+            layer.length += tokens
+        if self._static:
+            self._static[0].position.length += tokens
+
+    def reset(self) -> None:
+        """Empties static caches; their memory stays allocated."""
+        for layer in self._static:
+            layer.length = 0
+        if self._static:
+            self._static[0].position.restart()
+        self.position_offset = self.last_image_mask = None
+
+    def copy_from(self, other: KVCache) -> None:
+        """Takes over the tokens of static caches with a smaller capacity."""
+        self.reset()
+        for layer, smaller in zip(self._static, other._static, strict=True):
+            layer.copy_from(smaller)
+        self._static[0].position.restart(other.length)
+        self.position_offset, self.last_image_mask = other.position_offset, other.last_image_mask
 
     def is_valid_for(self, tokens: int) -> bool:
         """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""

@@ -1,0 +1,45 @@
+"""One step of generation: the model, the choice of tokens, and finished rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ligerzoo.generate.sampling import Sampler
+from ligerzoo.generate.sequences import Sequences
+from ligerzoo.generate.stopping import Stopping
+
+
+class DecodeStep:
+    """One step of generation: runs the model, chooses a token for each row, and finishes rows.
+
+    A step runs on the device and never waits for it.
+
+    Args:
+        sequences: the tokens and the KV cache.
+        sampler: chooses the tokens.
+        stopping: finishes rows.
+    """
+
+    def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
+        self.sequences, self.sampler, self.stopping = sequences, sampler, stopping
+
+    def prefill(self) -> Tensor:
+        """Runs the model on the prompts.
+
+        Returns:
+            (B,) the first token of each continuation.
+        """
+        return self._append(self.sequences.prefill())
+
+    def decode(self) -> Tensor:
+        """Runs the model on the newest tokens.
+
+        Returns:
+            (B,) the next token of each row, or padding in finished rows.
+        """
+        return self._append(self.sequences.decode())
+
+    def _append(self, logits: Tensor) -> Tensor:
+        tokens = self.sampler.choose(logits)
+        self.sequences.append(tokens)
+        return self.stopping.update(tokens)
