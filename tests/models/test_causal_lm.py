@@ -483,7 +483,7 @@ def test_an_output_is_a_pytree() -> None:
 @pytest.mark.parametrize(
     "input_ids, named", [([[1, 2]], "got list"), (torch.ones(1, 2), "got torch.float32")], ids=["list", "floats"]
 )
-def test_input_ids_that_are_no_integers(input_ids: Any, named: str) -> None:
+def test_input_ids_must_be_integers(input_ids: Any, named: str) -> None:
     config = LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
     )
