@@ -11,7 +11,7 @@ Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
 from ligerzoo.generate.decode_loop import DecodeStep, generate
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.sampling import (
     apply_temperature,
     filter_logits,
@@ -27,10 +27,10 @@ from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, 
 
 __all__ = [
     "DecodeStep",
-    "LanguageModel",
     "StopStrings",
     "Streamer",
     "SupportsDecode",
+    "SupportsGenerate",
     "SupportsPush",
     "SupportsStream",
     "TextStreamer",

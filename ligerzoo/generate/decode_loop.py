@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, is_integer, refuse_unknown
 from ligerzoo.generate.sampling import Sampler, check_logits
 from ligerzoo.generate.sequences import Sequences
@@ -19,7 +19,7 @@ from ligerzoo.generate.streaming import Streamer, check_streamer
 
 @torch.no_grad()  # not inference_mode: tensors that the model caches in a forward must remain usable for training
 def generate(
-    model: LanguageModel,
+    model: SupportsGenerate,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, require, require_bool, type_name
 
 
@@ -33,7 +33,7 @@ class Sequences:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: SupportsGenerate,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         model_inputs: dict[str, Any],
@@ -113,7 +113,7 @@ class Sequences:
             self._position_ids = (self._padding_mask.cumsum(1) - 1).clamp(min=0)
 
 
-def _check_prompts(model: LanguageModel, input_ids: object, attention_mask: object) -> None:
+def _check_prompts(model: SupportsGenerate, input_ids: object, attention_mask: object) -> None:
     """Raises LigerzooError unless the prompts are token ids on the model's device, and the mask is a tensor."""
     if not isinstance(input_ids, Tensor):
         if isinstance(input_ids, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
@@ -225,10 +226,11 @@ class CausalLM(nn.Module):
     def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
         for name in modalities:
             if name not in self.modalities:
+                nearest = difflib.get_close_matches(name, [*_FORWARD_INPUTS, *self.modalities], n=1)
                 raise LigerzooError(
                     f"not an input of {type(self).__name__}", where=name,
                     expected=", ".join(self.modalities) or "text inputs only, such as input_ids",
-                    remedy=did_you_mean(name, [*_FORWARD_INPUTS, *self.modalities]),
+                    remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
                 )  # fmt: skip
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
