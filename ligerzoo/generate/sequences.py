@@ -117,7 +117,7 @@ def _check_prompts(model: SupportsGenerate, input_ids: object, attention_mask: o
     """Raises LigerzooError unless the prompts are token ids on the model's device, and the mask is a tensor."""
     if not isinstance(input_ids, Tensor):
         if isinstance(input_ids, str):
-            remedy = "Encode text first: inputs = tokenizer([text], return_tensors='pt')."
+            remedy = "Encode text first: generate(**tokenizer([text], return_tensors='pt'))."
         elif isinstance(input_ids, Mapping):
             remedy = "Pass the output of a tokenizer as generate(**inputs)."
         else:
