@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ligerzoo import __version__
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import LigerzooError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -302,6 +302,13 @@ def number_in_range(
     return parse_number
 
 
+def stop_text(text: str) -> str:
+    """An argparse type: a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("got ''; expected a text that is not empty")
+    return text
+
+
 COUNT = number_in_range(int, "an integer from 0 to 2**31 - 1", lambda number: 0 <= number < 2**31)
 TOP_K = number_in_range(int, "an integer from 1 to 2**31 - 1", lambda number: 0 < number < 2**31)
 SEED = number_in_range(int, "an integer from 0 to 2**63 - 1", lambda number: 0 <= number < 2**63)
@@ -340,7 +347,11 @@ environment:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_command in (add_info, add_generate, add_chat, add_convert, add_demo):
         add_command(commands)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        nearest = did_you_mean(unknown[0].partition("=")[0], options.parser._option_string_actions)
+        remedy = nearest or f"`{options.parser.prog} --help` lists the options."
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}. {remedy}")
     if options.run is demo and options.seed is not None and not options.vision:
         options.parser.error("argument --seed: only allowed with --vision")
     return options
@@ -499,7 +510,9 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     )
     add_dtype_option(parser)
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop after this text; may be repeated")
+    parser.add_argument(
+        "--stop", action="append", type=stop_text, metavar="TEXT", help="stop after this text; may be repeated"
+    )
     sampling = parser.add_argument_group("sampling", "The first four options enable sampling.")
     sampling.add_argument(
         "--temperature", type=POSITIVE, metavar="T", help="less than 1: more predictable; greater than 1: more varied"
@@ -511,7 +524,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     sampling.add_argument(
         "--min-p", type=MIN_P, metavar="P", help="drop tokens less than P times as likely as the most likely one"
     )
-    sampling.add_argument("--seed", type=SEED, help="seed of the random numbers")
+    sampling.add_argument("--seed", type=SEED, help="seed of the random numbers that sampling draws")
     sampling.add_argument(
         "--repetition-penalty",
         type=POSITIVE,

@@ -4,7 +4,8 @@ Each message says what is wrong, where, what was found and expected, and what to
 which is a bug of ligerzoo, is an `AssertionError` instead.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class LigerzooError(ValueError):
@@ -34,7 +35,7 @@ class LigerzooError(ValueError):
         if expected is not None:
             message += f"; expected {expected}"
         if remedy is not None:
-            message += f". {remedy}"
+            message = f"{message.removesuffix('.')}. {remedy}"
         super().__init__(message)
 
 
@@ -54,6 +55,12 @@ def first_names(names: Sequence[str], limit: int = 8) -> str:
     """Returns the first names of a possibly long list for a message, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(quote, names[:limit])) + more
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """Returns a remedy that asks for the nearest of `names`, or None if none is similar."""
+    nearest = difflib.get_close_matches(name, list(names), n=1)
+    return f"Did you mean {nearest[0]!r}?" if nearest else None
 
 
 class ConfigError(LigerzooError):

@@ -118,7 +118,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         tensors = list(read_headers(name_or_path, directory))
         tokenizer = _describe_tokenizer(directory)
     if not tensors:
-        raise CheckpointError("no tensors", where=directory)
+        raise CheckpointError("no tensors", where=directory, expected="weights in .safetensors files")
     decoder = config if isinstance(config, DecoderConfig) else None
     lines = [
         ("architecture", _describe_architecture(raw, architecture)),
@@ -165,8 +165,9 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
         metadata = HfApi().get_safetensors_metadata(str(name_or_path), revision=directory.name)
     except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
         raise CheckpointError(
-            "headers of the weight files cannot be downloaded", where=name_or_path, got=error
-        ) from error
+            "headers of the weight files cannot be downloaded", where=name_or_path, got=error,
+            remedy="Check the network connection, and that the repository has safetensors files.",
+        ) from error  # fmt: skip
     return [
         TensorInfo(name, file, tuple(tensor.shape), tensor.dtype)
         for file, header in metadata.files_metadata.items()

@@ -290,7 +290,10 @@ def _reporting_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError("no such file", where=path) from error
+        raise CheckpointError(
+            "no such file", where=path, got=_files_in(path.parent),
+            remedy="Pass the directory of a whole checkpoint in Hugging Face format.",
+        ) from error  # fmt: skip
     except OSError as error:
         raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
 
@@ -301,6 +304,14 @@ def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
         header = file.get_slice(name)
         infos.append(TensorInfo(name, file_name, tuple(header.get_shape()), header.get_dtype()))
     return infos
+
+
+def _files_in(directory: Path) -> str | None:
+    """Returns the names of some files for a message; None if the directory cannot be read."""
+    try:
+        return first_names(sorted(os.listdir(directory))) or "an empty directory"
+    except OSError:
+        return None
 
 
 def _refuse_missing_files(directory: Path, files: list[str]) -> None:
@@ -317,7 +328,7 @@ def _refuse_missing_files(directory: Path, files: list[str]) -> None:
     raise CheckpointError(
         f"{len(missing)} of {len(files)} weight files missing",
         where=directory,
-        got=first_names(found) if found else "an empty directory",
+        got=_files_in(directory),
         expected=first_names(missing),
         remedy=remedy,
     )
@@ -332,12 +343,16 @@ def _check_weight_map(directory: Path, weight_map: Mapping[str, str], infos: lis
                 "the tensor is in another file than the index says",
                 where=f"{directory / info.file}, tensor {quote(info.name)}",
                 expected="the tensor to be listed in the index" if listed is None else f"only {quote(listed)}",
+                remedy="The files may be of several checkpoints: download all of them again.",
             )
     found = {info.name for info in infos}
     for name, file in weight_map.items():
         if name not in found:
             where = f"{directory / file}, tensor {quote(name)}"
-            raise CheckpointError("the index lists this tensor, but the file lacks it", where=where)
+            raise CheckpointError(
+                "the index lists this tensor, but the file lacks it", where=where,
+                remedy="The file may be damaged or of another checkpoint: download it again.",
+            )  # fmt: skip
 
 
 def _malformed(path: Path, kind: str, error: Exception) -> CheckpointError:

@@ -333,7 +333,14 @@ class Mllama(CausalLM):
             return None if states is None else states.reshape(rows, -1, states.shape[-1])
         c = self.config.vision_config
         if states is not None or arrangement is None or is_tile is None:
-            raise ValueError("pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states")
+            others = {
+                "aspect_ratio_ids": arrangement, "aspect_ratio_mask": is_tile, "cross_attention_states": states,
+            }  # fmt: skip
+            given = [name for name, value in others.items() if value is not None]
+            raise ValueError(
+                "pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states; "
+                f"got {' and '.join(given) or 'none of them'}"
+            )
         shapes, images = [tuple(tensor.shape) for tensor in (pixels, arrangement, is_tile)], pixels.shape[1]
         expected = rows, images, c.max_num_tiles, c.num_channels, c.image_size, c.image_size
         if shapes != [expected, expected[:2], expected[:3]]:

@@ -200,9 +200,11 @@ class VisionLM(CausalLM):
             if patches is None and grid is None:
                 continue
             if patches is None or grid is None or x.is_floating_point():
+                given = [name for name, value in (("patches", patches), ("grids", grid)) if value is not None]
+                given.append("inputs_embeds" if x.is_floating_point() else "input_ids")
                 raise ValueError(
                     "images and videos need patches (pixel_values*), their grids (*_grid_thw) and input_ids; "
-                    "got only some of them"
+                    f"got only some of them: {', '.join(given)}"
                 )
             mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
             tokens = grid // grid.new_tensor([1, m, m])

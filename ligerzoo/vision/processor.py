@@ -279,7 +279,7 @@ def family_of(files: ProcessorFiles) -> type[ProcessorFamily]:
             where=where,
             got=repr(name),
             expected=f"one of {', '.join(family.model_type for family in FAMILIES)}",
-            remedy="Load a model that reads text only with ligerzoo.Tokenizer.",
+            remedy="Pass no images, and load a model that reads text only with ligerzoo.Tokenizer.",
         )
     settings = files.image_settings()
     image_processor = settings.string("image_processor_type")

@@ -89,7 +89,7 @@ def test_new_model_gets_the_first_prefixes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, is_extra",
     [
         ("vision_tower.vision_model.head.probe", True),
         ("model.vision_tower.head.mlp.fc1.bias", True),
@@ -98,8 +98,8 @@ def test_new_model_gets_the_first_prefixes() -> None:
         ("language_model.head.probe", False),
     ],
 )
-def test_extra_tensors_of_gemma3(name: str, known: bool) -> None:
-    assert architecture_of("gemma3").is_extra_tensor(name) == known
+def test_extra_tensors_of_gemma3(name: str, is_extra: bool) -> None:
+    assert architecture_of("gemma3").is_extra_tensor(name) == is_extra
     assert not architecture_of("llama").is_extra_tensor(name)
 
 
@@ -119,7 +119,7 @@ def test_layout_with_most_stored_parameters(stored: list[str], expected: Layout)
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, is_buffer",
     [
         ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
         ("rotary_emb.inv_freq", True),
@@ -128,8 +128,8 @@ def test_layout_with_most_stored_parameters(stored: list[str], expected: Layout)
         ("model.xrotary_emb.inv_freq", False),
     ],
 )
-def test_rotary_buffers(name: str, known: bool) -> None:
-    assert is_rotary_buffer(name) == known
+def test_rotary_buffers(name: str, is_buffer: bool) -> None:
+    assert is_rotary_buffer(name) == is_buffer
 
 
 @pytest.mark.parametrize(

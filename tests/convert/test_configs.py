@@ -39,8 +39,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 def value_of(config: Any, name: str) -> Any:
     """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
-    places = [(part, n) for part in (config.get_text_config(), config) for n in RENAMED.get(name, (name,))]
-    return next((value for part, n in places if (value := getattr(part, n, None)) is not None), None)
+    fields = [(part, n) for part in (config.get_text_config(), config) for n in RENAMED.get(name, (name,))]
+    return next((value for part, n in fields if (value := getattr(part, n, None)) is not None), None)
 
 
 def has(config: Any, name: str) -> bool:
@@ -174,8 +174,8 @@ def test_invalid_values_of_entries(model_type: str) -> None:
     """Each value gives a model that can be built, or a ConfigError."""
     architecture = architecture_of(model_type)
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
-    known = {field.name for field in dataclasses.fields(architecture.config_from_hf(config))}
-    for name in sorted((known | config.keys()) - {"architectures", "model_type", "num_hidden_layers"}):
+    fields = {field.name for field in dataclasses.fields(architecture.config_from_hf(config))}
+    for name in sorted((fields | config.keys()) - {"architectures", "model_type", "num_hidden_layers"}):
         for value in NONSENSE:
             with contextlib.suppress(ConfigError):
                 read = architecture.config_from_hf(with_entries(config, **{name: value}))

@@ -1,0 +1,46 @@
+"""Text generation: prompts in, prompts with their continuations out.
+
+    decode_loop    `generate`: prefill, then one decode step per token until all rows have finished
+    sequences      the tokens of a batch and the model's KV cache
+    sampling       logits -> the next token
+    stopping       end-of-sequence tokens, stop strings, padding of finished rows
+    streaming      tokens and text during generation
+    options        refuses unknown and invalid options
+
+Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
+"""
+
+from ligerzoo.generate.decode_loop import DecodeStep, generate
+from ligerzoo.generate.model import SupportsGenerate
+from ligerzoo.generate.sampling import (
+    apply_temperature,
+    filter_logits,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize_repetition,
+    sample,
+)
+from ligerzoo.generate.sequences import align_prompts
+from ligerzoo.generate.stopping import StopStrings, SupportsDecode
+from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
+
+__all__ = [
+    "DecodeStep",
+    "StopStrings",
+    "Streamer",
+    "SupportsDecode",
+    "SupportsGenerate",
+    "SupportsPush",
+    "SupportsStream",
+    "TextStreamer",
+    "align_prompts",
+    "apply_temperature",
+    "filter_logits",
+    "generate",
+    "keep_min_p",
+    "keep_top_k",
+    "keep_top_p",
+    "penalize_repetition",
+    "sample",
+]

@@ -1,0 +1,163 @@
+"""The decode loop: prefill, then one decode step per token until all rows have finished."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.generate.model import SupportsGenerate
+from ligerzoo.generate.options import invalid, is_integer, refuse_unknown
+from ligerzoo.generate.sampling import Sampler, check_logits
+from ligerzoo.generate.sequences import Sequences
+from ligerzoo.generate.stopping import Stopping, SupportsDecode
+from ligerzoo.generate.streaming import Streamer, check_streamer
+
+
+@torch.no_grad()  # not inference_mode: tensors that the model caches in a forward must remain usable for training
+def generate(
+    model: SupportsGenerate,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: SupportsDecode | None = None,
+    generator: torch.Generator | None = None,
+    streamer: Streamer | None = None,
+    use_cache: bool = True,
+    **model_inputs: Any,
+) -> Tensor:
+    """Continues each prompt by up to `max_new_tokens` tokens.
+
+    A row finishes with its first end-of-sequence token or stop string and is padded from then on. Generation stops when
+    all rows have finished. `eos_token_id` and `pad_token_id` default to those of the model's generation_config, else of
+    its config. No other option has a default there.
+
+    Args:
+        model: a causal language model. Its training mode is not changed.
+        input_ids: (B, T) token ids. No prompt may be empty.
+        attention_mask: (B, T), 1 for a token and 0 for padding. Padding may be anywhere: each row is continued as if it
+            were alone, except with rotary position types longrope and dynamic, which depend on the longest row.
+        max_new_tokens: largest number of new tokens, required. Memory grows with the tokens generated, not with this.
+        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and values of `temperature`,
+            `top_k`, `top_p` and `min_p` that would change the distribution are refused.
+        temperature: see `apply_temperature`.
+        top_k: see `keep_top_k`.
+        top_p: see `keep_top_p`.
+        min_p: see `keep_min_p`.
+        repetition_penalty: see `penalize_repetition`. It applies to the tokens of the prompt and of the continuation.
+        eos_token_id: the token or tokens that finish a row. An empty list means none.
+        pad_token_id: fills finished rows. Defaults to the first `eos_token_id` if the model defines no padding token.
+        stop_strings: a row finishes when the text of its continuation contains one of these strings.
+        tokenizer: decodes the text that is searched for `stop_strings`.
+        generator: random number generator on the model's device. None uses torch's default.
+        streamer: receives the prompts, then the tokens of each step.
+        use_cache: whether to keep keys and values in a KV cache. Without it, each step recomputes all tokens: slower,
+            same result. The result differs only for rotary position types dynamic, and longrope outside Phi-3: as in
+            transformers, a cache keeps the keys as they were first rotated.
+        model_inputs: further model inputs for the prompts, such as `pixel_values`. Per-token inputs (B, T, ...) are
+            padded and sliced like `input_ids`.
+
+    Returns:
+        (B, T + new tokens) int64: each prompt unchanged, padding included, followed by its continuation.
+
+    Raises:
+        LigerzooError: a ValueError. Before the model runs: an option is unknown or invalid, the mask has another shape,
+            a prompt is empty, or `CausalLM.check_inputs` refuses the inputs. Later: the logits are NaN or infinite.
+    """
+    refuse_unknown(model, model_inputs, _OPTIONS)
+    if max_new_tokens is None or not is_integer(max_new_tokens) or max_new_tokens < 0:
+        remedy = "Pass max_new_tokens=20, for example." if max_new_tokens is None else None
+        raise invalid("max_new_tokens", repr(max_new_tokens), "an integer, 0 or more", remedy)
+    sequences = Sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
+    sampler = Sampler(
+        model.config.vocab_size,
+        sequences.prompts,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        generator=generator,
+    )
+    stopping = Stopping(model, sequences.prompts, eos_token_id, pad_token_id, stop_strings, tokenizer)
+    check_streamer(streamer)
+
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    decode_loop(DecodeStep(sequences, sampler, stopping), max_new_tokens, streamer)
+    if streamer is not None:
+        streamer.end()
+    return torch.cat([input_ids, stopping.pad(sequences.continuations)], 1)
+
+
+_OPTIONS = [name for name in inspect.signature(generate).parameters if name not in ("model", "model_inputs")]
+
+
+class DecodeStep:
+    """One step of generation: runs the model, chooses a token for each row, and finishes rows.
+
+    A step runs on the device and never waits for it. `decode` is all that runs for each token: a subclass that replays
+    a captured CUDA graph replaces this method alone.
+
+    Args:
+        sequences: the tokens and the KV cache.
+        sampler: chooses the tokens.
+        stopping: finishes rows.
+    """
+
+    def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
+        self.sequences, self.sampler, self.stopping = sequences, sampler, stopping
+
+    def prefill(self) -> Tensor:
+        """Runs the model on the prompts.
+
+        Returns:
+            (B,) the first token of each continuation.
+        """
+        return self._append(self.sequences.prefill())
+
+    def decode(self) -> Tensor:
+        """Runs the model on the newest tokens.
+
+        Returns:
+            (B,) the next token of each row, or padding in finished rows.
+        """
+        return self._append(self.sequences.decode())
+
+    def _append(self, logits: Tensor) -> Tensor:
+        tokens = self.sampler.choose(logits)
+        self.sequences.append(tokens)
+        return self.stopping.update(tokens)
+
+
+def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None) -> None:
+    """Repeats the step until all rows have finished, or `max_new_tokens` times.
+
+    The host waits for the device only to learn whether rows run on, for a streamer, and after the last step.
+    """
+    for count in range(1, max_new_tokens + 1):
+        tokens = step.prefill() if count == 1 else step.decode()
+        is_last = count == max_new_tokens
+        if step.stopping.is_possible or is_last or streamer is not None:
+            step.stopping.find_stop_strings(step.sequences.continuations)
+            is_running, is_broken = torch.stack([step.stopping.running.any(), step.sampler.is_broken]).tolist()
+            check_logits(is_broken, count)
+            is_last |= not is_running
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        if is_last:
+            break

@@ -1,0 +1,136 @@
+"""Decides when rows are finished: end-of-sequence tokens and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.model import SupportsGenerate
+from ligerzoo.generate.options import require, type_name
+
+
+class SupportsDecode(Protocol):
+    """A tokenizer that `StopStrings` accepts."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
+class Stopping:
+    """Decides when rows are finished, and pads them from then on.
+
+    Args:
+        model: the model, whose configs give the default token ids.
+        prompts: (B, L) token ids.
+        eos_token_id, pad_token_id, stop_strings, tokenizer: see `generate`.
+
+    Attributes:
+        is_possible: whether a row can finish before `max_new_tokens`.
+        running: (B,) bool, False for finished rows.
+
+    Raises:
+        LigerzooError: an option is invalid, or several rows can finish and there is no padding token.
+    """
+
+    def __init__(
+        self,
+        model: SupportsGenerate,
+        prompts: Tensor,
+        eos_token_id: int | Sequence[int] | None,
+        pad_token_id: int | None,
+        stop_strings: str | Sequence[str] | None,
+        tokenizer: SupportsDecode | None,
+    ) -> None:
+        self._stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
+        eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
+        pad_ids = _token_ids(model, "pad_token_id", pad_token_id) or eos_ids
+        rows, device = len(prompts), prompts.device
+        self.is_possible = bool(eos_ids or self._stop_strings)
+        needs_padding = self.is_possible and rows != 1
+        remedy = "Pass pad_token_id=0, for example: only finished rows contain it."
+        expected = "a token id that fills finished rows"
+        require(bool(pad_ids) or not needs_padding, "pad_token_id", "none", expected, remedy)
+        self._pad_id = pad_ids[0] if pad_ids else 0
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self.running = torch.ones(rows, dtype=torch.bool, device=device)
+        self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # tokens until a row finished
+
+    def update(self, tokens: Tensor) -> Tensor:
+        """Updates `running` after a step, except for stop strings.
+
+        Args:
+            tokens: (B, 1) new tokens.
+
+        Returns:
+            (B,): the new tokens, with padding in rows that had finished before.
+        """
+        self._lengths += self.running[:, None]
+        shown = tokens[:, 0].where(self.running, self._pad_id)
+        self.running &= (tokens != self._eos).all(1)
+        return shown
+
+    def find_stop_strings(self, continuations: Tensor) -> None:
+        """Updates `running` for stop strings, which the host searches.
+
+        Args:
+            continuations: (B, new tokens).
+        """
+        if self._stop_strings is not None:
+            tails = continuations[:, -self._stop_strings.window :].tolist()
+            is_running = [not self._stop_strings.found_in(tail) for tail in tails]
+            self.running &= torch.tensor(is_running, device=continuations.device)
+
+    def pad(self, continuations: Tensor) -> Tensor:
+        """Returns the continuations, (B, new tokens), with padding after the end of each row."""
+        columns = torch.arange(continuations.shape[1], device=continuations.device)
+        return continuations.where(columns < self._lengths, self._pad_id)
+
+
+class StopStrings:
+    """Finds strings at the end of a sequence of tokens.
+
+    Args:
+        strings: one string or several, none of them empty.
+        tokenizer: decodes the tokens, special tokens included.
+
+    Attributes:
+        window: number of last tokens to search.
+
+    Raises:
+        LigerzooError: a string is empty, or there is no tokenizer.
+    """
+
+    # Tokens cut inside a character may decode to other text. A character has at most four bytes, so one of four
+    # consecutive cuts is between characters. One more token is needed because a cut may remove a leading space.
+    _CUTS = 4
+
+    def __init__(self, strings: str | Sequence[str], tokenizer: SupportsDecode | None) -> None:
+        self.strings = list(strings) if isinstance(strings, Iterable) and not isinstance(strings, str) else [strings]
+        is_valid = self.strings != [] and all(isinstance(string, str) and string for string in self.strings)
+        require(is_valid, "stop_strings", repr(strings), "one or more strings that are not empty")
+        if tokenizer is None or not hasattr(tokenizer, "decode"):
+            raise LigerzooError(
+                "stop_strings need a tokenizer", where="tokenizer", got=type_name(tokenizer),
+                expected="a ligerzoo.Tokenizer", remedy="Pass tokenizer=... to generate.",
+            )  # fmt: skip
+        self.tokenizer = tokenizer
+        self.window = max(len(string.encode()) for string in self.strings) + self._CUTS
+
+    def found_in(self, tail: list[int]) -> bool:
+        """Returns whether the last `window` tokens of a continuation contain one of the strings."""
+        texts = (self.tokenizer.decode(tail[cut:], skip_special_tokens=False) for cut in range(self._CUTS))
+        return any(string in text for text in texts for string in self.strings)
+
+
+def _token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] | None) -> list[int]:
+    """Returns the token ids from the argument, else generation_config, else config. Negative ids mean none."""
+    sources = (argument, model.generation_config.get(name), getattr(model.config, name, None))
+    value: Any = next((source for source in sources if source is not None), [])
+    ids = value if isinstance(value, list | tuple) else [value]
+    valid = all(type(i) is int and abs(i) < 2**31 for i in ids)
+    remedy = "tokenizer.token_to_id(text) returns the id of a token." if isinstance(value, str) else None
+    require(valid, name, repr(value), "a token id below 2^31, or a list of them", remedy)
+    return [i for i in ids if i >= 0]

@@ -1,0 +1,104 @@
+"""Receives tokens, and prints their text, during generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TextIO
+
+from torch import Tensor
+
+from ligerzoo.generate.options import require, require_bool, type_name
+
+
+class SupportsStream(Protocol):
+    """A tokenizer that `TextStreamer` accepts."""
+
+    def stream(self, *, skip_special_tokens: bool) -> SupportsPush: ...
+
+
+class SupportsPush(Protocol):
+    """A decoder of token ids that arrive one at a time, such as `ligerzoo.text.IncrementalDecoder`."""
+
+    def push(self, token_id: int, /) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Streamer(Protocol):
+    """Receives tokens during generation."""
+
+    def put(self, token_ids: Tensor) -> None:
+        """Receives the prompts (B, T) first, then the new tokens (B,) of each step. All are on the CPU."""
+
+    def end(self) -> None:
+        """Marks the end of generation."""
+
+
+class TextStreamer:
+    """A streamer that prints the continuation of one prompt during generation, in whole characters.
+
+    Args:
+        tokenizer: a `ligerzoo.Tokenizer`.
+        skip_prompt: whether to print the continuation only.
+        skip_special_tokens: whether to leave out special tokens, such as the end-of-sequence token.
+        file: the file to print to. None prints to standard output.
+
+    Raises:
+        LigerzooError: an argument has a wrong type.
+    """
+
+    def __init__(
+        self,
+        tokenizer: SupportsStream,
+        *,
+        skip_prompt: bool = True,
+        skip_special_tokens: bool = True,
+        file: TextIO | None = None,
+    ) -> None:
+        is_tokenizer = hasattr(tokenizer, "stream")
+        require(is_tokenizer, "tokenizer of TextStreamer", type_name(tokenizer), "a ligerzoo.Tokenizer")
+        require_bool("skip_prompt", skip_prompt)
+        require_bool("skip_special_tokens", skip_special_tokens)
+        require(file is None or hasattr(file, "write"), "file", repr(file), "a text file that is open for writing")
+        self.skip_prompt = skip_prompt
+        self.file = file
+        self._new_decoder: Callable[[], SupportsPush] = partial(
+            tokenizer.stream, skip_special_tokens=skip_special_tokens
+        )
+        self._decoder = self._new_decoder()
+        self._skip = 0  # characters of the prompt; decoding it keeps the leading space of the continuation
+
+    def put(self, token_ids: Tensor) -> None:
+        """Prints the text that these tokens complete.
+
+        Args:
+            token_ids: (1, T) of the prompt, or (1,) of its continuation.
+
+        Raises:
+            LigerzooError: there are several prompts.
+        """
+        require(len(token_ids) == 1, "TextStreamer", f"{len(token_ids)} prompts", "one prompt")
+        ids = token_ids.flatten().tolist()
+        if token_ids.ndim == 2 and self.skip_prompt:
+            decoder = self._new_decoder()
+            self._skip = len("".join(map(decoder.push, ids)) + decoder.flush())
+        self._print("".join(map(self._decoder.push, ids)))
+
+    def end(self) -> None:
+        """Prints the rest of the text and a newline."""
+        self._print(self._decoder.flush())
+        self._skip = 0
+        self._print("\n")
+
+    def _print(self, text: str) -> None:
+        skipped = min(self._skip, len(text))
+        self._skip -= skipped
+        text = text[skipped:]
+        print(text, end="", flush=True, file=self.file)
+
+
+def check_streamer(streamer: object) -> None:
+    """Raises LigerzooError unless an object can receive tokens."""
+    is_streamer = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
+    expected = "an object with the methods put and end"
+    require(is_streamer, "streamer", repr(streamer), expected, "Pass ligerzoo.generate.TextStreamer(tokenizer).")
