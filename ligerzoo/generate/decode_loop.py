@@ -51,8 +51,8 @@ def generate(
         attention_mask: (B, T), 1 for a token and 0 for padding. Padding may be anywhere: each row is continued as if it
             were alone, except with rotary position types longrope and dynamic, which depend on the longest row.
         max_new_tokens: largest number of new tokens, required. Memory grows with the tokens generated, not with this.
-        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and values of `temperature`,
-            `top_k`, `top_p` and `min_p` that would change the distribution are refused.
+        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
+            `top_p` and `min_p` have no effect; values that would change the distribution cause a warning.
         temperature: see `apply_temperature`.
         top_k: see `keep_top_k`.
         top_p: see `keep_top_p`.
