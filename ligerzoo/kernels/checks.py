@@ -149,12 +149,9 @@ def check_flag(name: str, **arguments: object) -> None:
 def check_num_items(name: str, **counts: Any) -> None:
     """Raises unless each argument is None, a positive number, or a 0-d tensor of numbers, whose value is not read."""
     for argument, count in counts.items():
+        expected = "a positive number or a 0-d tensor"
         if isinstance(count, Tensor):
-            is_valid = count.dim() == 0 and kind_of(count) in ("floating-point", "integer")
-        else:
-            is_valid = count is None or (isinstance(count, numbers.Real) and not isinstance(count, bool) and count > 0)
-        if not is_valid:
-            is_number = isinstance(count, numbers.Real | Tensor) and not isinstance(count, bool)
-            got = f" is {describe(count)}" if isinstance(count, Tensor) else f"={count!r}"
-            error = ValueError if is_number else TypeError
-            raise error(f"{name}: {argument}{got}; expected a positive number or a 0-d tensor")
+            if count.dim() > 0 or kind_of(count) not in ("floating-point", "integer"):
+                raise ValueError(f"{name}: {argument} is {describe(count)}; expected {expected}")
+        elif count is not None:
+            _check_number(name, argument, count, POSITIVE, expected)

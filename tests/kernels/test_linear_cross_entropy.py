@@ -525,9 +525,7 @@ def test_the_gradient_of_the_bias_is_summed_before_it_is_rounded(
 def test_a_target_outside_the_vocabulary(wrong: int, reduction: str) -> None:
     hidden, weight, target = make(7, 17, 33)
     target[5] = wrong
-    with pytest.raises(
-        ValueError, match=re.escape(f"target[5] is {wrong}; expected 0 to 32, or ignore_index=-100")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"target[5] is {wrong}; expected 0 to 32, or ignore_index=-100")):
         linear_cross_entropy(hidden, weight, target, reduction=reduction)
 
 
