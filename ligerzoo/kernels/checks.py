@@ -79,17 +79,22 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Raises unless the value is a tensor of this kind, of one of the shapes (if any are given), on the device."""
-    shape = " or ".join(map(str, shapes))
     article = "an" if kind == "integer" else "a"
-    require_tensor(name, argument, value, f"{article} {kind} tensor" + (f" of shape {shape}" if shape else ""))
+    if not isinstance(value, Tensor):
+        shape = f" of shape {_alternatives(shapes)}" if shapes else ""
+        require_tensor(name, argument, value, f"{article} {kind} tensor{shape}")
     assert isinstance(value, Tensor)
-    if shapes and tuple(value.shape) not in shapes:
-        raise ValueError(f"{name}: {argument} has shape {tuple(value.shape)}; expected {shape}")
+    if shapes and not any([value.shape == shape for shape in shapes]):  # a list: dynamo does not support `in`
+        raise ValueError(f"{name}: {argument} has shape {tuple(value.shape)}; expected {_alternatives(shapes)}")
     if kind_of(value) != kind:
         expected = "torch.bool" if kind == "bool" else f"{article} {kind} dtype"
         raise ValueError(f"{name}: {argument} has dtype {value.dtype}; expected {expected}")
     if device is not None and value.device != device and value.dim() > 0:
         raise ValueError(f"{name}: {argument} is on {value.device}; expected {device}, the device of the other tensors")
+
+
+def _alternatives(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " or ".join(map(str, shapes))
 
 
 class Range(NamedTuple):
