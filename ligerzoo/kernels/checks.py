@@ -84,7 +84,7 @@ def check_tensor(
         shape = f" of shape {_alternatives(shapes)}" if shapes else ""
         require_tensor(name, argument, value, f"{article} {kind} tensor{shape}")
     assert isinstance(value, Tensor)
-    if shapes and not any([value.shape == shape for shape in shapes]):  # a list: dynamo does not support `in`
+    if shapes and not any(value.shape == shape for shape in shapes):
         raise ValueError(f"{name}: {argument} has shape {tuple(value.shape)}; expected {_alternatives(shapes)}")
     if kind_of(value) != kind:
         expected = "torch.bool" if kind == "bool" else f"{article} {kind} dtype"
@@ -131,7 +131,7 @@ def check_optional_numbers(name: str, valid: Range, **arguments: object) -> None
 def _check_number(name: str, argument: str, value: Any, valid: Range, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: {argument}={value!r}; expected {expected}")
-    if not (math.isfinite(value) and valid.contains(value)):
+    if not (-math.inf < value < math.inf and valid.contains(value)):  # dynamo does not trace math.isfinite
         raise ValueError(f"{name}: {argument}={value!r}; expected {expected}")
 
 

@@ -64,7 +64,6 @@ from ligerzoo.kernels.checks import (
     check_numbers,
     check_optional_numbers,
     check_tensor,
-    require_tensor,
 )
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_both_or_neither, check_choice, check_constants, check_tensors, check_unused
@@ -395,7 +394,7 @@ def ppo_clip_loss(
         ValueError: shapes or dtypes are invalid, or an option is out of range.
     """
     check_head_options(ppo_clip_loss, head)
-    require_tensor("ppo_clip_loss", "old_logps", old_logps)
+    check_floats("ppo_clip_loss", old_logps=old_logps)
     options = PolicyOptions("bnpo", epsilon=epsilon, entropy_coef=entropy_coef)
     tensors = (hidden, weight, target, advantages, old_logps, None, None)
     return _policy_loss("ppo_clip_loss", *tensors, options, num_items, num_items, head)
