@@ -126,7 +126,7 @@ def _refuse_without_factory_kwargs(make: Callable[..., CausalLM], given: Mapping
     missing = [name for name in given if name not in parameters]
     if missing and not takes_all:
         raise ConfigError(
-            "the constructor takes no such argument", where=f"{make.__name__}.__init__", got=" and ".join(missing),
+            "unknown argument of the constructor", where=f"{make.__name__}.__init__", got=" and ".join(missing),
             expected="**factory_kwargs, passed on to every layer",
             remedy="Add it, or build the model without them and move it with model.to(...).",
         )  # fmt: skip
