@@ -129,7 +129,8 @@ def check_optional_numbers(name: str, valid: Range, **arguments: object) -> None
 
 
 def _check_number(name: str, argument: str, value: Any, valid: Range, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
         raise TypeError(f"{name}: {argument}={value!r}; expected {expected}")
     if not (-math.inf < value < math.inf and valid.contains(value)):  # dynamo does not trace math.isfinite
         raise ValueError(f"{name}: {argument}={value!r}; expected {expected}")

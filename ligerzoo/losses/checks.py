@@ -84,7 +84,7 @@ def check_unused(name: str, choice: str, defaults: Mapping[str, object], **unuse
             raise ValueError(f"{name}: {option}={value!r} with {choice}, which does not use it; leave out {option}")
 
 
-def unknown_option(name: str, option: str, value: Any, known: Collection[str], remedy: str = "") -> TypeError:
+def unknown_option(name: str, option: str, value: Any, names: Collection[str], remedy: str = "") -> TypeError:
     """Returns the error about an unknown option, with our name for it or the nearest known one."""
-    hint = option_hint(option, value) or did_you_mean(option, known) or remedy
+    hint = option_hint(option, value) or did_you_mean(option, names) or remedy
     return TypeError(f"{name}: unknown option {option}={describe(value)}; expected an option of {name}{hint}")

@@ -164,10 +164,10 @@ class HeadLoss(nn.Module):
     def _check_options(self, options: Mapping[str, Any], other_names: Collection[str] = (), remedy: str = "") -> None:
         """Raises for unknown options and invalid values. `other_names` are those of other arguments of the call."""
         name, function = type(self).__name__, type(self).function
-        known = option_names(function)
+        own_names = option_names(function)
         for option, value in options.items():
-            if option not in known:
-                raise unknown_option(name, option, value, [*known, *other_names], remedy)
+            if option not in own_names:
+                raise unknown_option(name, option, value, [*own_names, *other_names], remedy)
         parameters = inspect.signature(function).parameters.values()
         values = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
         expected = inspect.signature(type(self).check_options).parameters.values()

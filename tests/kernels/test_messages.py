@@ -60,7 +60,7 @@ def test_every_public_function_with_tensors_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name]])
-def test_an_argument_that_is_no_such_tensor(name: str, argument: str) -> None:
+def test_arguments_of_another_type_or_dtype(name: str, argument: str) -> None:
     function: Callable[..., Any] = getattr(kernels, name)
     function(**ARGUMENTS[name])
     valid, where = ARGUMENTS[name][argument], f"{NAMED_BY.get(name, name)}: {argument}"
@@ -76,7 +76,7 @@ def test_an_argument_that_is_no_such_tensor(name: str, argument: str) -> None:
 
 
 @pytest.mark.parametrize("budget", ["256", 256.0, None, True])
-def test_a_logits_budget_that_is_no_integer(budget: Any) -> None:
+def test_a_logits_budget_of_another_type(budget: Any) -> None:
     with pytest.raises(TypeError, match=r"^set_logits_budget: mebibytes=.*; expected an integer of MiB, 0 or more$"):
         kernels.set_logits_budget(budget)
     if budget is not None:
