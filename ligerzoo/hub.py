@@ -73,25 +73,33 @@ class AutoModel:
 
     @staticmethod
     def from_config(
-        config: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        config: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
     ) -> CausalLM:
         """Builds a model with random weights.
 
         Args:
             config: config of an architecture in ligerzoo.models, or of a registered class.
             device: device of the weights. Defaults to torch's default device.
-            dtype: dtype of the weights. Defaults to torch's default dtype.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
 
         Raises:
-            ConfigError: The config's class belongs to no model class.
+            ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
+                does not pass it on to all of its modules.
         """
         make: Callable[..., CausalLM] = architecture_for_config(type(config)).model_class
-        given = {"device": device, "dtype": dtype}
-        return make(config, **{name: value for name, value in given.items() if value is not None})
+        given: dict[str, Any] = {}
+        if device is not None:
+            given["device"] = _available_device(device)
+        if dtype is not None:
+            given["dtype"] = parse_dtype(dtype, where="argument dtype")
+        _refuse_without_factory_kwargs(make, given)
+        model = make(config, **given)
+        _refuse_mixed_weights(model, given)
+        return model
 
     @staticmethod
     def register(
-        config_class: type, model_class: type[CausalLM], *, model_type: str, layout: tuple[Rule, ...] = ()
+        config_class: type, model_class: type[CausalLM], model_type: str, *, layout: tuple[Rule, ...] = ()
     ) -> None:
         """Makes a class of your own save, load and show in `ligerzoo info` like those of ligerzoo.models.
 
@@ -109,6 +117,35 @@ class AutoModel:
             ConfigError: An argument is invalid, or the name or a class is in use already.
         """
         convert.register(config_class, model_class, model_type=model_type, layout=layout)
+
+
+def _refuse_without_factory_kwargs(make: Callable[..., CausalLM], given: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a constructor does not accept the given factory arguments (device and dtype)."""
+    parameters = inspect.signature(make).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    missing = [name for name in given if name not in parameters]
+    if missing and not takes_all:
+        raise ConfigError(
+            "unknown argument of the constructor", where=f"{make.__name__}.__init__", got=" and ".join(missing),
+            expected="**factory_kwargs, passed on to every layer",
+            remedy="Add it, or build the model without them and move it with model.to(...).",
+        )  # fmt: skip
+
+
+def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless all parameters have the given dtype and type of device."""
+    for argument, expected in given.items():
+        others: dict[str, list[str]] = {}
+        for name, parameter in model.named_parameters():
+            value = parameter.dtype if argument == "dtype" else parameter.device.type
+            if value != (expected if argument == "dtype" else expected.type):
+                others.setdefault(str(value), []).append(name)
+        if others:
+            raise ConfigError(
+                f"parameters that do not have the given {argument}", where=type(model).__name__,
+                got="; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items()),
+                expected=f"{expected} in all", remedy="Pass **factory_kwargs to these modules in the constructor.",
+            )  # fmt: skip
 
 
 def load(
@@ -160,11 +197,12 @@ def load(
             has_generation_config = os.path.lexists(directory / GENERATION_FILE)
             generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
             checkpoint = files.enter_context(Checkpoint(directory))
-        model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
-        shapes = shapes_of(model.state_dict())
-        # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
-        num_layers = None if "num_hidden_layers" in overrides else getattr(config, "num_hidden_layers", None)
-        match = _match(checkpoint, architecture, config, shapes, num_layers, strict=strict)
+        with _blaming_overrides(overrides, raw, architecture, model_class, checkpoint):
+            model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
+            shapes = shapes_of(model.state_dict())
+            # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
+            num_layers = None if "num_hidden_layers" in overrides else getattr(config, "num_hidden_layers", None)
+            match = _match(checkpoint, architecture, config, shapes, num_layers, strict=strict)
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="dtype")
@@ -293,6 +331,34 @@ def _build_on_meta(architecture: Architecture, config: Any, model_class: type[Mo
             return model
     except RuntimeError as error:  # the number of elements overflows
         raise ConfigError("no model can be built with these sizes", where=path, got=error) from error
+
+
+@contextlib.contextmanager
+def _blaming_overrides(
+    overrides: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, model_class: type[CausalLM],
+    checkpoint: Checkpoint,
+) -> Iterator[None]:  # fmt: skip
+    """Names the overrides in an error about the files if the files fit config.json without them."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not overrides:
+            raise
+        try:
+            config = architecture.config_from_hf(raw, _config_class(architecture, model_class))
+            shapes = shapes_of(_build_on_meta(architecture, config, model_class, checkpoint).state_dict())
+            _match(checkpoint, architecture, config, shapes, getattr(config, "num_hidden_layers", None), strict=True)
+        except (CheckpointError, ConfigError):
+            raise error from None
+        changed = [name for name, value in overrides.items() if getattr(config, name) != value]
+        arguments = ", ".join(f"{name}={overrides[name]!r}" for name in changed)
+        stored = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
+        is_shape = error.what == "wrong shape"
+        raise CheckpointError(
+            error.what, where=f"argument {arguments}, {error.where}", got=error.got, expected=error.expected,
+            remedy=f"The files have {stored}, as config.json says. Leave out the argument"
+            + ("." if is_shape else ", or load with strict=False to initialize or leave out the tensors."),
+        ) from error  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,12 @@ def _summarize(architecture: Architecture) -> ArchitectureSummary:
     model_class = architecture.model_class
     paragraphs = (sys.modules[model_class.__module__].__doc__ or "").split("\n\n")
     checkpoints, *others = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
-    distinctive = next(paragraph for paragraph in others if paragraph.startswith("Distinctive"))
+    distinctive = next((paragraph for paragraph in others if paragraph.startswith("Distinctive")), "")
+    if not distinctive:
+        raise ConfigError(
+            "no paragraph on what is distinctive", where=f"docstring of {model_class.__module__}",
+            expected="a first line that names the checkpoints, and a paragraph that begins with 'Distinctive: '",
+        )  # fmt: skip
     distinctive = re.sub(r"^Distinctive(, (.*?))?: ", lambda match: f"{match[2]}: " if match[2] else "", distinctive)
     return ArchitectureSummary(architecture.model_type, model_class.__name__, checkpoints, distinctive)
 

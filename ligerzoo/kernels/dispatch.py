@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import did_you_mean
 from ligerzoo.kernels.jit import INTERPRETING
 
 Backend = Literal["auto", "triton", "torch"]
@@ -21,14 +22,18 @@ DEBUG = os.environ.get("LIGERZOO_DEBUG") == "1"
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+_BACKENDS = get_args(Backend)
+
+
 def check_backend(backend: Backend) -> Backend:
     """Returns the backend.
 
     Raises:
         ValueError: there is no such backend.
     """
-    if backend not in ("auto", "triton", "torch"):
-        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"')
+    if backend not in _BACKENDS:
+        nearest = did_you_mean(backend, _BACKENDS)
+        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"{nearest}')
     return backend
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import cosine
+from ligerzoo.kernels.checks import FRACTION, POSITIVE, check_floats, check_numbers
 from ligerzoo.kernels.dispatch import Backend, once_differentiable, uses_triton
 from ligerzoo.kernels.loss import divergence_kernels, token_divergence
 from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward
@@ -70,12 +71,9 @@ class _Losses(torch.autograd.Function):
 
 
 def check_divergence(name: str, options: DivergenceOptions, **teacher_tensors: Tensor | None) -> None:
-    """Raises ValueError for options out of range, and for a teacher's tensor that requires a gradient."""
-    if not (0 <= options.beta <= 1 and options.temperature > 0):
-        raise ValueError(
-            f"{name}: beta={options.beta} and temperature={options.temperature}; "
-            "expected 0 <= beta <= 1 and temperature > 0"
-        )
+    """Raises for options out of range, and for a teacher's tensor that requires a gradient."""
+    check_numbers(name, FRACTION, beta=options.beta)
+    check_numbers(name, POSITIVE, temperature=options.temperature)
     for argument, tensor in teacher_tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -95,6 +93,7 @@ def _divergence(
     name: str, student: Tensor, teacher: Tensor, target: Tensor | None, options: DivergenceOptions,
     reduction: Reduction, num_items: int | Tensor | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
+    check_floats(name, student=student, teacher=teacher)
     check_divergence(name, options, teacher=teacher)
     if student.shape != teacher.shape:
         raise ValueError(

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
+from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     DEBUG,
     Backend,
@@ -190,6 +191,8 @@ def experts_mlp(
         ValueError: shapes or dtypes do not match, or the activation is unknown. On a CPU or with LIGERZOO_DEBUG=1 also
             if an expert id is outside [0, E); otherwise the output of such a token is NaN.
     """
+    check_floats("experts_mlp", x=x, expert_weights=expert_weights, gate_up=gate_up, down=down)
+    check_tensor("experts_mlp", "expert_ids", expert_ids, "integer")
     x, gate_up, down = autocast(x, gate_up, down)
     n_experts, n_features = gate_up.shape[0], x.shape[-1]
     if (
@@ -200,7 +203,6 @@ def experts_mlp(
         or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
         or down.shape[:-1] != (n_experts, n_features)
         or not x.dtype == gate_up.dtype == down.dtype
-        or expert_ids.is_floating_point()
     ):
         raise ValueError(
             f"experts_mlp: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
+from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
@@ -147,6 +148,7 @@ class _GLULinear(torch.autograd.Function):
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
     check_activation(activation)
+    check_floats(name, gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
@@ -218,6 +220,8 @@ def glu_linear(
             activation is unknown.
     """
     _check("glu_linear", gate, up, activation)
+    check_floats("glu_linear", weight=weight)
+    check_optional_floats("glu_linear", bias=bias)
     if weight.shape[1:] != gate.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"glu_linear: gate is {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "

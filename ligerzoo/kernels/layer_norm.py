@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, cdiv, empty_gradient, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
@@ -198,6 +199,8 @@ def layer_norm(
         ValueError: `weight` or `bias` is not of shape (H,), their dtypes differ, or `backend` does not support the
             tensors.
     """
+    check_floats("layer_norm", x=x, weight=weight)
+    check_optional_floats("layer_norm", bias=bias)
     check_columns("layer_norm", x, weight=weight)
     if bias is not None:
         check_columns("layer_norm", x, bias=bias)

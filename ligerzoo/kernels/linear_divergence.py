@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import ANY, POSITIVE, check_floats, check_numbers, check_optional_numbers
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
 from ligerzoo.kernels.divergence import (
     check_divergence,
@@ -38,6 +39,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     HeadInputs,
     Needs,
     RaggedHead,
+    check_budget,
     gradient_dtype,
     head_type,
     rows_per_chunk,
@@ -52,6 +54,7 @@ class Side(NamedTuple):
     """One side of a distillation: the student or the teacher.
 
     Attributes:
+        prefix: how its arguments begin, for messages: "student_hidden" or "hidden".
         hidden: (..., H) hidden states; (..., V) logits if `weight` is None.
         weight: (V, H), the head; None only for the teacher.
         bias: (V,), added to the logits.
@@ -59,6 +62,7 @@ class Side(NamedTuple):
         softcap: c, for logits `c tanh(logits / c)`, after the scale.
     """
 
+    prefix: str
     hidden: Tensor
     weight: Tensor | None
     bias: Tensor | None = None
@@ -147,13 +151,15 @@ def linear_divergence(
     num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
     """Returns the divergence of two heads, see `linear_kl_div`. `name` is the public function, for error messages."""
-    teacher_tensors = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+    student_tensors, teacher_tensors = _named_tensors(student), _named_tensors(teacher)
+    check_floats(name, **{f"{student.prefix}weight": student.weight} | student_tensors | teacher_tensors)
     check_divergence(name, options, **teacher_tensors)
+    check_budget(name, logits_budget)
     student, teacher = _autocast(student), _autocast(teacher)
     assert student.weight is not None
     tokens, classes = student.hidden.shape[:-1], student.weight.shape[:1]
-    _check_side(name, "student", student, tokens, classes)
-    _check_side(name, "teacher", teacher, tokens, classes)
+    _check_side(name, student, tokens, classes)
+    _check_side(name, teacher, tokens, classes)
     if target is None:
         target, options = target_without_ignored(student.hidden, options)
     check_target(name, target, tokens)
@@ -221,14 +227,21 @@ class _TokenDivergences(torch.autograd.Function):
         return *student_gradients, *(None,) * 7
 
 
-def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
-    hidden, weight, bias, _, softcap = side
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: {whose}_softcap={softcap}; expected more than 0, or None")
+def _named_tensors(side: Side) -> dict[str, Tensor]:
+    """Returns the given tensors by the names of their arguments."""
+    tensors = {"logits" if side.weight is None else "hidden": side.hidden, "weight": side.weight, "bias": side.bias}
+    return {f"{side.prefix}{argument}": tensor for argument, tensor in tensors.items() if tensor is not None}
+
+
+def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
+    prefix, hidden, weight, bias, scale, softcap = side
+    check_optional_numbers(name, POSITIVE, **{f"{prefix}softcap": softcap})
+    check_numbers(name, ANY, **{f"{prefix}logit_scale": scale})
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:
+            with_bias = "" if bias is None else f" and {prefix}bias is given"
             raise ValueError(
-                f"{name}: the {whose}'s logits have shape {tuple(hidden.shape)}; "
+                f"{name}: {prefix}logits has shape {tuple(hidden.shape)}{with_bias}; "
                 f"expected {(*tokens, *classes)}, without a bias"
             )
         return
@@ -241,8 +254,8 @@ def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: 
     )
     if not fits:
         raise ValueError(
-            f"{name}: {whose}_hidden {tuple(hidden.shape)} {hidden.dtype}, {whose}_weight {tuple(weight.shape)} "
-            f"{weight.dtype}, {whose}_bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
+            f"{name}: {prefix}hidden {tuple(hidden.shape)} {hidden.dtype}, {prefix}weight {tuple(weight.shape)} "
+            f"{weight.dtype}, {prefix}bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
             f"expected {(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
         )
 
@@ -303,8 +316,8 @@ def linear_kl_div(
         ValueError: a shape, a dtype or an option is invalid, or a tensor of the teacher requires a gradient.
     """
     options = DivergenceOptions("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
-    student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
         "linear_kl_div", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )
@@ -333,8 +346,8 @@ def linear_jsd(
 ) -> Tensor:
     """`jsd` of two heads, with its `beta`. The other arguments, the result and errors are those of `linear_kl_div`."""
     options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
-    student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
         "linear_jsd", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )
@@ -362,8 +375,8 @@ def linear_tvd(
 ) -> Tensor:
     """`tvd` of two heads. The arguments, the result and the errors are those of `linear_kl_div`."""
     options = DivergenceOptions("tvd", 0.0, temperature, ignore_index)
-    student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
         "linear_tvd", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )

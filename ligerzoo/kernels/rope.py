@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, next_power_of_2, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -169,6 +170,7 @@ def rope(
     Raises:
         ValueError: the shapes do not match.
     """
+    check_floats("rope", q=q, k=k, cos=cos, sin=sin)
     shapes_match = (
         q.dim() == k.dim() == 4
         and q.shape[:2] == k.shape[:2]

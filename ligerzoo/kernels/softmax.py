@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, load_softcapped
@@ -173,4 +174,5 @@ def softmax(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     Raises:
         ValueError: `backend` is unknown, or does not support `x`.
     """
+    check_floats("softmax", x=x)
     return _Softmax.apply(x) if uses_triton(x, backend=backend) else reference(x)

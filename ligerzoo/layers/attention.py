@@ -19,7 +19,7 @@ from ligerzoo.kernels import rope
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.linear import Linear, check_features
 from ligerzoo.layers.masks import AttentionMask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
@@ -179,7 +179,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
-        self.head_dim = head_dim or hidden_size // num_heads
+        self.hidden_size, self.head_dim = hidden_size, head_dim or hidden_size // num_heads
         self.window, self.scale, self.softcap, self.is_causal = window, scale, softcap, is_causal
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
@@ -207,6 +207,7 @@ class Attention(nn.Module):
             context: positions and mask of these tokens.
             cache: keys and values of earlier tokens; the new ones are appended.
         """
+        check_features(self, x, self.hidden_size)
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )

@@ -17,6 +17,8 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.models.config import require_config
+from ligerzoo.models.labels import check_labels
 
 if TYPE_CHECKING:
     from ligerzoo.hub import Origin, Saveable
@@ -111,6 +113,12 @@ class CausalLM(nn.Module):
         parameters = [p for embed in embeds for p in list(inspect.signature(embed).parameters.values())[3:]]
         cls.modalities = tuple(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Checks the config before a constructor reads it; copying and unpickling pass none."""
+        if args or "config" in options:
+            require_config(cls, args[0] if args else options["config"])
+        return super().__new__(cls)
+
     def __init__(self, config: CausalLMConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
         super().__init__()
         self.config = config
@@ -197,11 +205,7 @@ class CausalLM(nn.Module):
         if input_ids is not None and not (isinstance(input_ids, Tensor) and not input_ids.is_floating_point()):
             got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise TypeError(f"input_ids: got {got}; expected a (B, T) tensor of integers")
-        for name, target in (("labels", labels), ("shift_labels", shift_labels)):
-            if target is not None and target.shape != x.shape[:2]:
-                raise ValueError(
-                    f"{name} has shape {tuple(target.shape)}; expected {tuple(x.shape[:2])}, one per token"
-                )
+        check_labels(labels, shift_labels, x.shape[:2], self.config.vocab_size, type(self))
         if objective is not None and labels is None and shift_labels is None:
             raise ValueError("labels: got None with an objective; expected (B, T) token ids, -100 for ignored tokens")
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)

@@ -2,12 +2,13 @@ import dataclasses
 
 import pytest
 
-from ligerzoo import convert
+from ligerzoo import convert, models
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
-from ligerzoo.convert.architecture import is_beyond_last_layer, is_rotary_buffer
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
 from ligerzoo.convert.weights import Layout, Rename
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM, Llama
+from ligerzoo.models.config import field_types
 
 ROUTER = (Rename("mlp.router", "mlp.gate"),)
 BARE = (("model.", ""),)
@@ -18,6 +19,20 @@ def test_each_model_type_has_a_converter() -> None:
         architecture = architecture_of(model_type)
         assert architecture.model_type == model_type
         assert architecture_for(architecture.model_class) is architecture
+
+
+def test_each_architecture_is_exported() -> None:
+    classes = {cls for model_type in MODEL_TYPES for cls in classes_of(architecture_of(model_type))}
+    missing = {cls.__name__ for cls in classes} - {*models.__all__}
+    assert not missing, f"import these in ligerzoo/models/__init__.py and add them to its __all__: {sorted(missing)}"
+    assert all(getattr(models, cls.__name__) is cls for cls in classes)
+
+
+def classes_of(architecture: Architecture) -> list[type]:
+    """The model class, its config class and the classes of nested configs."""
+    config_class = architecture.config_class
+    nested = [hint for hint in field_types(config_class).values() if dataclasses.is_dataclass(hint)]
+    return [architecture.model_class, config_class, *nested]
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "", None, 5, ["llama"], "../llama", "fields"])

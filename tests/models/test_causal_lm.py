@@ -125,8 +125,11 @@ def test_a_label_outside_the_vocabulary(model: Llama, device: str) -> None:
     tokens, labels = tokens_and_labels(2, 40, device)
     labels[1, 5] = VOCAB
     if device == "cpu":
-        with pytest.raises(ValueError, match=f"is {VOCAB}; expected 0 to {VOCAB - 1}"):
+        message = rf"label outside the vocabulary; got {VOCAB}; expected 0 to {VOCAB - 1}, or -100"
+        with pytest.raises(LigerzooError, match=rf"^labels\[1, 5\]: {message}"):
             model(tokens, labels=labels)
+        with pytest.raises(LigerzooError, match=rf"^shift_labels\[1, 5\]: {message}"):
+            model(tokens, shift_labels=labels)
     else:
         assert model(tokens, labels=labels).loss.isnan()
 
