@@ -175,7 +175,7 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> Tensor:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(hub.Checkpoint, "read", read)
+    monkeypatch.setattr(hub.loading.Checkpoint, "read", read)
 
 
 def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] = Llama.from_pretrained) -> None:

@@ -382,6 +382,18 @@ class CausalLM(nn.Module):
 
         hub.save(self, directory, max_shard_size=max_shard_size)
 
+    def hf_state_dict(self) -> dict[str, Tensor]:
+        """Returns the weights under the names and in the shapes of checkpoints; see `ligerzoo.hub.hf_state_dict`."""
+        from ligerzoo import hub
+
+        return hub.hf_state_dict(self)
+
+    def load_hf_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies weights named as in checkpoints into the parameters; see `ligerzoo.hub.load_hf_state_dict`."""
+        from ligerzoo import hub
+
+        hub.load_hf_state_dict(self, state)
+
     def push_to_hub(
         self,
         repo_id: str,

@@ -14,10 +14,11 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ligerzoo import hub
+from ligerzoo.hub import loading
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.hub import Origin, _config_json
+from ligerzoo.hub import Origin
+from ligerzoo.hub.saving import _config_json
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
@@ -236,8 +237,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that reads config.json as loading does."""
 
     def read(raw: Mapping[str, Any]) -> Any:
-        monkeypatch.setattr(hub, "read_json", lambda path: raw)
-        return hub._read_config(Path("config.json"))[2]
+        monkeypatch.setattr(loading, "read_json", lambda path: raw)
+        return loading._read_config(Path("config.json"))[2]
 
     return read
 
