@@ -14,10 +14,9 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ligerzoo.hub import loading
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.hub import Origin
+from ligerzoo.hub import Origin, loading
 from ligerzoo.hub.saving import _config_json
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
