@@ -162,7 +162,7 @@ def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
                 changed = dataclasses.replace(config, **{field.name: value})
                 model.config = changed
                 if changed != config:
-                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin)))
+                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin, model.dtype)))
                     assert settled(again) == settled(changed), field.name
 
 
