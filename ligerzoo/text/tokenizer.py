@@ -284,7 +284,7 @@ class Tokenizer:
                 )  # fmt: skip
         named = {name: token for name, token in special_tokens_dict.items() if name not in lists}
         extra = [token for name in lists for token in special_tokens_dict.get(name, [])]
-        added = self._add([*named.values(), *extra], special=True)
+        added = self._add(_flattened(special_tokens_dict.values()), special=True)
         self.special_tokens = {**self.special_tokens, **{name: str(token) for name, token in named.items()}}
         if extra:
             kept = [] if replace_extra_special_tokens else self.additional_special_tokens
@@ -426,6 +426,10 @@ class Tokenizer:
         _refuse_unknown(unknown)
         is_single = isinstance(text, str)
         texts = [text] if isinstance(text, str) else list(text)
+        if not isinstance(text_pair, str | Sequence | None):
+            raise TokenizerError(
+                "not a text", where="text_pair", got=repr(text_pair), expected="a text, a list or None"
+            )
         pairs = None if text_pair is None else [text_pair] if isinstance(text_pair, str) else list(text_pair)
         limit = max_length if max_length is not None else self._known_max_length()
         encodings = self._encode_all(
@@ -566,13 +570,16 @@ class Tokenizer:
         excess = sum(lengths) - max(room, 0)
         if excess <= 0:
             return
-        if truncation == "longest_first" and second is not None:
-            shorter = 0 if lengths[0] <= lengths[1] else 1
+        shorter = 0 if lengths[0] <= lengths[1] else 1
+        only = 1 if truncation == "only_second" else 0
+        if room == 0:
+            lengths = [0, 0]
+        elif truncation == "longest_first" and second is not None:
             lengths[shorter] = min(lengths[shorter], room // 2)
             lengths[1 - shorter] = room - lengths[shorter]
         else:
-            lengths[1 if truncation == "only_second" else 0] -= excess
-        if room < 0 or min(lengths) < 0:
+            lengths[only] -= excess
+        if room < 0 or (room > 0 and truncation != "longest_first" and lengths[only] < 1):
             raise TokenizerError(
                 f"cannot truncate the texts with truncation={truncation!r}", where="max_length",
                 got=f"{room} tokens without special tokens", expected="more tokens, or another truncation",
@@ -775,6 +782,10 @@ def _checked_objects(values: Any, where: str) -> list[Mapping[str, Any]]:
     if isinstance(values, Sequence) and all(isinstance(value, Mapping) for value in values):
         return list(values)
     raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
+
+
+def _flattened(values: Iterable[Any]) -> list[Any]:
+    return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
