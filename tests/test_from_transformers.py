@@ -33,6 +33,8 @@ from tests.models.tiny_llama import LLAMA
 from tests.models.tiny_phi3 import PHI3
 from tests.models.zoo import CHECKPOINTS
 
+pytestmark = pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")  # transformers 5.17
+
 ONE_PER_ARCHITECTURE = list({row.config["model_type"]: row for row in reversed(CHECKPOINTS)}.values())
 
 every_architecture = pytest.mark.parametrize("tiny", ONE_PER_ARCHITECTURE, ids=str)

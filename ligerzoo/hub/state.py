@@ -38,7 +38,7 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
 def iterate_hf_state_dict(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """Yields the items of `hf_state_dict` one at a time, such as for vLLM's `load_weights`.
 
-    If parameters are DTensors, each is gathered when its turn comes. All ranks must then exhaust the iterator.
+    If parameters are DTensors, each is gathered when it is needed. All ranks must then exhaust the iterator.
 
     Raises:
         ConfigError: As `hf_state_dict`.

@@ -62,7 +62,7 @@ def padded_length(
 
 
 def pad_columns(columns: Columns, length: int, padding_id: int, side: PaddingSide) -> Columns:
-    """Pads rows to a length. Longer rows, and inputs that are not values per token, stay as they are."""
+    """Pads rows to a length. Longer rows, and inputs that are not values per token, are unchanged."""
     fill = {"input_ids": padding_id, **_FILL}
     return {
         name: [_padded(row, length, fill[name], side) for row in rows] if name in fill else rows

@@ -472,7 +472,7 @@ class Tokenizer:
             max_length: see `__call__`.
             pad_to_multiple_of: see `__call__`.
             padding_side: see `__call__`.
-            return_attention_mask: whether to add an `attention_mask` if there is none.
+            return_attention_mask: whether to add an `attention_mask` to inputs without one.
             return_tensors: see `__call__`.
 
         Raises:
