@@ -539,7 +539,7 @@ def test_classes_that_are_not_registered(tmp_path: Path) -> None:
 
 
 def test_the_card_imports_the_class_from_its_module() -> None:
-    from ligerzoo.hub import _model_card
+    from ligerzoo.hub.uploading import _model_card
 
     assert f"from {__name__} import Scaled\n" in _model_card(Scaled(ScaledConfig(**SIZES)), None, "me/scaled")
 

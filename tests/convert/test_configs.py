@@ -14,10 +14,10 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ligerzoo import hub
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.hub import Origin, _config_json
+from ligerzoo.hub import Origin, loading
+from ligerzoo.hub.saving import _config_json
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
@@ -162,7 +162,7 @@ def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
                 changed = dataclasses.replace(config, **{field.name: value})
                 model.config = changed
                 if changed != config:
-                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin)))
+                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin, model.dtype)))
                     assert settled(again) == settled(changed), field.name
 
 
@@ -236,8 +236,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that reads config.json as loading does."""
 
     def read(raw: Mapping[str, Any]) -> Any:
-        monkeypatch.setattr(hub, "read_json", lambda path: raw)
-        return hub._read_config(Path("config.json"))[2]
+        monkeypatch.setattr(loading, "read_json", lambda path: raw)
+        return loading._read_config(Path("config.json"))[2]
 
     return read
 
