@@ -19,28 +19,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo import convert
-from ligerzoo.convert import architecture_for, architecture_for_config, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
+from ligerzoo.convert import architecture_for, architecture_for_config, architecture_of, architecture_of_model
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_classifier
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, convert_overrides, parse_dtype, refuse, stored_dtype
+from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, classifier_architecture, read_classifier, read_labels
 from ligerzoo.convert.weights import Layout, Rule, Shape, StoredTensors, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json, write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-Model = TypeVar("Model", bound=CausalLM)
+Model = TypeVar("Model", bound=LanguageModel)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class AutoModel:
         Raises:
             ConfigError: The config's class belongs to no model class.
         """
-        make: Callable[..., CausalLM] = architecture_for_config(type(config)).model_class
+        make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
         given = {"device": device, "dtype": dtype}
         return make(config, **{name: value for name, value in given.items() if value is not None})
 
@@ -109,6 +112,42 @@ class AutoModel:
             ConfigError: An argument is invalid, or the name or a class is in use already.
         """
         convert.register(config_class, model_class, model_type=model_type, layout=layout)
+
+
+class AutoModelForSequenceClassification:
+    """Loads and builds sequence classifiers and reward models with the decoder of any architecture."""
+
+    from_pretrained = SequenceClassifier.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: Any,
+        *,
+        num_labels: int | None = None,
+        id2label: Mapping[int, str] | None = None,
+        label2id: Mapping[str, int] | None = None,
+        problem_type: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SequenceClassifier:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of a text architecture in ligerzoo.models, or of a registered class.
+            num_labels: number of labels; 1 for a reward model. Default: as many as there are names, or 2.
+            id2label: the name of each label by its index. Default: LABEL_0, LABEL_1, ...
+            label2id: the index of each label by its name.
+            problem_type: see `ligerzoo.models.sequence_classifier.Labels`.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights. Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: The config's class belongs to no model class, or to one that reads images; or the labels are
+                invalid.
+        """
+        options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
+        architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
+        return architecture.build(config, device=device).to(dtype or torch.get_default_dtype())
 
 
 def load(
@@ -207,7 +246,7 @@ def _available_device(device: str | torch.device | None) -> torch.device:
 
 
 def _read_config(
-    path: Path, model_class: type[CausalLM] = CausalLM, overrides: Mapping[str, Any] | None = None
+    path: Path, model_class: type[LanguageModel] = LanguageModel, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Architecture, Any]:
     """Returns the content of config.json, the architecture that it names, and our config."""
     overrides = overrides or {}
@@ -217,8 +256,18 @@ def _read_config(
         refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # raises if it is invalid
         architecture = architecture_of(raw.get("model_type"))
+        label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
+        if label_options:
+            labels = {name: overrides[name] for name in label_options if name in overrides}
+            overrides = {name: value for name, value in overrides.items() if name not in labels}
+            architecture = read_classifier(architecture, raw, labels)
+        elif is_classifier(raw):
+            raise ConfigError(
+                "the checkpoint is a sequence classifier", where="architectures", got=raw["architectures"],
+                expected="a causal language model", remedy="Load it with AutoModelForSequenceClassification.",
+            )  # fmt: skip
         config_class = _config_class(architecture, model_class)
-        _refuse_unknown_overrides(overrides, config_class)
+        _refuse_unknown_overrides(overrides, config_class, label_options)
         config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
         return raw, architecture, config
 
@@ -236,7 +285,7 @@ def _naming_source(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _config_class(architecture: Architecture, model_class: type[CausalLM]) -> type:
+def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:
     """Returns the config class to load: the architecture's, or that of a registered subclass of its model class.
 
     Raises:
@@ -257,14 +306,14 @@ def _config_class(architecture: Architecture, model_class: type[CausalLM]) -> ty
     )
 
 
-def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type) -> None:
+def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
     names = [field.name for field in dataclasses.fields(config_class)]
     options = [
         name for name, option in inspect.signature(load).parameters.items() if option.kind is option.KEYWORD_ONLY
     ]
     for name in overrides:
         if name not in names:
-            nearest = difflib.get_close_matches(name, [*names, *options], n=1)
+            nearest = difflib.get_close_matches(name, [*names, *options, *label_options], n=1)
             raise ConfigError(
                 "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
                 remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
@@ -328,8 +377,9 @@ def _match(
         return next(layout.slices_of(name, shapes)).stored_name in checkpoint.tensors
 
     not_stored = [name for name in TIED if name in shapes and not is_stored(name)]
-    tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 else []
-    missing = [] if strict else [name for name in shapes if name not in tied and not is_stored(name)]
+    tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 and HEAD in shapes else []
+    may_lack = architecture.optional if strict else shapes
+    missing = [name for name in shapes if name in may_lack and name not in tied and not is_stored(name)]
     left_out = {*tied, *missing}
     needed = (part for name in shapes if name not in left_out for part in layout.slices_of(name, shapes))
     # Each slice is a whole parameter or a whole stored tensor. More slices than there are of both cannot be stored, so
@@ -340,7 +390,9 @@ def _match(
         checkpoint,
         slices,
         is_ignored=lambda name: (
-            architecture.is_extra_tensor(name) or (num_layers is not None and is_beyond_last_layer(name, num_layers))
+            architecture.is_extra_tensor(name)
+            or name in architecture.unused
+            or (num_layers is not None and is_beyond_last_layer(name, num_layers))
         ),
         strict=strict,
     )
@@ -409,7 +461,7 @@ def _read(
         return assemble(slices, shapes, read, dtype=dtype, device=device)
 
 
-def _has_tensors_outside_state_dict(model: CausalLM) -> bool:
+def _has_tensors_outside_state_dict(model: LanguageModel) -> bool:
     """Returns whether a module holds a tensor that only its constructor can compute.
 
     Such a tensor is a buffer that is not persistent, or a plain attribute. On the meta device it has no data.
@@ -433,13 +485,13 @@ def _describe_mismatch(directory: Path, model_class: type, match: _Match) -> str
     return f"{directory}: {'; '.join(parts)}. model.origin.missing and model.origin.unexpected list all."
 
 
-def _tie_if_equal(model: CausalLM, raw: dict[str, Any]) -> dict[str, Any]:
+def _tie_if_equal(model: LanguageModel, raw: dict[str, Any]) -> dict[str, Any]:
     """Ties the head to the embedding if the config says so and their weights are equal.
 
     If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the
     returned config.json.
     """
-    if not model.config.tie_word_embeddings:
+    if not (model.config.tie_word_embeddings and isinstance(model, CausalLM)):
         return raw
     parameters = model.state_dict()
     head, embedding = parameters[HEAD], parameters[EMBEDDING]
@@ -456,7 +508,9 @@ def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in untied.items()}
 
 
-def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = "5GB", native: bool = False) -> None:
+def save(
+    model: LanguageModel, directory: str | Path, *, max_shard_size: int | str = "5GB", native: bool = False
+) -> None:
     """Writes config.json, generation_config.json and the weights in Hugging Face format. Other files are kept.
 
     Tensors are written with the names and shapes they were loaded from, and config.json with the entries it had, except
@@ -474,7 +528,7 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
         CheckpointError: The directory cannot be written, or a tensor cannot be stored, or the model has other tensors
             than its class builds.
     """
-    architecture = architecture_for(type(model))
+    architecture = architecture_of_model(model)
     _refuse_other_config(model, architecture)
     _refuse_changed_modules(model, architecture, Path(directory))
     origin = None if native else model.origin
@@ -484,7 +538,7 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
     write_checkpoint(directory, _stored_tensors(model, origin), files, max_shard_size=max_shard_size)
 
 
-def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
+def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> None:
     """Raises ConfigError if loading would build a config with other fields."""
     config_class: type[Any] = type(model.config)
     names, expected = (
@@ -498,7 +552,7 @@ def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
         )  # fmt: skip
 
 
-def _refuse_changed_modules(model: CausalLM, architecture: Architecture, directory: Path) -> None:
+def _refuse_changed_modules(model: LanguageModel, architecture: Architecture, directory: Path) -> None:
     """Raises CheckpointError if modules were replaced, such as by adapters: the result could not be loaded."""
     expected = architecture.build_on_meta(model.config, type(model)).state_dict().keys()
     names = model.state_dict().keys()
@@ -512,21 +566,22 @@ def _refuse_changed_modules(model: CausalLM, architecture: Architecture, directo
 
 def _is_own(origin: Origin | None, architecture: Architecture) -> bool:
     """Returns whether a model was loaded from a checkpoint of the same architecture."""
-    return origin is not None and origin.raw_config.get("model_type") == architecture.model_type
+    return origin is not None and architecture.describes(origin.raw_config)
 
 
-def _stored_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor]:
+def _stored_tensors(model: LanguageModel, origin: Origin | None) -> Mapping[str, Tensor]:
     """Returns the tensors to save by their stored names, in the layout of the origin, or else that of a new model.
 
     A tied weight is saved once, unless the origin stored it twice. Other parameters that share memory are saved under
     each of their names.
     """
-    architecture = architecture_for(type(model))
+    architecture = architecture_of_model(model)
     if not _is_own(origin, architecture):
         origin = None
     layout = origin.layout if origin else architecture.layout_of_new
     state: dict[str, Tensor] = model.state_dict()
-    if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and head is not None and head.weight is model.model.embed_tokens.weight:
         for name in origin.tied if origin else (HEAD,):
             del state[name]
     extra_tensors = origin.extra_tensors if origin else {}
@@ -534,8 +589,8 @@ def _stored_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tens
     return StoredTensors(slices, {**state, **extra_tensors})
 
 
-def _config_json(model: CausalLM, origin: Origin | None) -> str:
-    architecture = architecture_for(type(model))
+def _config_json(model: LanguageModel, origin: Origin | None) -> str:
+    architecture = architecture_of_model(model)
     is_own = _is_own(origin, architecture)
     if origin is not None and is_own and model.config == origin.config:
         content = dict(origin.raw_config)
@@ -567,7 +622,7 @@ class Saveable(Protocol):
 
 
 def push(
-    model: CausalLM,
+    model: LanguageModel,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -609,7 +664,13 @@ def push(
         return str(commit.commit_url)
 
 
-def _model_card(model: CausalLM, processor: Saveable | None, repo_id: str) -> str:
+def _pipeline_tag(model: LanguageModel) -> str:
+    if isinstance(model, SequenceClassifier):
+        return "text-classification"
+    return "image-text-to-text" if model.modalities else "text-generation"
+
+
+def _model_card(model: LanguageModel, processor: Saveable | None, repo_id: str) -> str:
     name, module = type(model).__name__, type(model).__module__
     module = "ligerzoo.models" if module.startswith("ligerzoo.models.") else module
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -620,7 +681,7 @@ def _model_card(model: CausalLM, processor: Saveable | None, repo_id: str) -> st
     imports, calls = map("\n".join, zip(*lines, strict=True))
     return f"""---
 library_name: ligerzoo
-pipeline_tag: {"image-text-to-text" if model.modalities else "text-generation"}
+pipeline_tag: {_pipeline_tag(model)}
 ---
 # {repo_id.split("/")[-1]}
 

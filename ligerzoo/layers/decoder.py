@@ -20,19 +20,27 @@ class Decoder(nn.Module):
         layers: blocks, called as `PreNormBlock`.
         norm: applied to the output of the last block.
         input_scale: factor of the embeddings, including those given instead of token ids.
+        max_valid_cache_length: `max_valid_length` of new caches, see `KVCache`.
 
     Attributes:
         gradient_checkpointing: save only the inputs of blocks for the backward pass, and recompute the blocks there.
     """
 
     def __init__(
-        self, embed_tokens: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, *, input_scale: float = 1.0
+        self,
+        embed_tokens: nn.Module,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        input_scale: float = 1.0,
+        max_valid_cache_length: int | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.input_scale = input_scale
+        self.max_valid_cache_length = max_valid_cache_length
         self.gradient_checkpointing = False
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
@@ -61,7 +69,9 @@ class Decoder(nn.Module):
                 only. Caches of cross-attention always grow.
         """
         # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
-        return KVCache([new_layer_cache(layer, capacity) for layer in self.layers])
+        cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers])
+        cache.max_valid_length = self.max_valid_cache_length
+        return cache
 
 
 def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: bool) -> Tensor:

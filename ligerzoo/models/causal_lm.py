@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,6 @@ from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
-
-if TYPE_CHECKING:
-    from ligerzoo.hub import Saveable
 
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """Replacement for the cross entropy.
@@ -160,64 +156,6 @@ class CausalLM(LanguageModel):
     def aux_loss(self, context: Context) -> Tensor | None:
         """Returns an auxiliary loss from what layers stored in the context, 0-d; None if the architecture has none."""
         return None
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        strict: bool = True,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-        **overrides: Any,
-    ) -> Self:
-        """Loads a checkpoint in Hugging Face format, see `ligerzoo.hub.load`.
-
-        Args:
-            name_or_path: directory, or id of a repository on the hub ("org/name").
-            dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
-            device: device of the weights. Defaults to torch's default device.
-            strict: False allows missing and unexpected tensors, to load a checkpoint into an extended class.
-            revision: branch, tag or commit on the hub.
-            token: access token for private and gated repositories.
-            cache_dir: directory of the downloaded files.
-            local_files_only: use cached files only, without network access.
-            overrides: values of config fields, which take precedence over config.json.
-        """
-        from ligerzoo import hub
-
-        return hub.load(
-            name_or_path, cls, dtype=dtype, device=device, strict=strict, revision=revision, token=token,
-            cache_dir=cache_dir, local_files_only=local_files_only, **overrides,
-        )  # fmt: skip
-
-    def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Saves the model to `directory` in Hugging Face format; see `ligerzoo.hub.save`."""
-        from ligerzoo import hub
-
-        hub.save(self, directory, max_shard_size=max_shard_size)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        commit_message: str = "Upload model",
-        processor: Saveable | None = None,
-    ) -> str:
-        """Uploads the model, and a processor or tokenizer, to the Hugging Face hub; see `ligerzoo.hub.push`.
-
-        Returns:
-            The URL of the commit.
-        """
-        from ligerzoo import hub
-
-        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Continues the prompts; see `ligerzoo.generate.generate` for the options.

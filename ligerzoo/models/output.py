@@ -86,6 +86,30 @@ class CausalLMOutput(ModelOutput):
     details: Any = None
 
 
+@dataclass
+class SequenceClassifierOutput(ModelOutput):
+    """Output of a sequence classifier; see `ModelOutput` for access by name and index.
+
+    Attributes:
+        loss: 0-d fp32, if labels were given.
+        logits: (B, labels) in the model's dtype.
+        past_key_values: the KV cache, if one was passed or `use_cache` was set.
+        hidden_states: see `CausalLMOutput`.
+        attentions: see `CausalLMOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: KVCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+# FSDP2 and DDP find the tensors to hook through pytree.
+_pytree.register_dataclass(CausalLMOutput)
+_pytree.register_dataclass(SequenceClassifierOutput)
+
+
 def layer_outputs(context: Context) -> dict[str, Any]:
     """Returns what layers stored in the context, by the names of an output's fields; None for what they did not."""
     stored = {
@@ -94,7 +118,3 @@ def layer_outputs(context: Context) -> dict[str, Any]:
         "router_logits": context.router_logits,
     }
     return {name: tuple(tensors) if tensors else None for name, tensors in stored.items()}
-
-
-# FSDP2 and DDP find the tensors to hook through pytree.
-_pytree.register_dataclass(CausalLMOutput)
