@@ -44,7 +44,7 @@ class ClassifierArchitecture(Architecture):
             raise ConfigError(
                 "a sequence classifier has a decoder only", where=type(causal_lm).__name__,
                 got=f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`",
-                remedy="Models that read images, and classes of your own with parts besides the decoder, have none.",
+                remedy="Models that read images cannot be classifiers, nor classes of your own with further parts.",
             )  # fmt: skip
         with torch.device(device or torch.get_default_device()):
             return SequenceClassifier(config, causal_lm.model, self.labels)

@@ -103,9 +103,9 @@ class LanguageModel(nn.Module):
             "hidden_states": output_hidden_states, "attentions": output_attentions,
             "router_logits": output_router_logits,
         }  # fmt: skip
-        for name, wanted in outputs.items():
-            if not (wanted is None or isinstance(wanted, bool)):
-                raise LigerzooError("not a flag", where=f"output_{name}", got=wanted, expected="True, False or None")
+        for name, flag in outputs.items():
+            if not (flag is None or isinstance(flag, bool)):
+                raise LigerzooError("not a flag", where=f"output_{name}", got=flag, expected="True, False or None")
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
@@ -118,8 +118,8 @@ class LanguageModel(nn.Module):
         if output_router_logits is False:
             context.router_logits = None
         hidden = self.model(self.embed(x, context, **modalities), context)
-        for name, wanted in outputs.items():
-            if wanted and not getattr(context, name):
+        for name, flag in outputs.items():
+            if flag and not getattr(context, name):
                 raise LigerzooError(
                     f"no layer of {type(self).__name__} has {name.replace('_', ' ')}", where=f"output_{name}", got=True,
                     expected="False",
@@ -220,7 +220,7 @@ class LanguageModel(nn.Module):
         return None
 
     def tie_weights(self) -> None:
-        """Shares weights that the config ties. Without a language-model head there are none."""
+        """Shares the weights that the config ties: none without a language-model head."""
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ligerzoo import AutoModel, AutoModelForSequenceClassification
 from ligerzoo.convert.architecture import CLASSIFIER_SUFFIX
 from ligerzoo.convert.sequence_classifier import read_labels
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
+from ligerzoo.info import describe
 from ligerzoo.models import Labels, Llama, LlamaConfig, MixtralConfig, SequenceClassifier
 from ligerzoo.models.sequence_classifier import classification_loss
 from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors
@@ -201,7 +203,7 @@ def small(num_labels: int = 2, problem_type: str | None = None, **changes: Any) 
 def test_the_last_token_without_a_padding_token(device: str) -> None:
     model = small().to(device)
     tokens, mask = padded(70, device, "right")
-    alone = [model(row[None, : int(real.sum())]).logits[0] for row, real in zip(tokens, mask, strict=True)]
+    alone = [model(row[None, : int(shown.sum())]).logits[0] for row, shown in zip(tokens, mask, strict=True)]
     for got in (
         model(tokens, attention_mask=mask).logits,
         model(inputs_embeds=model.get_input_embeddings()(tokens), attention_mask=mask).logits,
@@ -368,6 +370,13 @@ def test_a_causal_lm_refuses_a_classifier_by_name(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+def test_a_description_names_the_class(tmp_path: Path) -> None:
+    write(tmp_path)
+    page = describe(tmp_path)
+    assert "sequence classifier with the decoder of Llama ('LlamaForSequenceClassification')" in page
+    assert re.search(r"  head +64 ", page), page
+
+
 def test_a_classifier_needs_its_head(tmp_path: Path) -> None:
     write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -390,7 +399,7 @@ def test_misspelt_options(tmp_path: Path) -> None:
 def test_models_with_images_are_refused(tmp_path: Path) -> None:
     row = next(row for row in CHECKPOINTS if row.config["model_type"] == "qwen2_vl")
     row.write(tmp_path)
-    with pytest.raises(ConfigError, match=r"Qwen2VL: a sequence classifier has a decoder only; .* read images"):
+    with pytest.raises(ConfigError, match=r"Qwen2VL: a sequence classifier has a decoder only; .* that read images"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
