@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
+from ligerzoo.convert.architecture import Architecture, is_classifier, is_rotary_buffer
 from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
@@ -31,6 +31,7 @@ PARTS = {
     "multi_modal_projector.": "projector",
     "embed_tokens": "embedding",
     "lm_head": "head",
+    "score.weight": "head",
     "norm": "norms",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
@@ -145,6 +146,9 @@ def _find_architecture(raw: Mapping[str, Any]) -> Architecture | None:
 
 
 def _describe_architecture(raw: Mapping[str, Any], architecture: Architecture | None) -> str:
+    if architecture and is_classifier(raw):
+        names = ", ".join(map(quote, raw["architectures"]))
+        return f"sequence classifier with the decoder of {architecture.model_class.__name__} ({names})"
     if architecture:
         return f"{architecture.model_class.__name__} ({architecture.hf_class})"
     return f"model_type {quote(raw.get('model_type'))}, neither in ligerzoo.models nor registered in this process"

@@ -11,10 +11,13 @@ from importlib import import_module
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.sequence_classifier import classifier_architecture
 from ligerzoo.convert.weights import Layout, Rule
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import REQUIRED_FIELDS
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = (
     "gemma",
@@ -64,6 +67,18 @@ def architecture_of(model_type: object) -> Architecture:
         )
     architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture
+
+
+def architecture_of_model(model: LanguageModel) -> Architecture:
+    """Returns the architecture of a model.
+
+    Raises:
+        ConfigError: Its class, or the config class of a sequence classifier, is neither registered nor part of
+            ligerzoo.models.
+    """
+    if isinstance(model, SequenceClassifier):
+        return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
+    return architecture_for(type(model))
 
 
 def architecture_for(model_class: type) -> Architecture:

@@ -18,7 +18,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 ALTERNATIVE_ENTRIES = frozenset(
     {
         "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
-        "partial_rotary_factor", "_sliding_window_pattern", "text_config",
+        "partial_rotary_factor", "_sliding_window_pattern", "text_config", "num_labels",
     }
 )  # fmt: skip
 """Entries of config.json that, in some version of transformers, hold the value of a config field with another name."""

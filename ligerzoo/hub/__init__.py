@@ -1,6 +1,7 @@
 """Loads and saves models in Hugging Face format, from and to directories, the Hugging Face hub, and memory."""
 
 from ligerzoo.hub.auto import AutoModel as AutoModel
+from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
 from ligerzoo.hub.loading import load as load
 from ligerzoo.hub.origin import Origin as Origin
 from ligerzoo.hub.saving import save as save

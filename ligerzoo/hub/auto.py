@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ligerzoo import convert
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.convert.fields import parse_dtype
+from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
 from ligerzoo.convert.weights import Rule
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.hub.loading import available_device
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 
 class AutoModel:
@@ -37,7 +39,7 @@ class AutoModel:
             ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
                 does not pass it on to all of its modules.
         """
-        make: Callable[..., CausalLM] = architecture_for_config(type(config)).model_class
+        make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
         given: dict[str, Any] = {}
         if device is not None:
             given["device"] = available_device(device)
@@ -68,6 +70,44 @@ class AutoModel:
             ConfigError: An argument is invalid, or the name or a class is in use already.
         """
         convert.register(config_class, model_class, model_type=model_type, layout=layout)
+
+
+class AutoModelForSequenceClassification:
+    """Loads and builds sequence classifiers and reward models with the decoder of any architecture."""
+
+    from_pretrained = SequenceClassifier.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: Any,
+        *,
+        num_labels: int | None = None,
+        id2label: Mapping[int, str] | None = None,
+        label2id: Mapping[str, int] | None = None,
+        problem_type: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> SequenceClassifier:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of a text architecture in ligerzoo.models, or of a registered class.
+            num_labels: number of labels; 1 for a reward model. Default: as many as there are names, or 2.
+            id2label: the name of each label by its index. Default: LABEL_0, LABEL_1, ...
+            label2id: the index of each label by its name.
+            problem_type: see `ligerzoo.models.sequence_classifier.Labels`.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: The config's class belongs to no model class, or to one that reads images; or the labels are
+                invalid.
+        """
+        options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
+        architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
+        dtype = torch.get_default_dtype() if dtype is None else parse_dtype(dtype, where="argument dtype")
+        device = None if device is None else available_device(device)
+        return architecture.build(config, device=device).to(dtype)
 
 
 def _refuse_without_factory_kwargs(make: Callable[..., CausalLM], given: Mapping[str, Any]) -> None:

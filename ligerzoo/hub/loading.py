@@ -22,8 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.architecture import Architecture, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
+from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
 from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.atomic import reading_directory
@@ -32,8 +33,10 @@ from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 
-Model = TypeVar("Model", bound=CausalLM)
+Model = TypeVar("Model", bound=LanguageModel)
 
 
 def load(
@@ -133,7 +136,7 @@ def available_device(device: str | torch.device | None) -> torch.device:
 
 
 def _read_config(
-    path: Path, model_class: type[CausalLM] = CausalLM, overrides: Mapping[str, Any] | None = None
+    path: Path, model_class: type[LanguageModel] = LanguageModel, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Architecture, Any]:
     """Returns the content of config.json, the architecture that it names, and our config."""
     overrides = overrides or {}
@@ -143,8 +146,18 @@ def _read_config(
         refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # raises if it is invalid
         architecture = architecture_of(raw.get("model_type"))
+        label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
+        if label_options:
+            labels = {name: overrides[name] for name in label_options if name in overrides}
+            overrides = {name: value for name, value in overrides.items() if name not in labels}
+            architecture = read_classifier(architecture, raw, labels)
+        elif is_classifier(raw):
+            raise ConfigError(
+                "the checkpoint is a sequence classifier", where="architectures", got=raw["architectures"],
+                expected="a causal language model", remedy="Load it with AutoModelForSequenceClassification.",
+            )  # fmt: skip
         config_class = _config_class(architecture, model_class)
-        _refuse_unknown_overrides(overrides, config_class)
+        _refuse_unknown_overrides(overrides, config_class, label_options)
         config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
         return raw, architecture, config
 
@@ -162,7 +175,7 @@ def _naming_source(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _config_class(architecture: Architecture, model_class: type[CausalLM]) -> type:
+def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:
     """Returns the config class to load: the architecture's, or that of a registered subclass of its model class.
 
     Raises:
@@ -183,14 +196,14 @@ def _config_class(architecture: Architecture, model_class: type[CausalLM]) -> ty
     )
 
 
-def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type) -> None:
+def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
     names = [field.name for field in dataclasses.fields(config_class)]
     options = [
         name for name, option in inspect.signature(load).parameters.items() if option.kind is option.KEYWORD_ONLY
     ]
     for name in overrides:
         if name not in names:
-            nearest = difflib.get_close_matches(name, [*names, *options], n=1)
+            nearest = difflib.get_close_matches(name, [*names, *options, *label_options], n=1)
             raise ConfigError(
                 "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
                 remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
@@ -223,7 +236,7 @@ def _build_on_meta(architecture: Architecture, config: Any, model_class: type[Mo
 
 @contextlib.contextmanager
 def _blaming_overrides(
-    overrides: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, model_class: type[CausalLM],
+    overrides: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, model_class: type[LanguageModel],
     checkpoint: Checkpoint,
 ) -> Iterator[None]:  # fmt: skip
     """Names the overrides in an error about the files if the files fit config.json without them."""
@@ -286,7 +299,7 @@ def _read(
         return assemble(slices, shapes, read, dtype=dtype, device=device)
 
 
-def has_tensors_outside_state_dict(model: CausalLM) -> bool:
+def has_tensors_outside_state_dict(model: LanguageModel) -> bool:
     """Returns whether a module holds a tensor that only its constructor can compute.
 
     Such a tensor is a buffer that is not persistent, or a plain attribute. On the meta device it has no data.
@@ -310,13 +323,13 @@ def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:
     return f"{directory}: {'; '.join(parts)}. model.origin.missing and model.origin.unexpected list all."
 
 
-def tie_if_equal(model: CausalLM, raw: dict[str, Any]) -> dict[str, Any]:
+def tie_if_equal(model: LanguageModel, raw: dict[str, Any]) -> dict[str, Any]:
     """Ties the head to the embedding if the config says so and their weights are equal.
 
     If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the
     returned config.json.
     """
-    if not model.config.tie_word_embeddings:
+    if not (model.config.tie_word_embeddings and isinstance(model, CausalLM)):
         return raw
     parameters = model.state_dict()
     head, embedding = parameters[HEAD], parameters[EMBEDDING]

@@ -72,8 +72,9 @@ def match_tensors(
         return next(layout.slices_of(name, shapes)).stored_name in source.tensors
 
     not_stored = [name for name in TIED if name in shapes and not is_stored(name)]
-    tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 else []
-    missing = [] if strict else [name for name in shapes if name not in tied and not is_stored(name)]
+    tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 and HEAD in shapes else []
+    may_lack = architecture.optional if strict else shapes
+    missing = [name for name in shapes if name in may_lack and name not in tied and not is_stored(name)]
     left_out = {*tied, *missing}
     needed = (part for name in shapes if name not in left_out for part in layout.slices_of(name, shapes))
     # Each slice is a whole parameter or a whole stored tensor. More slices than there are of both cannot be stored, so
@@ -84,7 +85,9 @@ def match_tensors(
         source,
         slices,
         is_ignored=lambda name: (
-            architecture.is_extra_tensor(name) or (num_layers is not None and is_beyond_last_layer(name, num_layers))
+            architecture.is_extra_tensor(name)
+            or name in architecture.unused
+            or (num_layers is not None and is_beyond_last_layer(name, num_layers))
         ),
         strict=strict,
     )

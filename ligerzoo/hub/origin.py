@@ -37,4 +37,4 @@ class Origin:
 
 def is_of(origin: Origin | None, architecture: Architecture) -> bool:
     """Returns whether a model was loaded from a checkpoint of the same architecture."""
-    return origin is not None and origin.raw_config.get("model_type") == architecture.model_type
+    return origin is not None and architecture.describes(origin.raw_config)

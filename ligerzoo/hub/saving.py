@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.convert import architecture_for
+from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
 from ligerzoo.errors import ConfigError, first_names
@@ -21,11 +21,11 @@ from ligerzoo.hub.matching import TIED
 from ligerzoo.hub.origin import Origin, is_of
 from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
 from ligerzoo.hub.state import refuse_other_names, stored_tensors
-from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 
 
 def save(
-    model: CausalLM,
+    model: LanguageModel,
     directory: str | Path,
     *,
     max_shard_size: int | str = "5GB",
@@ -60,7 +60,7 @@ def save(
     state = model.state_dict() if state_dict is None else _with_both_tied_weights(state_dict, model)
     if is_main_process is False and not is_sharded(state):
         return
-    architecture = architecture_for(type(model))
+    architecture = architecture_of_model(model)
     _refuse_other_config(model, architecture)
     refuse_other_names(state, model, directory)
     origin = None if native else model.origin
@@ -74,14 +74,14 @@ def save(
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size)
 
 
-def _with_both_tied_weights(state: Mapping[str, Tensor], model: CausalLM) -> Mapping[str, Tensor]:
+def _with_both_tied_weights(state: Mapping[str, Tensor], model: LanguageModel) -> Mapping[str, Tensor]:
     """Adds a tied weight that a state dict has under one name only."""
     if not model.config.tie_word_embeddings:
         return state
     return {**state, **{TIED[name]: state[name] for name in TIED if name in state and TIED[name] not in state}}
 
 
-def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
+def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> None:
     """Raises ConfigError if loading would build a config with other fields."""
     config_class: type[Any] = type(model.config)
     names, expected = (
@@ -95,8 +95,8 @@ def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
         )  # fmt: skip
 
 
-def _config_json(model: CausalLM, origin: Origin | None, weight_dtype: torch.dtype) -> str:
-    architecture = architecture_for(type(model))
+def _config_json(model: LanguageModel, origin: Origin | None, weight_dtype: torch.dtype) -> str:
+    architecture = architecture_of_model(model)
     is_own = is_of(origin, architecture)
     if origin is not None and is_own and model.config == origin.config:
         content = dict(origin.raw_config)

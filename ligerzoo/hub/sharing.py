@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     raw, architecture, config = _read_config(hf_model)
     tensors: dict[str, Tensor] = hf_model.state_dict(keep_vars=True)
     _refuse_other_tensors(tensors)
-    model: CausalLM = architecture.build_on_meta(config)
+    model = cast("CausalLM", architecture.build_on_meta(config))
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
     shapes = shapes_of(model.state_dict())

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ligerzoo.convert import architecture_for
+from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import Layout, Shape, StoredTensors, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.hub.matching import EMBEDDING, HEAD, Source, match_tensors
 from ligerzoo.hub.origin import Origin, is_of
 from ligerzoo.hub.sharding import GatheredTensors, full, is_dtensor, is_sharded, shard_like
-from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 
 
-def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
+def hf_state_dict(model: LanguageModel) -> dict[str, Tensor]:
     """Returns the weights under the names and in the shapes that `save_pretrained` writes.
 
     Made for sending weights to another library, such as vLLM, and for the checkpoints of trainers. Tensors share memory
@@ -35,7 +35,7 @@ def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     return dict(iterate_hf_state_dict(model))
 
 
-def iterate_hf_state_dict(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+def iterate_hf_state_dict(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """Yields the items of `hf_state_dict` one at a time, such as for vLLM's `load_weights`.
 
     If parameters are DTensors, each is gathered when it is needed. All ranks must then exhaust the iterator.
@@ -49,7 +49,7 @@ def iterate_hf_state_dict(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     yield from stored_tensors(model, model.origin, state).items()
 
 
-def load_hf_state_dict(model: CausalLM, state: Mapping[str, Tensor]) -> None:
+def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> None:
     """Copies weights with the names and shapes of a Hugging Face checkpoint into the parameters, in place.
 
     Parameters keep their identity, dtype, device and sharding, so optimizers and FSDP remain valid. Accepts each layout
@@ -71,7 +71,7 @@ def load_hf_state_dict(model: CausalLM, state: Mapping[str, Tensor]) -> None:
     parameters: dict[str, Tensor] = model.state_dict()
     refuse_other_names(parameters, model, "load_hf_state_dict")
     _refuse_other_values(state)
-    architecture = architecture_for(type(model))
+    architecture = architecture_of_model(model)
     shapes = shapes_of(parameters)
     source = Source(
         state,
@@ -80,16 +80,21 @@ def load_hf_state_dict(model: CausalLM, state: Mapping[str, Tensor]) -> None:
         if_missing="Give all weights of the model; hf_state_dict() returns their names and shapes.",
         if_unexpected="Leave it out, or load the weights into a model that has it.",
     )
-    slices = match_tensors(source, architecture, model.config, shapes, num_layers=None, strict=True).slices
+    match = match_tensors(source, architecture, model.config, shapes, num_layers=None, strict=True)
+    slices = match.slices
+    if match.missing:
+        raise CheckpointError(
+            "tensors are missing", where="state", got=f"no {first_names(match.missing)}", remedy=source.if_missing
+        )
     _refuse_parameters_without_data(parameters)
-    if model.lm_head.weight is model.model.embed_tokens.weight:
+    if _shares_head(model):
         _refuse_different_tied_weights(state, slices)
     with torch.no_grad():
         for name, parts in groupby(slices, key=lambda part: part.name):
             _copy(parts, state, parameters[name])
 
 
-def refuse_other_names(state: Mapping[str, Tensor], model: CausalLM, where: str | Path) -> None:
+def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where: str | Path) -> None:
     """Raises CheckpointError if modules were replaced, such as by adapters: the result could not be loaded.
 
     Args:
@@ -97,7 +102,7 @@ def refuse_other_names(state: Mapping[str, Tensor], model: CausalLM, where: str 
         model: a model of ligerzoo.models, of a subclass, or of a registered class.
         where: directory or function, for the error message.
     """
-    architecture = architecture_for(type(model))
+    architecture = architecture_of_model(model)
     expected = shapes_of(architecture.build_on_meta(model.config, type(model)).state_dict())
     if state.keys() != expected.keys():
         raise CheckpointError(
@@ -116,7 +121,7 @@ def refuse_other_names(state: Mapping[str, Tensor], model: CausalLM, where: str 
             )
 
 
-def stored_tensors(model: CausalLM, origin: Origin | None, state: Mapping[str, Tensor]) -> StoredTensors:
+def stored_tensors(model: LanguageModel, origin: Origin | None, state: Mapping[str, Tensor]) -> StoredTensors:
     """Returns the tensors to save by their stored names, in the layout of the origin, or else that of a new model.
 
     A tied weight is saved once, unless the origin stored it twice. Other parameters that share memory are saved under
@@ -127,7 +132,7 @@ def stored_tensors(model: CausalLM, origin: Origin | None, state: Mapping[str, T
         origin: the checkpoint that determines the layout; None for the layout of a new model.
         state: all tensors of the model, by parameter name.
     """
-    architecture = architecture_for(type(model))
+    architecture = architecture_of_model(model)
     if not is_of(origin, architecture):
         origin = None
     layout = origin.layout if origin else architecture.layout_of_new
@@ -141,10 +146,18 @@ def stored_tensors(model: CausalLM, origin: Origin | None, state: Mapping[str, T
     return kind(slices, {**tensors, **extra_tensors})
 
 
-def _is_tied(model: CausalLM, state: Mapping[str, Tensor]) -> bool:
+def _shares_head(model: LanguageModel) -> bool:
+    """Returns whether the head and the embedding are the same parameter."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _is_tied(model: LanguageModel, state: Mapping[str, Tensor]) -> bool:
     """Returns whether the config ties the head to the embedding, and their weights are equal."""
-    if not model.config.tie_word_embeddings or is_sharded(state):  # a comparison of DTensors would communicate
-        return model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+    if not model.config.tie_word_embeddings or HEAD not in state:
+        return False
+    if is_sharded(state):  # a comparison of DTensors would communicate
+        return _shares_head(model)
     head, embedding = state[HEAD], state[EMBEDDING]
     return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
 

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub.saving import save
-from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 
 class Saveable(Protocol):
@@ -18,7 +19,7 @@ class Saveable(Protocol):
 
 
 def push(
-    model: CausalLM,
+    model: LanguageModel,
     repo_id: str,
     *,
     private: bool | None = None,
@@ -60,7 +61,13 @@ def push(
         return str(commit.commit_url)
 
 
-def _model_card(model: CausalLM, processor: Saveable | None, repo_id: str) -> str:
+def _pipeline_tag(model: LanguageModel) -> str:
+    if isinstance(model, SequenceClassifier):
+        return "text-classification"
+    return "image-text-to-text" if model.modalities else "text-generation"
+
+
+def _model_card(model: LanguageModel, processor: Saveable | None, repo_id: str) -> str:
     name, module = type(model).__name__, type(model).__module__
     module = "ligerzoo.models" if module.startswith("ligerzoo.models.") else module
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -71,7 +78,7 @@ def _model_card(model: CausalLM, processor: Saveable | None, repo_id: str) -> st
     imports, calls = map("\n".join, zip(*lines, strict=True))
     return f"""---
 library_name: ligerzoo
-pipeline_tag: {"image-text-to-text" if model.modalities else "text-generation"}
+pipeline_tag: {_pipeline_tag(model)}
 ---
 # {repo_id.split("/")[-1]}
 
