@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.dispatch import (
     DEBUG,
     Backend,
     accumulation_dtype,
     autocast,
     empty_gradient,
-    once_differentiable,
     uses_triton,
 )
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
@@ -118,7 +118,7 @@ def _backward(
     return dx, dweights, dgate_up, ddown
 
 
-class _ExpertsMLP(torch.autograd.Function):
+class _ExpertsMLP(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any,

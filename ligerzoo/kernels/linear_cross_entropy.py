@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.loss.chunked_head import (
     HeadGradients,
     HeadInputs,
@@ -27,7 +28,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     head_type,
     rows_per_chunk,
 )
-from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -147,7 +148,7 @@ def _reduced_loss(
     return loss, results.rows
 
 
-class _TokenResults(torch.autograd.Function):
+class _TokenResults(FusedFunction):
     """The results of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
@@ -291,7 +292,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
     divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    if divisor is None or not torch.is_grad_enabled():  # no gradients to precompute
+    if divisor is None or not precomputes_gradients():
         results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
         loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)

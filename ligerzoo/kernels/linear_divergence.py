@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import (
     check_divergence,
     compute_losses,
@@ -43,7 +44,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     rows_per_chunk,
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
-from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
+from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.registration import register
 
@@ -167,11 +168,11 @@ def linear_divergence(
     triton, targets = uses_triton(student.hidden, teacher.hidden, backend=backend), target.reshape(-1)
     student_inputs = HeadInputs(student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias)
     teacher_inputs = TeacherInputs(teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias)
-    if divisor is None:
+    if divisor is None or under_transform():
         losses: Tensor = _TokenDivergences.apply(
             *student_inputs, *teacher_inputs, targets, options, logits_budget, triton
         )
-        return losses.view(tokens)
+        return reduce_losses(losses.view(tokens), divisor)
     return _reduced_divergence(student_inputs, teacher_inputs, targets, divisor, options, logits_budget, triton)
 
 
@@ -198,7 +199,7 @@ def _reduced_divergence(
     return attach_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
 
 
-class _TokenDivergences(torch.autograd.Function):
+class _TokenDivergences(FusedFunction):
     """The divergence of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.kernels.loss.token_loss import Terms
 
@@ -36,10 +37,11 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> 
     check_target(name, target, target.shape)
     if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
-        if bool(wrong.any()):
-            position = tuple(int(i) for i in wrong.nonzero()[0])
+        if any_true(wrong):
+            invalid = innermost(torch.where(wrong, target.long(), ignore_index))
+            position = tuple(int(i) for i in (invalid != ignore_index).nonzero()[0])
             raise ValueError(
-                f"{name}: the target at {position} is {int(target[position])}; "
+                f"{name}: the target at {position} is {int(invalid[position])}; "
                 f"expected 0 to {n_classes - 1}, or ignore_index={ignore_index}"
             )
     return target.long()
@@ -47,10 +49,10 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> 
 
 def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -> None:
     """Raises ValueError unless the class weights are None or have shape (V,) and require no gradient."""
-    if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
+    if class_weight is not None and (class_weight.shape != (n_classes,) or requires_gradient(class_weight)):
         raise ValueError(
             f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
-            f"{class_weight.requires_grad}; expected shape {(n_classes,)} and requires_grad=False"
+            f"{requires_gradient(class_weight)}; expected shape {(n_classes,)} and requires_grad=False"
         )
 
 
