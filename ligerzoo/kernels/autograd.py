@@ -86,9 +86,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(_TWICE)
             if under_transform():  # such as torch.autograd.grad(..., is_grads_batched=True)
                 saved = ctx.saved_tensors
-                return _Backward.apply(
-                    checked, dict(vars(ctx)), ctx.needs_input_grad, len(saved), *saved, *gradients
-                )
+                return _Backward.apply(checked, dict(vars(ctx)), ctx.needs_input_grad, len(saved), *saved, *gradients)
         return backward(ctx, *gradients)
 
     return checked

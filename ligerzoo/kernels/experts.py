@@ -65,7 +65,11 @@ def _forward_fake(x: Tensor, expert_ids: Tensor, gate_up: Tensor) -> tuple[Tenso
     return x.new_empty(x.shape), hidden, rows, bounds
 
 
-@register("experts_forward", fake=_forward_fake)
+def _flops(expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> int:
+    return 2 * expert_ids.numel() * (gate_up[0].numel() + down[0].numel())
+
+
+@register("experts_forward", fake=_forward_fake, flops=_flops)
 def _forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
@@ -90,7 +94,15 @@ def _backward_fake(
     )
 
 
-@register("experts_backward", fake=_backward_fake)
+def _backward_flops(
+    rows: Tensor, gate_up: Tensor, down: Tensor,
+    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
+) -> int:  # fmt: skip
+    down_products = (needs_x or needs_weights or needs_gate_up) + needs_down
+    return 2 * rows.numel() * ((needs_x + needs_gate_up) * gate_up[0].numel() + down_products * down[0].numel())
+
+
+@register("experts_backward", fake=_backward_fake, flops=_backward_flops)
 def _backward(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
     bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,

@@ -25,6 +25,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     HeadInputs,
     Needs,
     gradient_dtype,
+    head_flops,
     head_type,
     rows_per_chunk,
 )
@@ -97,7 +98,11 @@ def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: 
     )
 
 
-@register("linear_cross_entropy_sweep", fake=_sweep_fake)
+def _sweep_flops(head: HeadInputs, needs: Needs) -> int:
+    return head_flops(head.hidden, head.weight, needs)
+
+
+@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops)
 def _sweep(
     head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
     options: SweepOptions, needs: Needs,

@@ -40,6 +40,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     Needs,
     RaggedHead,
     gradient_dtype,
+    head_flops,
     head_type,
     rows_per_chunk,
 )
@@ -102,6 +103,11 @@ def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, nee
     )
 
 
+def _flops(student: HeadInputs, teacher: TeacherInputs, needs: Needs) -> int:
+    flops = head_flops(student.hidden, student.weight, needs)
+    return flops if teacher.weight is None else flops + head_flops(teacher.hidden, teacher.weight, Needs(False, False))
+
+
 class _TeacherLogits:
     """Given logits, with the interface of a head."""
 
@@ -112,7 +118,7 @@ class _TeacherLogits:
         return self.all_logits[chunk] if self.order is None else self.all_logits[self.order[chunk]]
 
 
-@register("linear_divergence_sweep", fake=_sweep_fake)
+@register("linear_divergence_sweep", fake=_sweep_fake, flops=_flops)
 def _sweep(
     student: HeadInputs, teacher: TeacherInputs, target: Tensor, upstream: Tensor | None, options: DivergenceOptions,
     budget: int | None, triton: bool, needs: Needs,

@@ -280,9 +280,7 @@ class CausalLM(nn.Module):
             is_placeholder = input_ids == token_id
             if modalities.get(name) is not None:
                 is_invalid = is_invalid & ~is_placeholder
-            elif not is_sampled and any_true(
-                is_placeholder if padding_mask is None else is_placeholder & padding_mask
-            ):
+            elif not is_sampled and any_true(is_placeholder if padding_mask is None else is_placeholder & padding_mask):
                 raise LigerzooError(
                     f"placeholder tokens of images or videos without {name}", where="input_ids", got=token_id,
                     expected=f"{name} as well", remedy="Get both from the model's processor.",
