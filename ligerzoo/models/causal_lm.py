@@ -286,7 +286,7 @@ class CausalLM(nn.Module):
                     expected=f"{name} as well", remedy="Get both from the model's processor.",
                 )  # fmt: skip
         if any_true(is_invalid):
-            ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)])).unbind()
+            ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)], -1)).unbind(-1)
             raise LigerzooError(
                 "token ids outside the vocabulary", where="input_ids", got=ids[selected.bool()][:8].tolist(),
                 expected=f"0 to {self.input_vocab_size - 1}",
