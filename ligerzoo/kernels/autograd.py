@@ -2,9 +2,10 @@
 
 A kernel file writes a classic `torch.autograd.Function`: `forward(ctx, ...)` and a `once_differentiable`
 `backward(ctx, ...)`. Eager mode and torch.compile run it as it is. torch.func (grad, vjp, jacrev, vmap) accepts only
-functions with a `setup_context`, whose intermediate results are outputs. That costs 10 us more per call, most of it to
-bind the arguments to the signature. So only while a transform is active, two generic functions replace the classic one:
-`_Forward` records what `forward` saves and returns it as further outputs, and `_Backward` runs `backward` on it.
+functions with a `setup_context`, whose intermediate results are outputs. On a CPU an empty function of this kind takes
+39 us forward and backward, a classic one 20: torch binds the arguments to the signature in each call. So two generic
+functions replace the classic one, only while a transform is active: `_Forward` records what `forward` saves and returns
+it as further outputs, and `_Backward` runs `backward` on it.
 
 Under vmap both process the samples one after the other: each sample launches the kernels that it would launch alone.
 Forward-mode differentiation and second derivatives are errors.
