@@ -4,7 +4,8 @@
 
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=is_linear)
 
-Without the filter, `quantize_` quantizes all linear layers but the language-model head, which is no `nn.Linear`.
+Without the filter, `quantize_` quantizes all linear layers but the language-model head, whose class is not
+`nn.Linear`.
 """
 
 from torch import nn
@@ -13,7 +14,7 @@ from ligerzoo.layers import LMHead
 
 
 def is_linear(module: nn.Module, name: str) -> bool:
-    """A filter for `quantize_`: whether a module is a linear layer or a language-model head. Embeddings are neither.
+    """A filter for `quantize_`: whether a module is a linear layer or a language-model head, and not an embedding.
 
     A head that shares its weight with the embedding gets a quantized copy; the embedding keeps the weight.
 

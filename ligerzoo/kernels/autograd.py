@@ -1,7 +1,7 @@
 """`FusedFunction`: the autograd of fused operations, in eager mode and under the transforms of torch.func.
 
 A kernel file writes a classic `torch.autograd.Function`: `forward(ctx, ...)` and a `once_differentiable`
-`backward(ctx, ...)`. Eager mode and torch.compile run it as it is. torch.func (grad, vjp, jacrev, vmap) accepts only
+`backward(ctx, ...)`. Eager mode and torch.compile run it directly. torch.func (grad, vjp, jacrev, vmap) accepts only
 functions with a `setup_context`, whose intermediate results are outputs. On a CPU an empty function of this kind takes
 39 us forward and backward, a classic one 20: torch binds the arguments to the signature in each call. So two generic
 functions replace the classic one, only while a transform is active: `_Forward` records what `forward` saves and returns
@@ -118,25 +118,25 @@ class RecordedContext:
     def record(self, inputs: Sequence[Any], result: Any) -> tuple[Any, ...]:
         """Returns the outputs, the saved tensors that are neither inputs nor outputs, and a `_Recording`."""
         outputs = result if isinstance(result, tuple) else (result,)
-        known = [*inputs, *outputs]
-        known += [t for t in self.saved_tensors if t is not None and _index(known, t) is None]
+        recorded = [*inputs, *outputs]
+        recorded += [t for t in self.saved_tensors if t is not None and _index(recorded, t) is None]
         recording = _Recording(
             n_outputs=len(outputs),
             returns_tuple=isinstance(result, tuple),
-            saved=[_index(known, t) for t in self.saved_tensors],
-            non_differentiable=[_index(known, t) for t in self._non_differentiable],
+            saved=[_index(recorded, t) for t in self.saved_tensors],
+            non_differentiable=[_index(recorded, t) for t in self._non_differentiable],
             materialize_grads=self._materialize_grads,
             attributes={name: value for name, value in vars(self).items() if name not in _CONTEXT_ATTRIBUTES},
         )
-        return *known[len(inputs) :], recording
+        return *recorded[len(inputs) :], recording
 
 
 _CONTEXT_ATTRIBUTES = frozenset(vars(RecordedContext(())))
 
 
-def _index(known: Sequence[Any], tensor: Tensor | None) -> int | None:
+def _index(recorded: Sequence[Any], tensor: Tensor | None) -> int | None:
     """Returns the index of the tensor itself, not of an equal one; None for None and for a tensor that is missing."""
-    return None if tensor is None else next((i for i, other in enumerate(known) if other is tensor), None)
+    return None if tensor is None else next((i for i, other in enumerate(recorded) if other is tensor), None)
 
 
 @dataclass(frozen=True)
@@ -183,17 +183,19 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(function: type[FusedFunction], *args: Any) -> tuple[Any, ...]:
-        ctx = RecordedContext((True,) * len(args))  # which gradients are needed is known in backward
+        ctx = RecordedContext((True,) * len(args))  # only backward has the true ones
         return ctx.record(args, function.forward(ctx, *args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         (ctx.function, *args), (*tensors, recording) = inputs, output
         ctx.recording = recording
-        known = [*args, *tensors]
-        ctx.mark_non_differentiable(*(known[i] for i in recording.non_differentiable), *tensors[recording.n_outputs :])
+        recorded = [*args, *tensors]
+        ctx.mark_non_differentiable(
+            *(recorded[i] for i in recording.non_differentiable), *tensors[recording.n_outputs :]
+        )
         ctx.set_materialize_grads(recording.materialize_grads)
-        ctx.save_for_backward(*(None if i is None else known[i] for i in recording.saved))
+        ctx.save_for_backward(*(None if i is None else recorded[i] for i in recording.saved))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -47,7 +47,7 @@ def quantized(model: CausalLM, config: str) -> CausalLM:
 
 
 def with_dequantized_weights(model: CausalLM) -> CausalLM:
-    """Returns a plain model with the weights that a quantized model stands for."""
+    """Returns a plain model with the dequantized weights of a model."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if is_linear(module, ""):
