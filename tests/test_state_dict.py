@@ -159,7 +159,7 @@ def test_models_without_a_hub_layout(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(ConfigError, match="the class is not registered"):
-        CausalLM.hf_state_dict(object.__new__(Own))
+        Own(model.config, model.model, model.lm_head).hf_state_dict()
 
 
 # `save_pretrained(state_dict=..., is_main_process=...)`, as accelerate and Hugging Face's Trainer call it

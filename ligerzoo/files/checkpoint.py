@@ -407,7 +407,9 @@ def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
             remedy="Materialize meta tensors and convert sparse ones before saving.",
         )  # fmt: skip
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        remedy = "Gather the shards of a distributed model into plain tensors before saving."
+        remedy = "Save the model before you quantize it, or save the quantized model's state_dict() with torch.save."
+        if hasattr(tensor, "full_tensor"):
+            remedy = "Gather the shards of a distributed model into plain tensors before saving."
         raise CheckpointError("not a plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
 
 

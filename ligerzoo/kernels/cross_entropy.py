@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -82,7 +82,7 @@ def _backward(
     return dlogits
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(FusedFunction):
     """`RowResults` of the flattened targets. Only the losses are differentiable."""
 
     @staticmethod

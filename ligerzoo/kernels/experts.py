@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     DEBUG,
@@ -31,7 +32,6 @@ from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     autocast,
     empty_gradient,
-    once_differentiable,
     uses_triton,
 )
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
@@ -66,7 +66,11 @@ def _forward_fake(x: Tensor, expert_ids: Tensor, gate_up: Tensor) -> tuple[Tenso
     return x.new_empty(x.shape), hidden, rows, bounds
 
 
-@register("experts_forward", fake=_forward_fake)
+def _flops(expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> int:
+    return 2 * expert_ids.numel() * (gate_up[0].numel() + down[0].numel())
+
+
+@register("experts_forward", fake=_forward_fake, flops=_flops)
 def _forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
@@ -91,7 +95,15 @@ def _backward_fake(
     )
 
 
-@register("experts_backward", fake=_backward_fake)
+def _backward_flops(
+    rows: Tensor, gate_up: Tensor, down: Tensor,
+    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
+) -> int:  # fmt: skip
+    down_products = (needs_x or needs_weights or needs_gate_up) + needs_down
+    return 2 * rows.numel() * ((needs_x + needs_gate_up) * gate_up[0].numel() + down_products * down[0].numel())
+
+
+@register("experts_backward", fake=_backward_fake, flops=_backward_flops)
 def _backward(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
     bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
@@ -119,7 +131,7 @@ def _backward(
     return dx, dweights, dgate_up, ddown
 
 
-class _ExpertsMLP(torch.autograd.Function):
+class _ExpertsMLP(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any,

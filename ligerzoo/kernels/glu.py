@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats
-from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, once_differentiable, uses_triton
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
@@ -105,7 +106,7 @@ def _backward(
     return dgate, dup, y
 
 
-class _GLU(torch.autograd.Function):
+class _GLU(FusedFunction):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -121,7 +122,7 @@ class _GLU(torch.autograd.Function):
         return dgate if needs_gate else None, dup if needs_up else None, None
 
 
-class _GLULinear(torch.autograd.Function):
+class _GLULinear(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation

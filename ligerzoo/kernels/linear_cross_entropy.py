@@ -18,18 +18,20 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.loss.chunked_head import (
     HeadGradients,
     HeadInputs,
     Needs,
     check_budget,
     gradient_dtype,
+    head_flops,
     head_type,
     rows_per_chunk,
 )
-from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
@@ -99,7 +101,11 @@ def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: 
     )
 
 
-@register("linear_cross_entropy_sweep", fake=_sweep_fake)
+def _sweep_flops(head: HeadInputs, needs: Needs) -> int:
+    return head_flops(head.hidden, head.weight, needs)
+
+
+@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops)
 def _sweep(
     head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
     options: SweepOptions, needs: Needs,
@@ -150,7 +156,7 @@ def _reduced_loss(
     return loss, results.rows
 
 
-class _TokenResults(torch.autograd.Function):
+class _TokenResults(FusedFunction):
     """The results of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
@@ -298,7 +304,7 @@ def linear_cross_entropy(  # type: ignore[misc]
     options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
     divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    if divisor is None or not torch.is_grad_enabled():  # no gradients to precompute
+    if divisor is None or not precomputes_gradients():
         results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
         loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)

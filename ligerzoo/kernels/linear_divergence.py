@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.checks import ANY, POSITIVE, check_floats, check_numbers, check_optional_numbers
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import (
     check_divergence,
     compute_losses,
@@ -41,11 +42,12 @@ from ligerzoo.kernels.loss.chunked_head import (
     RaggedHead,
     check_budget,
     gradient_dtype,
+    head_flops,
     head_type,
     rows_per_chunk,
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
-from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
+from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.registration import register
 
@@ -105,6 +107,11 @@ def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, nee
     )
 
 
+def _flops(student: HeadInputs, teacher: TeacherInputs, needs: Needs) -> int:
+    flops = head_flops(student.hidden, student.weight, needs)
+    return flops if teacher.weight is None else flops + head_flops(teacher.hidden, teacher.weight, Needs(False, False))
+
+
 class _TeacherLogits:
     """Given logits, with the interface of a head."""
 
@@ -115,7 +122,7 @@ class _TeacherLogits:
         return self.all_logits[chunk] if self.order is None else self.all_logits[self.order[chunk]]
 
 
-@register("linear_divergence_sweep", fake=_sweep_fake)
+@register("linear_divergence_sweep", fake=_sweep_fake, flops=_flops)
 def _sweep(
     student: HeadInputs, teacher: TeacherInputs, target: Tensor, upstream: Tensor | None, options: DivergenceOptions,
     budget: int | None, triton: bool, needs: Needs,
@@ -173,11 +180,11 @@ def linear_divergence(
     triton, targets = uses_triton(student.hidden, teacher.hidden, backend=backend), target.reshape(-1)
     student_inputs = HeadInputs(student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias)
     teacher_inputs = TeacherInputs(teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias)
-    if divisor is None:
+    if divisor is None or under_transform():
         losses: Tensor = _TokenDivergences.apply(
             *student_inputs, *teacher_inputs, targets, options, logits_budget, triton
         )
-        return losses.view(tokens)
+        return reduce_losses(losses.view(tokens), divisor)
     return _reduced_divergence(student_inputs, teacher_inputs, targets, divisor, options, logits_budget, triton)
 
 
@@ -204,7 +211,7 @@ def _reduced_divergence(
     return attach_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
 
 
-class _TokenDivergences(torch.autograd.Function):
+class _TokenDivergences(FusedFunction):
     """The divergence of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod

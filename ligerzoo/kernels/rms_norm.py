@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
     cdiv,
     empty_gradient,
-    once_differentiable,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
@@ -215,7 +215,7 @@ def _backward(
     return dx, dweight
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
@@ -235,7 +235,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx if needs_x else None, dweight if needs_weight else None, None, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligerzoo.kernels import rope
+from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
@@ -110,13 +111,14 @@ def attend(
     """
     tokens, keys = q.shape[1], k.shape[1]
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
-    if isinstance(mask, AttentionMask) and not on_cpu and not is_short and q.shape[-1] >= 16:
+    transformed = under_transform()  # vmap supports neither FlexAttention nor torch's fused kernel for a CPU
+    if isinstance(mask, AttentionMask) and not (on_cpu or is_short or transformed) and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
     mask = _additive(mask, q.dtype)
     # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
     # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
     is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
-    if softcap is not None or (on_cpu and not is_accurate_on_cpu):
+    if softcap is not None or (on_cpu and (transformed or not is_accurate_on_cpu)):
         return reference(q, k, v, mask, scale, softcap, is_causal)
     is_causal = is_causal and mask is None
     if tokens == 1:  # an `if`, since torch.compile would leave a comparison of the length symbolic

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import any_true
 from ligerzoo.layers.cache import KVCache, LayerCache
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
@@ -116,7 +117,7 @@ class Context:
         elif attention_mask is not None:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
-            if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.padding_mask.all()):
+            if self.tokens > 1 and not torch.compiler.is_compiling() and not any_true(~self.padding_mask):
                 self.padding_mask = None
         self.cache_position = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.segment_start: Tensor | None = None
@@ -177,7 +178,7 @@ class Context:
         if self.segment_start is not None:
             continues = continues & (self.segment_start[:, :-1] == self.segment_start[:, 1:])
         # A host sync, as for the padding mask: without spans no mask is needed.
-        if torch.compiler.is_compiling() or bool(continues.any()):
+        if torch.compiler.is_compiling() or any_true(continues):
             continues = F.pad(continues, (0, 1), value=False)
             ends = self.cache_position.masked_fill(continues, torch.iinfo(torch.int64).max)
             self.last_visible = ends.flip(1).cummin(1).values.flip(1)
@@ -314,7 +315,7 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
 def _segment_starts(position_ids: Tensor) -> Tensor | None:
     """Returns the index of the first token of each token's segment, (B or 1, T); None if there is one segment."""
     is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
-    if not torch.compiler.is_compiling() and not bool(is_start.any()):
+    if not torch.compiler.is_compiling() and not any_true(is_start):
         return None
     index = torch.arange(is_start.shape[1], device=is_start.device)
     return (index * is_start).cummax(1).values

@@ -14,12 +14,14 @@ from ligerzoo.kernels.checks import ANY, POSITIVE, check_numbers, check_optional
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
 from ligerzoo.layers.linear import INIT_STD, check_features
+from ligerzoo.layers.plain import dequantized
 
 
 class LMHead(nn.Module):
     """Linear layer over the vocabulary; given a target, it returns the loss without materializing all logits.
 
-    Tie its weight to an embedding with `head.weight = embedding.weight`.
+    Tie its weight to an embedding with `head.weight = embedding.weight`. The weight may be quantized by torchao, see
+    `ligerzoo.integrations.torchao.is_linear`. The loss then computes with the dequantized weight.
 
     Args:
         hidden_size: H.
@@ -92,7 +94,7 @@ class LMHead(nn.Module):
             objective = partial(linear_cross_entropy, num_items=num_items)
         return objective(
             hidden,
-            self.weight,
+            dequantized(self.weight),
             target,
             softcap=self.softcap,
             logit_scale=self.logit_scale,

@@ -20,6 +20,7 @@ from ligerzoo.kernels import experts_mlp
 from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.plain import dequantized
 
 
 class RouterLogits(Protocol):
@@ -135,8 +136,8 @@ class Experts(nn.Module):
             x,
             expert_ids,
             expert_weights,
-            self.gate_up_proj,
-            self.down_proj,
+            dequantized(self.gate_up_proj),
+            dequantized(self.down_proj),
             activation=self.activation,
             backend=self.backend,
         )

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import cross_entropy
+from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.checks import check_integer
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
 from ligerzoo.kernels.linear_cross_entropy import prepare_inputs, token_results
@@ -164,7 +165,7 @@ def evaluate(
         check_logits(name, hidden, head.get("bias"))
     objective = objective._replace(constants=[None if c is None else c.detach() for c in objective.constants])
     needs_gradient = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
-    is_traced = torch.compiler.is_compiling() or hidden.is_meta
+    is_traced = torch.compiler.is_compiling() or hidden.is_meta or under_transform()
     if weight is None and not is_traced:
         return _evaluate_given_logits(name, hidden, target, objective, **head)
     if weight is not None and needs_gradient and torch.is_grad_enabled() and not is_traced:

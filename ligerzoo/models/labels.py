@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.dispatch import DEBUG
 
@@ -31,10 +32,11 @@ def check_labels(
         if is_read and (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
             read = target[:, first:]
             is_wrong = (read != -100) & ((read < 0) | (read >= vocab_size))
-            if bool(is_wrong.any()):
-                row, column = is_wrong.nonzero()[0].tolist()
+            if any_true(is_wrong):
+                read, wrong = innermost(torch.stack([read, is_wrong.to(read.dtype)], -1)).unbind(-1)
+                *_, row, column = index = wrong.nonzero()[0].tolist()
                 raise LigerzooError(
                     "label outside the vocabulary", where=f"{argument}[{row}, {first + column}]",
-                    got=int(read[row, column]), expected=f"0 to {vocab_size - 1}, or -100 for an ignored token",
+                    got=int(read[tuple(index)]), expected=f"0 to {vocab_size - 1}, or -100 for an ignored token",
                     remedy="Use the tokenizer of this model, and -100 for prompts and padding.",
                 )  # fmt: skip

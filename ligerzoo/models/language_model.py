@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
 from ligerzoo.layers import Context, Decoder, KVCache
 from ligerzoo.models.config import require_config
@@ -191,16 +192,15 @@ class LanguageModel(nn.Module):
             is_placeholder = input_ids == token_id
             if modalities.get(name) is not None:
                 is_invalid = is_invalid & ~is_placeholder
-            elif not is_sampled and bool(
-                (is_placeholder if padding_mask is None else is_placeholder & padding_mask).any()
-            ):
+            elif not is_sampled and any_true(is_placeholder if padding_mask is None else is_placeholder & padding_mask):
                 raise LigerzooError(
                     f"placeholder tokens of images or videos without {name}", where="input_ids", got=token_id,
                     expected=f"{name} as well", remedy="Get both from the model's processor.",
                 )  # fmt: skip
-        if bool(is_invalid.any()):
+        if any_true(is_invalid):
+            ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)], -1)).unbind(-1)
             raise LigerzooError(
-                "token ids outside the vocabulary", where="input_ids", got=input_ids[is_invalid][:8].tolist(),
+                "token ids outside the vocabulary", where="input_ids", got=ids[selected.bool()][:8].tolist(),
                 expected=f"0 to {self.input_vocab_size - 1}",
                 remedy="Use the tokenizer of this model, and pad with an id of its vocabulary.",
             )  # fmt: skip

@@ -44,6 +44,11 @@ class Needs(NamedTuple):
     bias: bool = False
 
 
+def head_flops(hidden: Tensor, weight: Tensor, needs: Needs) -> int:
+    """Counts the operations of a head's products, with those of ignored rows: logits, dhidden and dweight."""
+    return 2 * hidden.shape[0] * weight.numel() * (1 + needs.hidden + needs.weight)
+
+
 _logits_budget = 512
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
 from ligerzoo.kernels.checks import (
     ANY,
     FRACTION,
@@ -56,10 +57,11 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int, arg
     check_target_dtype(name, target, argument)
     if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
-        if bool(wrong.any()):
-            index = wrong.nonzero()[0].tolist()
+        if any_true(wrong):
+            invalid = innermost(torch.where(wrong, target.long(), ignore_index))
+            index = (invalid != ignore_index).nonzero()[0].tolist()
             raise ValueError(
-                f"{name}: {argument}{index if index else ''} is {int(target[tuple(index)])}; "
+                f"{name}: {argument}{index if index else ''} is {int(invalid[tuple(index)])}; "
                 f"expected 0 to {n_classes - 1}, or ignore_index={ignore_index}"
             )
     return target.long()
@@ -68,10 +70,10 @@ def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int, arg
 def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -> None:
     """Raises unless the class weights are None, or a tensor of shape (V,) that requires no gradient."""
     check_optional_floats(name, class_weight=class_weight)
-    if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
+    if class_weight is not None and (class_weight.shape != (n_classes,) or requires_gradient(class_weight)):
         raise ValueError(
             f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
-            f"{class_weight.requires_grad}; expected shape {(n_classes,)} and requires_grad=False"
+            f"{requires_gradient(class_weight)}; expected shape {(n_classes,)} and requires_grad=False"
         )
 
 
