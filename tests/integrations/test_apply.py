@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ligerzoo.integrations import Report, apply
+from ligerzoo.integrations import apply
 from tests.integrations.families import FAMILIES, inputs, tiny
 from tests.models.comparing import TOLERANCE
 

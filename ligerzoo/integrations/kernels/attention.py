@@ -43,7 +43,9 @@ def _with_globals(function: Callable[..., Any], names: dict[str, Any]) -> Callab
     assert isinstance(function, types.FunctionType)
     scope = {**function.__globals__, **names}
     del scope["__name__"]  # torch.compile would look names up in the module of this name
-    copied = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__annotations__ = function.__annotations__
     copied.__qualname__ = function.__qualname__

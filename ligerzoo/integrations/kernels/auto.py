@@ -28,6 +28,6 @@ class AutoKernelModelForCausalLM:
         Returns:
             The transformers model. Its `kernel_report` is the report of `apply`.
         """
-        model = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
         model.kernel_report = apply(model, **(kernels or {}))
         return model

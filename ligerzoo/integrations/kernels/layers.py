@@ -39,7 +39,7 @@ class KernelDecoderLayer(KernelModule):
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
         output = self.mlp(hidden_states)
-        return output[0] if isinstance(output, tuple) else output  # some mixtures return router scores too
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]  # or scores too
 
 
 class KernelPreNormLayer(KernelDecoderLayer):

@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
 from ligerzoo.layers.plain import is_plain
+
+Number = float
+"""`DeferredLogits.float` hides the builtin."""
 
 
 class DeferredLogits:
@@ -45,8 +48,8 @@ class DeferredLogits:
         head: KernelHead,
         hidden_states: Tensor,
         operations: tuple[Callable[[Tensor], Tensor], ...] = (),
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
+        logit_scale: Number = 1.0,
+        softcap: Number | None = None,
     ) -> None:
         self.head, self.hidden_states, self.operations = head, hidden_states, operations
         self.logit_scale, self.softcap = logit_scale, softcap
@@ -78,13 +81,14 @@ class DeferredLogits:
             logit_scale=self.logit_scale,
             num_items=num_items,
         )
-        return self.head.compute(self.hidden_states, target, objective)
+        loss: Tensor = self.head.compute(self.hidden_states, target, objective)
+        return loss
 
     def float(self) -> DeferredLogits:
         """The loss is computed in fp32 in any case."""
         return self._then(lambda logits: logits.float(), self.logit_scale, self.softcap)
 
-    def __mul__(self, factor: Any) -> DeferredLogits | Tensor:
+    def __mul__(self, factor: Any) -> Any:
         if not isinstance(factor, float | int):
             return self.materialize() * factor
         if self.softcap is None:
@@ -96,7 +100,7 @@ class DeferredLogits:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> DeferredLogits | Tensor:
+    def __truediv__(self, divisor: Any) -> Any:
         if not isinstance(divisor, float | int):
             return self.materialize() / divisor
         if self.softcap is not None:
@@ -110,7 +114,7 @@ class DeferredLogits:
         return self._then(torch.tanh, self.logit_scale, 1.0)
 
     def _then(
-        self, operation: Callable[[Tensor], Tensor], logit_scale: float, softcap: float | None
+        self, operation: Callable[[Tensor], Tensor], logit_scale: Number, softcap: Number | None
     ) -> DeferredLogits:
         return DeferredLogits(self.head, self.hidden_states, (*self.operations, operation), logit_scale, softcap)
 
@@ -164,7 +168,7 @@ class KernelHead(KernelModule):
         try:
             yield
         finally:
-            del self.kernel_defers
+            self.kernel_defers = False
 
     def compute(self, *arguments: Any) -> Any:
         """Calls the module, with its hooks. Arguments are those of `forward`."""
@@ -184,7 +188,7 @@ class KernelHead(KernelModule):
             objective: called with hidden states, weight, target and bias.
         """
         if target is None or objective is None:
-            return super().forward(input)  # type: ignore[no-any-return, misc]
+            return super().forward(input)  # type: ignore[no-any-return]
         return objective(input, self.weight, target.to(input.device), self.bias)
 
 
@@ -192,7 +196,7 @@ class KernelCausalLM(KernelModule):
     """The model's own forward, with deferred logits."""
 
     @classmethod
-    def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
+    def kernel_members(cls, original: Any, **options: Any) -> dict[str, Any]:
         """Returns the forward, with the signature of the original, and the loss function."""
         forward = original.forward
         positions = {name: i for i, name in enumerate(inspect.signature(forward).parameters, start=-1)}
@@ -223,12 +227,14 @@ class KernelCausalLM(KernelModule):
                 return_dict = getattr(self.config, "return_dict", True)
             return output if return_dict else output.to_tuple()
 
+        own_loss_function: property = original.loss_function
+        get_loss_function: Any = own_loss_function.fget  # torch.compile cannot trace the property's fget
+
         def loss_function(self: Any) -> Callable[..., Any]:
-            theirs: Callable[..., Any] = original.loss_function.fget(self)  # type: ignore[attr-defined]
+            theirs: Callable[..., Any] = get_loss_function(self)
             return causal_lm_loss if theirs is ForCausalLMLoss else theirs
 
-        setter = original.loss_function.fset  # type: ignore[attr-defined]
-        return {"forward": deferring_forward, "loss_function": property(loss_function, setter)}
+        return {"forward": deferring_forward, "loss_function": property(loss_function, own_loss_function.fset)}
 
 
 def _without_logits(output: ModelOutput) -> ModelOutput:
@@ -267,7 +273,7 @@ def recognize_causal_lm(module: nn.Module) -> Replacement | str | None:
     if not isinstance(module, PreTrainedModel):
         return None
     forward = type(module).forward
-    head = module.get_output_embeddings()
+    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None or "labels" not in inspect.signature(forward).parameters:
         return None
     if "loss_function" not in inspect.unwrap(forward).__code__.co_names:

@@ -21,7 +21,6 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 """Attributes under which MLPs and experts store their activation."""
 
 
-
 class KernelMLP(KernelModule):
     """Base class: `down(a(gate) * up)`."""
 

@@ -51,6 +51,7 @@ class KernelLayerNorm(KernelModule):
 
     kernel_eps: float
     kernel_weight_offset: float
+    weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """input: (..., H) -> (..., H)."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ligerzoo.integrations.kernels.replace import KernelModule
-
 
 @dataclass(frozen=True)
 class ModuleReport:
@@ -57,16 +55,16 @@ class Report:
         Raises:
             RuntimeError: a replaced module has been wrapped since, for instance by `fully_shard`. Nothing is undone.
         """
-        wrapped = [type(module).__name__ for module in self._instances if "kernel_original" not in vars(type(module))]
+        wrapped = {type(module).__name__ for module in self._instances if "kernel_original" not in vars(type(module))}
         if wrapped:
             raise RuntimeError(
-                f"Report.undo: {len(wrapped)} replaced modules have another class now ({', '.join(sorted(set(wrapped)))}); "
+                f"Report.undo: replaced modules have another class now ({', '.join(sorted(wrapped))}); "
                 "expected the class that apply gave them. Call undo before sharding or wrapping the model"
             )
         while self._instances:
             module = self._instances.pop()
-            assert isinstance(module, KernelModule)
-            module.__class__ = type(module).kernel_original
+            vars(module).pop("kernel_defers", None)
+            module.__class__ = vars(type(module))["kernel_original"]
 
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} of {len(self.modules)} modules replaced. {self.check}", "", "replaced:"]

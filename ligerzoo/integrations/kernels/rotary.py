@@ -111,7 +111,7 @@ def _rotate_heads(
     if rotation.trailing:
         q, k = q[..., -features:], k[..., -features:]
     if rotation.deinterleaves:
-        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+        q, k = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
     q, k = rope(q, k, cos, sin, interleaved=rotation.interleaved and not rotation.deinterleaves)
     if rotation.trailing:
         q, k = (torch.cat([x[..., :-features], y], -1) for x, y in zip(unrotated, (q, k), strict=True))
@@ -147,9 +147,7 @@ def _computes(function: Callable[..., Any], rotation: Rotation) -> bool:
     return whole and part
 
 
-def _agrees(
-    function: Callable[..., Any], rotation: Rotation, unsqueeze_dim: int | None, features: int
-) -> bool | None:
+def _agrees(function: Callable[..., Any], rotation: Rotation, unsqueeze_dim: int | None, features: int) -> bool | None:
     """Whether both give the same results; None if `function` does not rotate `features` of 8."""
     generator = torch.Generator().manual_seed(0)
     batch, tokens, head_dim = 2, 5, 8

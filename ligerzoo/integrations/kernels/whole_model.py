@@ -48,7 +48,7 @@ def change(before: list[Tensor], after: list[Tensor] | str) -> str | None:
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:
     """(1, T) tokens, none of which the config names, such as placeholders of images."""
-    embedding = model.get_input_embeddings()
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     configs = (model.config, model.config.get_text_config())
     special = {
         value
@@ -57,9 +57,9 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
         if isinstance(value, int) and key.endswith(("token_id", "token_index"))
     }
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(embedding.weight.shape[0], generator=generator).tolist()
+    order = torch.randperm(weight.shape[0], generator=generator).tolist()
     tokens = [token for token in order[: TOKENS + len(special)] if token not in special][:TOKENS]
-    return torch.tensor([tokens], device=embedding.weight.device)
+    return torch.tensor([tokens], device=weight.device)
 
 
 @contextmanager
