@@ -143,11 +143,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """Other sizes, by model type of the config."""
 
 FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4",
-    "glm4v", "glm4v_moe", "gpt_oss", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text",
-    "llava", "ministral", "mistral", "mixtral", "mllama", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral",
-    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
-    "qwen3_vl_moe", "smollm3", "smolvlm",
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text", "llava", "ministral",
+    "mistral", "mixtral", "mllama", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3",
+    "pixtral", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "smollm3", "smolvlm",
 )  # fmt: skip
 
 
@@ -195,7 +196,9 @@ def inputs(model: PreTrainedModel, batch: int = 2, tokens: int = 24) -> dict[str
         return {"input_ids": ids}
     if model.config.model_type == "mllama":
         return {"input_ids": ids[:1], **image, "cross_attention_mask": torch.ones(1, tokens, 1, 4, dtype=torch.long)}
-    found = model.get_image_features(**image)
+    options = inspect.signature(model.get_image_features).parameters
+    strategy = {"vision_feature_select_strategy": "default"} if "vision_feature_select_strategy" in options else {}
+    found = model.get_image_features(**image, **strategy)
     features = found.last_hidden_state if found.pooler_output is None else found.pooler_output
     number = sum(feature.numel() // feature.shape[-1] for feature in features)
     placeholder = getattr(model.config, "image_token_id", None) or model.config.image_token_index

@@ -1,7 +1,7 @@
 """Attention modules of transformers' models: the rotation of queries and keys, and optionally attention itself.
 
-The forward of an attention module calls functions of its Python module, such as `apply_rotary_pos_emb`. The forward of a
-replaced instance has the same code, in which these names are our functions.
+The forward of an attention module calls functions of its Python module, such as `apply_rotary_pos_emb`. The forward of
+a replaced instance has the same code, in which these names are our functions.
 """
 
 from __future__ import annotations

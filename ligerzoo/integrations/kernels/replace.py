@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -44,12 +43,21 @@ class KernelModule(nn.Module):
         return _new_module, (cls.kernel_original, cls.kernel_mixin, cls.kernel_options), self.__dict__
 
 
-@cache
 def kernel_class(original: Any, mixin: Any, options: tuple[tuple[str, Any], ...]) -> Any:
-    """Returns the subclass of `original` that computes with the forward of `mixin`.
+    """Returns the subclass of `original` that computes with the forward of `mixin`; the same one at each call.
 
     It has the name of `original`: transformers, accelerate and PEFT look classes up by name.
     """
+    key = (original, mixin, options)
+    if key not in _CLASSES:
+        _CLASSES[key] = _new_class(original, mixin, options)
+    return _CLASSES[key]
+
+
+_CLASSES: dict[tuple[Any, ...], Any] = {}
+
+
+def _new_class(original: Any, mixin: Any, options: tuple[tuple[str, Any], ...]) -> Any:
     members = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
