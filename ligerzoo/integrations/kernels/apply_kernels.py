@@ -59,7 +59,7 @@ def apply(
 
     Raises:
         TypeError: `hf_model` contains no `PreTrainedModel`.
-        ValueError: the model is sharded over processes by tensor parallelism.
+        ValueError: the model is sharded over processes by tensor parallelism, or parameters are on the meta device.
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
     _check_model(hf_model)
@@ -90,6 +90,12 @@ def _check_model(model: nn.Module) -> None:
     sizes = {getattr(module, "_tp_size", None) for module in models} - {None, 1}
     if sizes:
         raise ValueError(f"apply: the model is sharded over {sizes.pop()} processes (tp_plan); expected a whole model")
+    unloaded = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if unloaded:
+        raise ValueError(
+            f"apply: {len(unloaded)} parameters are on the meta device ({unloaded[0]}, ...); expected weights. "
+            "Call apply after loading them"
+        )
 
 
 class _Application:

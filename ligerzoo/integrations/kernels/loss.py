@@ -116,7 +116,7 @@ class DeferredLogits:
     def _then(
         self, operation: Callable[[Tensor], Tensor], logit_scale: Number, softcap: Number | None
     ) -> DeferredLogits:
-        return DeferredLogits(self.head, self.hidden_states, (*self.operations, operation), scale, softcap)
+        return DeferredLogits(self.head, self.hidden_states, (*self.operations, operation), logit_scale, softcap)
 
     @classmethod
     def __torch_function__(

@@ -109,8 +109,6 @@ def reason_to_keep(module: nn.Module) -> str | None:
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor):
             return "its parameters are sharded: call apply before sharding the model"
-        if parameter.device.type == "meta":
-            return "its parameters are on the meta device: call apply after loading the weights"
         if not parameter.is_floating_point():
             return f"its parameters are {parameter.dtype}".replace("torch.", "")
     return None
