@@ -42,7 +42,7 @@ def row(family: str, report: Report) -> str:
     names = [re.sub(r" .*", "", entry.kernel or "") for entry in report.replaced]
     counts = [sum(name in kernels for name in names) or "" for kernels in COLUMNS.values()]
     kept = dict.fromkeys(
-        f"`{entry.class_name}`: {entry.reason}"
+        f"`{entry.class_name}`: {re.sub(r' by [-+.e0-9]+$', '', entry.reason or '')}"
         for entry in report.kept
         if entry.reason != NO_KERNEL and "does not rotate" not in (entry.reason or "")
     )

@@ -124,7 +124,7 @@ def test_options_in_products(family: str, arguments: dict[str, bool], conditions
     assert_same(results(model, given, **options), before)
 
 
-def test_other_models_and_transformers_stay_as_they_are() -> None:
+def test_other_models_and_transformers_do_not_change() -> None:
     def state() -> dict[str, Any]:
         functions = {name: value for name, value in vars(modeling_llama).items() if callable(value)}
         members = {
@@ -419,7 +419,7 @@ def test_modules_that_compute_something_else_are_kept() -> None:
     assert found["model.layers.0.self_attn"] is None
 
 
-def test_heads_that_are_no_linear_layer_or_have_hooks_are_kept() -> None:
+def test_heads_with_hooks_are_kept() -> None:
     model = tiny("llama")
     model.lm_head.register_forward_hook(lambda module, args, output: None)
     assert reasons(model)[""] == "its head has hooks or another forward"

@@ -37,7 +37,7 @@ def apply(
 
     Modules are recognized by their structure and class name, so that families that are not listed in
     docs/kernels-in-transformers.md are replaced as far as their modules are known. Parameters, their names and
-    `state_dict` stay as they are; so do the classes of transformers, and all other models. On a CPU the replaced
+    `state_dict` do not change; nor do the classes of transformers, and all other models. On a CPU the replaced
     modules compute with the references of the kernels, in plain torch.
 
     In training with labels, a replaced causal language model returns no logits, unless `logits_to_keep` asks for them.

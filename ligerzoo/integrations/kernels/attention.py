@@ -6,6 +6,7 @@ a replaced instance has the same code, in which these names are our functions.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,7 +70,8 @@ def recognize_attention(
     if "Attention" not in type(module).__name__:
         return None
     if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
-        return "its forward has decorators"
+        rotating = list(_rotating_functions(inspect.unwrap(forward)))
+        return "its forward has decorators" if rotating else "it does not rotate queries and keys"
     reasons = []
     rotations: tuple[tuple[str, Rotation], ...] = ()
     if rotates:
@@ -90,7 +92,7 @@ def recognize_attention(
     return Replacement(KernelAttention, kernel, {"kernel_rotations": rotations, "kernel_attends": attends})
 
 
-def _rotating_functions(forward: types.FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _rotating_functions(forward: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if "apply_rot" in name and callable(function):

@@ -139,7 +139,7 @@ def recognize_layer(module: nn.Module) -> Replacement | str | None:
 
 
 class _Attention(nn.Module):
-    """Stands in for attention, and records its arguments."""
+    """Replaces attention in the check, and records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """Stands in for an MLP, or for a mixture that returns router scores too."""
+    """Replaces an MLP in the check, or a mixture that returns router scores too."""
 
     def __init__(self, returns_scores: bool) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 The forward of a causal language model computes logits with its head, may scale and cap them, and passes them to
 `self.loss_function`. In training with labels, the head of a replaced model returns `DeferredLogits` instead: an object
 that remembers the hidden states, the scale and the soft cap. The loss function computes the loss from them. The forward
-of the model runs unchanged in between, so that its auxiliary losses and its outputs stay as they are.
+of the model runs unchanged in between, so that its auxiliary losses and its outputs do not change.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def causal_lm_loss(
 def recognize_causal_lm(module: nn.Module) -> Replacement | str | None:
     """Returns the replacement of a causal language model, or why it has none; None for other modules.
 
-    Its head is to be replaced by `HEAD`.
+    The caller replaces its head by `HEAD`.
     """
     if not isinstance(module, PreTrainedModel):
         return None

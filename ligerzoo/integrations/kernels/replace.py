@@ -1,7 +1,7 @@
 """Replaces the forward of one module instance by changing its class, and checks the replacement on random input.
 
 A replaced module has a subclass of its class, of the same name, whose forward comes from a `KernelModule`. Parameters,
-buffers, hooks and attributes are those of the instance and stay as they are. Other instances keep their class.
+buffers, hooks and attributes are those of the instance. Other instances keep their class.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KernelModule(nn.Module):
 
     @classmethod
     def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
-        """Returns members of the new class of modules of class `original`, besides the constants."""
+        """Returns members of the new class of modules of class `original`, other than the constants."""
         return {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -164,7 +164,7 @@ def difference_of(actual: Any, expected: Any, ulps: float = ULPS) -> str | None:
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Returns what the equality of a module with its replacement depends on, besides the values of the parameters."""
+    """Returns what the equality of a module with its replacement depends on, except the values of the parameters."""
     found: list[Any] = []
     for name, part in module.named_modules():
         constants = {

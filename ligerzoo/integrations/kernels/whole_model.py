@@ -18,7 +18,7 @@ def run_model(model: nn.Module) -> list[Tensor] | str:
     Only text is passed to models of several modalities. Dropout is off. The loss is the one of training.
 
     Returns:
-        The results, or why there are none.
+        The results, or the reason for not comparing them.
     """
     hf_model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     try:
