@@ -41,7 +41,7 @@ def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = 
     _refuse_other_config(model, architecture)
     refuse_changed_modules(model, directory)
     origin = None if native else model.origin
-    files = {CONFIG_FILE: _config_json(model, origin)}
+    files = {CONFIG_FILE: _json(config_entries(model, origin))}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
     write_checkpoint(directory, stored_tensors(model, origin), files, max_shard_size=max_shard_size)
@@ -61,7 +61,8 @@ def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
         )  # fmt: skip
 
 
-def _config_json(model: CausalLM, origin: Origin | None) -> str:
+def config_entries(model: CausalLM, origin: Origin | None) -> dict[str, Any]:
+    """Returns the entries of config.json: those of the origin, except for changed values."""
     architecture = architecture_for(type(model))
     is_own = is_of(origin, architecture)
     if origin is not None and is_own and model.config == origin.config:
@@ -80,7 +81,7 @@ def _config_json(model: CausalLM, origin: Origin | None) -> str:
     if dtype != model.dtype and not (dtype is None and origin is not None):
         content.pop("dtype", None)
         content["torch_dtype"] = str(model.dtype).removeprefix("torch.")  # the spelling that every version reads
-    return _json(content)
+    return content
 
 
 def _json(content: Mapping[str, Any]) -> str:
