@@ -72,10 +72,10 @@ class LayerCache:
         """Removes the last tokens, as speculative decoding does with rejected ones.
 
         Raises:
-            ValueError: the cache holds fewer tokens.
+            ValueError: the cache holds fewer tokens, or the number is negative.
         """
-        if tokens > self.length:
-            raise ValueError(f"{type(self).__name__}: cannot remove {tokens} of {self.length} tokens")
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"{type(self).__name__}: cannot remove {tokens} tokens; expected 0 to {self.length}")
         self.length -= tokens
 
     def _check_batch(self, keys: Tensor) -> None:
@@ -118,15 +118,14 @@ class RollingLayerCache(LayerCache):
         Raises:
             ValueError: tokens that the window would reach again are no longer in the cache.
         """
-        if tokens == 0:
-            return
-        needed = min(self.length - tokens, self.window - 1)
-        if self._held - tokens < needed:
+        super().remove_last(tokens)
+        self._held -= tokens
+        needed = min(self.length, self.window - 1)
+        if self._held < needed:
             raise ValueError(
-                f"RollingLayerCache: cannot remove {tokens} tokens: {self._held} are left of {self.length}, and a "
-                f"window of {self.window} needs the last {needed} before them. Call KVCache.keep_all_tokens() first."
+                f"RollingLayerCache: without the last {tokens} tokens, {max(self._held, 0)} of {self.length} are left; "
+                f"the window of {self.window} needs {needed}. Call KVCache.keep_all_tokens() before the first token."
             )
-        self.length, self._held = self.length - tokens, self._held - tokens
 
 
 class CrossAttentionLayerCache(LayerCache):

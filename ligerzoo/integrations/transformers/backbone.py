@@ -1,17 +1,36 @@
-"""The model without its head, as transformers calls it: token ids to final hidden states."""
+"""A model without its head, as transformers calls it: token ids to final hidden states."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
+from ligerzoo.layers import load_balancing_loss
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import tokens_or_embeddings
 
-HEADS = ("lm_head", "score")
+_HEADS = ("lm_head", "score")
+_UNUSED = ("cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Inputs that transformers' generation and collators pass and that other inputs imply."""
+
+
+@dataclass
+class BackboneOutput(MoeModelOutputWithPast):
+    """Output of `Backbone`.
+
+    Attributes:
+        aux_loss: 0-d load-balancing loss, if `output_router_logits` was set.
+        segment_start: (B or 1, T), index of the first token of each token's segment; None for rows that are not packed.
+    """
+
+    aux_loss: Tensor | None = None
+    segment_start: Tensor | None = None
 
 
 class Backbone(nn.Module):
@@ -21,36 +40,35 @@ class Backbone(nn.Module):
     `language_model`, and other parts, such as the vision tower, keep their names.
 
     Args:
-        model: the model. Its modules are shared, and it keeps working.
+        model: the model. Its modules are shared.
+        config: transformers' config of the model.
 
     Attributes:
-        zoo_model: the model with its head replaced by the identity; not a child. A module that is replaced here, such
-            as by PEFT, is replaced there as well.
+        zoo_model: the model without its head; not a child. A module that is replaced here, such as by PEFT, is replaced
+            there as well.
     """
 
     zoo_model: CausalLM
+    is_text_only: bool
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, config: Any) -> None:
         super().__init__()
         headless = copy.copy(model)
-        headless._modules = {name: module for name, module in model._modules.items() if name not in HEADS}
-        headless.lm_head = nn.Identity()  # type: ignore[assignment]
+        headless._modules = {name: module for name, module in model._modules.items() if name not in _HEADS}
         self.__dict__["zoo_model"] = headless
-        self.is_text_only = not [name for name, _ in headless.named_children() if name not in ("model", "lm_head")]
-        children = headless.model.named_children() if self.is_text_only else headless.named_children()
-        for name, module in children:
-            if name != "lm_head":
-                super().__setattr__("language_model" if name == "model" else name, module)
+        self.config = config
+        self.is_text_only = len(headless._modules) == 1
+        parts = headless.model.named_children() if self.is_text_only else headless.named_children()
+        for name, module in parts:
+            self.add_module("language_model" if name == "model" else name, module)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            if self.is_text_only:
-                setattr(self.zoo_model.model, name, value)
-            else:
-                setattr(self.zoo_model, "model" if name == "language_model" else name, value)
+            owner: nn.Module = self.zoo_model.model if self.is_text_only else self.zoo_model
+            setattr(owner, "model" if name == "language_model" else name, value)
 
-    def to_zoo_name(self, name: str) -> str:
+    def zoo_name(self, name: str) -> str:
         """Returns the name of a parameter in the ligerzoo model, from that in this module."""
         if self.is_text_only:
             return f"model.{name}"
@@ -73,7 +91,7 @@ class Backbone(nn.Module):
 
     def new_cache(self) -> GenerationCache:
         """Returns an empty cache for `past_key_values`."""
-        return GenerationCache(self.zoo_model.new_cache())
+        return GenerationCache(self.zoo_model.new_cache)
 
     def forward(
         self,
@@ -83,23 +101,47 @@ class Backbone(nn.Module):
         past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
         **inputs: Any,
-    ) -> MoeModelOutputWithPast:
+    ) -> BackboneOutput | tuple[Any, ...]:
         """Computes the final hidden states.
 
         Args:
-            input_ids: see `ligerzoo.models.CausalLM.forward`, as the other arguments.
+            input_ids: see `ligerzoo.models.CausalLM.forward`, as for the other inputs.
             attention_mask: padding mask or attention mask.
             position_ids: position of each token.
             past_key_values: cache of earlier tokens.
             inputs_embeds: embeddings instead of `input_ids`.
             use_cache: create a cache if none was passed.
-            inputs: further inputs of the architecture, such as `pixel_values`.
+            output_router_logits: return the router logits of MoE layers and the load-balancing loss.
+            return_dict: False returns a tuple.
+            inputs: further inputs of the architecture, such as `pixel_values`; or `cu_seq_lens_q` from transformers'
+                padding-free collator.
+
+        Raises:
+            LigerzooError: `past_key_values` is a cache of transformers, or an input is unknown.
         """
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        output = self.zoo_model(
-            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds,
-            past_key_values=None if past_key_values is None else past_key_values.caches, use_cache=False, **inputs,
+        if not (past_key_values is None or isinstance(past_key_values, GenerationCache)):
+            raise LigerzooError(
+                "not a cache of this model", where="past_key_values", got=type(past_key_values).__name__,
+                expected="None, or what this model returned",
+            )  # fmt: skip
+        if (boundaries := inputs.pop("cu_seq_lens_q", None)) is not None:
+            inputs["cu_seqlens"] = boundaries
+        hidden, context = self.zoo_model.run_decoder(
+            tokens_or_embeddings(input_ids, inputs_embeds), attention_mask, position_ids,
+            past_key_values=None if past_key_values is None else past_key_values.caches,
+            **{name: value for name, value in inputs.items() if name not in _UNUSED and value is not None},
         )  # fmt: skip
-        return MoeModelOutputWithPast(last_hidden_state=output.logits, past_key_values=past_key_values)
+        output = BackboneOutput(
+            last_hidden_state=hidden, past_key_values=past_key_values, segment_start=context.segment_start
+        )
+        if output_router_logits and context.router_logits:
+            output.router_logits = tuple(context.router_logits)
+            output.aux_loss = load_balancing_loss(
+                context.router_logits, self.config.get_text_config().num_experts_per_tok, context.call_padding_mask()
+            )
+        return output.to_tuple() if return_dict is False else output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ class GenerationCache(Cache):
     """A `ligerzoo.layers.KVCache` as one of transformers' caches.
 
     Args:
-        caches: the cache of a ligerzoo model.
+        new: returns an empty cache of the model.
+
+    Attributes:
+        caches: the cache.
     """
 
-    def __init__(self, caches: KVCache) -> None:
+    def __init__(self, new: Callable[[], KVCache]) -> None:
         super().__init__(layers=[])
-        self.caches = caches
+        self._new, self._keeps_all = new, False
+        self.caches = new()
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Returns the number of tokens in the cache, padding included."""
@@ -39,17 +44,24 @@ class GenerationCache(Cache):
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row, one copy after the other."""
+        """Repeats each row: rows a, b become a, a, b, b."""
         if (rows := self.caches.rows) is not None:
             self.caches.select_rows(torch.arange(rows).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
         """Keeps all tokens from now on, also in sliding-window layers, so that `crop` can remove any number."""
+        self._keeps_all = True
         self.caches.keep_all_tokens()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; the number is negative, as transformers passes it."""
+        """Removes the last `-tokens_to_remove` tokens."""
         self.caches.remove_last(-tokens_to_remove)
+
+    def reset(self) -> None:
+        """Removes all tokens."""
+        self.caches = self._new()
+        if self._keeps_all:
+            self.caches.keep_all_tokens()
 
     @property
     def batch_size(self) -> int:
