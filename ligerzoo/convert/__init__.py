@@ -45,7 +45,7 @@ _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""
 
 _SHARED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
-"""Fields of every config, see `ligerzoo.models.causal_lm.CausalLMConfig`."""
+"""Fields of every config, see `ligerzoo.models.language_model.LanguageModelConfig`."""
 
 
 def architecture_of(model_type: object) -> Architecture:

@@ -30,6 +30,8 @@ _ATTRIBUTES = (
     "cross_attention_inputs",
     "position_ids",
     "router_logits",
+    "hidden_states",
+    "attentions",
     "_full_mask",
     "cache_position",
     "_packed_end",
@@ -37,6 +39,10 @@ _ATTRIBUTES = (
     "_masks",
 )
 """All attributes of a context."""
+
+
+LAYER_OUTPUTS = ("router_logits", "attentions")
+"""Attributes of a context to which layers within a block append tensors."""
 
 
 class Context:
@@ -67,7 +73,11 @@ class Context:
         last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
             token itself.
         cross_attention_inputs: what cross-attention layers attend to; initially None, for nothing.
-        router_logits: (B * T, E) of each MoE layer, in order.
+        router_logits: (B * T, E) of each MoE layer, in order. None to store none.
+        hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
+            final norm. None, the default, to store none.
+        attentions: (B, N, T, S) attention probabilities of each layer, computed in plain torch. None, the default, to
+            store none and use the fused kernels.
 
     Raises:
         ValueError: the shapes, dtypes or values of the inputs are inconsistent.
@@ -123,16 +133,19 @@ class Context:
             position_ids = self._segment_positions()
         self.position_ids = position_ids
         self.cross_attention_inputs: CrossAttentionInputs | None = None
-        self.router_logits: list[Tensor] = []
+        self.router_logits: list[Tensor] | None = []
+        self.hidden_states: list[Tensor] | None = None
+        self.attentions: list[Tensor] | None = None
         self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
 
     def fork(self) -> Context:
-        """Returns a copy with separate `router_logits`, for a layer that is recomputed in the backward pass."""
+        """Returns a copy with separate lists of outputs, for a layer that is recomputed in the backward pass."""
         fork = object.__new__(Context)
         for name in _ATTRIBUTES:  # unlike copy.copy, traceable by all versions of torch.compile
             setattr(fork, name, getattr(self, name))
-        fork.router_logits = []
+        for name in LAYER_OUTPUTS:
+            setattr(fork, name, None if getattr(self, name) is None else [])
         if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork

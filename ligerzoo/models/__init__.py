@@ -1,6 +1,6 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
-from ligerzoo.models.causal_lm import CausalLM, CausalLMOutput
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.gemma import Gemma, GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
 from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
@@ -15,6 +15,7 @@ from ligerzoo.models.mistral import Mistral, MistralConfig
 from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
+from ligerzoo.models.output import CausalLMOutput
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisionConfig

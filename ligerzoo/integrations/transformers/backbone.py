@@ -11,9 +11,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
-from ligerzoo.layers import load_balancing_loss
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import tokens_or_embeddings
+from ligerzoo.models.output import layer_outputs
 
 _HEADS = ("lm_head", "score")
 _UNUSED = ("cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -101,6 +101,8 @@ class Backbone(nn.Module):
         past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         output_router_logits: bool | None = None,
         return_dict: bool | None = None,
         **inputs: Any,
@@ -114,6 +116,8 @@ class Backbone(nn.Module):
             past_key_values: cache of earlier tokens.
             inputs_embeds: embeddings instead of `input_ids`.
             use_cache: create a cache if none was passed.
+            output_hidden_states: return the input of the first block and the output of each block.
+            output_attentions: return the attention probabilities of each layer.
             output_router_logits: return the router logits of MoE layers and the load-balancing loss.
             return_dict: False returns a tuple.
             inputs: further inputs of the architecture, such as `pixel_values`; or `cu_seq_lens_q` from transformers'
@@ -131,17 +135,16 @@ class Backbone(nn.Module):
             )  # fmt: skip
         if (boundaries := inputs.pop("cu_seq_lens_q", None)) is not None:
             inputs["cu_seqlens"] = boundaries
-        hidden, context = self.zoo_model.run_decoder(
+        model = self.zoo_model
+        hidden, context = model.run_decoder(
             tokens_or_embeddings(input_ids, inputs_embeds), attention_mask, position_ids,
             past_key_values=None if past_key_values is None else past_key_values.caches,
+            output_hidden_states=output_hidden_states, output_attentions=output_attentions,
+            output_router_logits=bool(output_router_logits),
             **{name: value for name, value in inputs.items() if name not in _UNUSED and value is not None},
         )  # fmt: skip
         output = BackboneOutput(
-            last_hidden_state=hidden, past_key_values=past_key_values, segment_start=context.segment_start
-        )
-        if output_router_logits and context.router_logits:
-            output.router_logits = tuple(context.router_logits)
-            output.aux_loss = load_balancing_loss(
-                context.router_logits, self.config.get_text_config().num_experts_per_tok, context.call_padding_mask()
-            )
+            last_hidden_state=hidden, past_key_values=past_key_values, aux_loss=model.aux_loss(context),
+            segment_start=context.segment_start, **layer_outputs(context),
+        )  # fmt: skip
         return output.to_tuple() if return_dict is False else output
