@@ -15,16 +15,19 @@ from ligerzoo.models.causal_lm import CausalLM
 CHANGEABLE = frozenset(
     ("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef", "vocab_size")
 )
-"""Fields of our configs that scripts may change in transformers' config. The forward of the wrapper reads them there."""
+"""Fields of our configs that scripts may change in transformers' config, where the wrapper reads them."""
 
 
 def hf_config(model: CausalLM) -> PreTrainedConfig:
     """Returns transformers' config of a model."""
     entries = config_entries(model, model.origin)
     model_type = entries["model_type"]
-    config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
+    try:
+        config_class = CONFIG_MAPPING[model_type]  # not `get`, which ignores classes that are imported lazily
+    except KeyError:  # a class of the user's own
+        config_class = PreTrainedConfig
     config = config_class.from_dict(entries)
-    config.model_type = model_type  # also of a class of the user's own
+    config.model_type = model_type
     config.dtype = model.dtype
     return config
 

@@ -204,7 +204,7 @@ class WrappedCausalLM(Generation, PreTrainedModel):
         is_offloading = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func) is not checkpoint
         for where, got, expected in (("every_n_layers", every_n_layers, 1), ("offload", is_offloading, False)):
             if got != expected:
-                raise LigerzooError("not supported in activation checkpointing", where=where, got=got, expected=expected)
+                raise LigerzooError("activation checkpointing without it", where=where, got=got, expected=expected)
         model.gradient_checkpointing_enable(getattr(gradient_checkpointing_func, "keywords", None))
 
     # Weights
@@ -229,7 +229,8 @@ class WrappedCausalLM(Generation, PreTrainedModel):
         if names != expected:
             raise CheckpointError(
                 "tensors differ from those of the architecture", where=type(self).__name__,
-                got=first_names(sorted(names - expected)) or None, expected=first_names(sorted(expected - names)) or None,
+                got=first_names(sorted(names - expected)) or None,
+                expected=first_names(sorted(expected - names)) or None,
                 remedy="Merge adapters into the weights first.",
             )  # fmt: skip
         model.load_state_dict(weights, assign=True)
@@ -331,8 +332,8 @@ def wrapper_class(model_class: type[CausalLM]) -> type[WrappedCausalLM]:
     *parameters, rest = signature.parameters.values()
     own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in model_class.modalities]
     forward.__signature__ = signature.replace(parameters=[*parameters, *own, rest])  # type: ignore[attr-defined]
-    name = architecture_for(model_class).hf_class
-    return type(name, (WrappedCausalLM,), {"forward": forward, "__module__": __name__, "__doc__": WrappedCausalLM.__doc__})
+    attributes = {"forward": forward, "__module__": __name__, "__doc__": WrappedCausalLM.__doc__}
+    return type(architecture_for(model_class).hf_class, (WrappedCausalLM,), attributes)
 
 
 def __getattr__(name: str) -> type[WrappedCausalLM]:
