@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ligerzoo.convert import architecture_for
+from ligerzoo.convert.weights import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
+from ligerzoo.integrations.transformers.fused import fuse, fused_rules
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import tokens_or_embeddings
 from ligerzoo.models.output import layer_outputs
@@ -40,40 +43,39 @@ class Backbone(nn.Module):
     `language_model`, and other parts, such as the vision tower, keep their names.
 
     Args:
-        model: the model. Its modules are shared.
+        model: the model. Its parameters are shared.
         config: transformers' config of the model.
 
     Attributes:
         zoo_model: the model without its head; not a child. A module that is replaced here, such as by PEFT, is replaced
             there as well.
+        names: names of the parameters in the wrapper, as the layout of a checkpoint.
     """
 
     zoo_model: CausalLM
+    names: Layout
     is_text_only: bool
 
     def __init__(self, model: CausalLM, config: Any) -> None:
         super().__init__()
-        headless = copy.copy(model)
-        headless._modules = {name: module for name, module in model._modules.items() if name not in _HEADS}
-        self.__dict__["zoo_model"] = headless
+        self.__dict__["zoo_model"] = headless = _sharing_weights(model)
+        for name in headless._modules.keys() & _HEADS:
+            del headless._modules[name]
+        rules = fused_rules(architecture_for(type(model)))
+        fuse(headless, rules)
         self.config = config
         self.is_text_only = len(headless._modules) == 1
-        parts = headless.model.named_children() if self.is_text_only else headless.named_children()
-        for name, module in parts:
+        parts = dict(headless.model.named_children() if self.is_text_only else headless.named_children())
+        for name, module in parts.items():
             self.add_module("language_model" if name == "model" else name, module)
+        prefixes = [(f"{name}.", f"model.{'language_model' if name == 'model' else name}.") for name in parts]
+        self.names = Layout(rules, () if self.is_text_only else tuple(prefixes))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             owner: nn.Module = self.zoo_model.model if self.is_text_only else self.zoo_model
             setattr(owner, "model" if name == "language_model" else name, value)
-
-    def zoo_name(self, name: str) -> str:
-        """Returns the name of a parameter in the ligerzoo model, from that in this module."""
-        if self.is_text_only:
-            return f"model.{name}"
-        part, _, rest = name.partition(".")
-        return f"model.{rest}" if part == "language_model" else name
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -148,3 +150,8 @@ class Backbone(nn.Module):
             segment_start=context.segment_start, **layer_outputs(context),
         )  # fmt: skip
         return output.to_tuple() if return_dict is False else output
+
+
+def _sharing_weights(model: CausalLM) -> CausalLM:
+    """Returns a copy of the model with modules of its own and the same parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
+from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError, first_names
 from ligerzoo.integrations.transformers.backbone import Backbone, BackboneOutput
 from ligerzoo.integrations.transformers.config import (
@@ -43,7 +44,7 @@ class WrappedCausalLM(Generation, PreTrainedModel):
     Each architecture has a subclass with the name of its class in transformers.
 
     Args:
-        model: the model. Its modules are shared.
+        model: the model. Its parameters are shared.
 
     Attributes:
         model: the model without its head.
@@ -210,7 +211,7 @@ class WrappedCausalLM(Generation, PreTrainedModel):
     # Weights
 
     def to_zoo_model(self, state: Mapping[str, Tensor] | None = None) -> CausalLM:
-        """Returns a ligerzoo model with these weights, without copying them.
+        """Returns a ligerzoo model with these weights: views of them.
 
         Args:
             state: weights by their names in this model, such as those gathered from all ranks. Default: this model's.
@@ -221,11 +222,11 @@ class WrappedCausalLM(Generation, PreTrainedModel):
         source = self.model.zoo_model
         config = with_changes(source.config, self.config, self._config_before)
         model: CausalLM = architecture_for(type(source)).build_on_meta(config, type(source))
-        given = self.state_dict() if state is None else state
-        weights = {self._zoo_name(name): tensor for name, tensor in given.items()}
+        given = dict(self.state_dict() if state is None else state)
         for name, other in self.all_tied_weights_keys.items():
-            weights.setdefault(self._zoo_name(name), given[other])
-        names, expected = weights.keys(), model.state_dict().keys()
+            given.setdefault(name, given[other])
+        slices = list(self.model.names.slices(shapes_of(model.state_dict())))
+        names, expected = given.keys(), {part.stored_name for part in slices}
         if names != expected:
             raise CheckpointError(
                 "tensors differ from those of the architecture", where=type(self).__name__,
@@ -233,6 +234,7 @@ class WrappedCausalLM(Generation, PreTrainedModel):
                 expected=first_names(sorted(expected - names)) or None,
                 remedy="Merge adapters into the weights first.",
             )  # fmt: skip
+        weights = {part.name: given[part.stored_name][part.stored_index] for part in slices}
         model.load_state_dict(weights, assign=True)
         if config.tie_word_embeddings:
             model.tie_weights()
@@ -241,9 +243,6 @@ class WrappedCausalLM(Generation, PreTrainedModel):
             source.generation_config, self.generation_config, self._generation_config_before
         )
         return model.train(self.training)
-
-    def _zoo_name(self, name: str) -> str:
-        return self.model.zoo_name(name.removeprefix("model.")) if name.startswith("model.") else name
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         """Loads weights under the names of this model, or under the names and in the layout of a checkpoint.
@@ -348,8 +347,10 @@ def __getattr__(name: str) -> type[WrappedCausalLM]:
 def wrap(model: CausalLM) -> WrappedCausalLM:
     """Returns a `PreTrainedModel` around a ligerzoo model, for transformers' Trainer, TRL, PEFT, pipelines and others.
 
-    The wrapper shares the modules of the model. Its class has the name of the architecture's class in transformers, and
-    `config` is transformers' config. Losses and gradients are those of transformers' model, with three differences:
+    The wrapper shares the parameters of the model, but not its modules. Where transformers fuses projections (Phi-3,
+    GLM), so does the wrapper, and the model's parameters become views of the fused ones. The wrapper's class has the
+    name of the architecture's class in transformers, and `config` is transformers' config. Losses and gradients are
+    those of transformers' model, with three differences:
 
     - The embedding of the padding token is trained as any other. transformers never trains it.
     - With label smoothing, the Trainer shifts the labels of vision-language models too. For transformers' own models
