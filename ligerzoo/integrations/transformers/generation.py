@@ -23,6 +23,11 @@ class Generation(GenerationMixin):
 
     model: Backbone
 
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: transformers looks for its mixin among direct bases only."""
+        return True
+
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
         """Continues the prompts as `generate` of transformers, with all its options.
 

@@ -350,14 +350,14 @@ def wrap(model: CausalLM) -> WrappedCausalLM:
     The wrapper shares the parameters of the model, but not its modules. Where transformers fuses projections (Phi-3,
     GLM), so does the wrapper, and the model's parameters become views of the fused ones. The wrapper's class has the
     name of the architecture's class in transformers, and `config` is transformers' config. Losses and gradients are
-    those of transformers' model, with three differences:
+    those of transformers' model, with these differences:
 
     - The embedding of the padding token is trained as any other. transformers never trains it.
     - With label smoothing, the Trainer shifts the labels of vision-language models too. For transformers' own models
       it does not, and so trains them to copy their input.
     - In training, the output has no logits beside the loss unless `logits_to_keep` asks for them.
-
-    Packed rows (`position_ids` that start again) do not predict across their boundaries.
+    - Dropout is never applied, even if the config sets one.
+    - Segments of packed rows (`position_ids` that start again) do not predict across their boundaries.
 
     Args:
         model: a model of ligerzoo.models, of a subclass, or of a registered class.
