@@ -236,7 +236,10 @@ class Attention(nn.Module):
             context: positions and mask of these tokens.
             cache: keys and values of earlier tokens; the new ones are appended.
         """
-        q, k, v = (features.unflatten(-1, (-1, self.head_dim)) for features in self.project(x))
+        q, k, v = (
+            features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
+            for features in self.project(x)
+        )
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.k_norm is not None:

@@ -26,7 +26,7 @@ class FusedAttention(Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries, keys and values, (B, T, heads * D) each."""
-        return self.qkv_proj(x).split(self.sizes, -1)  # type: ignore[no-any-return]
+        return self.qkv_proj(x).split(self.sizes, -1)
 
 
 class FusedGatedMLP(GatedMLP):
@@ -42,7 +42,7 @@ class FusedGatedMLP(GatedMLP):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., H) -> gate and up features, (..., I) each."""
-        return self.gate_up_proj(x).split(self.sizes, -1)  # type: ignore[no-any-return]
+        return self.gate_up_proj(x).split(self.sizes, -1)
 
 
 _CLASSES: Mapping[type, tuple[str, type]] = {
@@ -74,7 +74,7 @@ def fuse(model: nn.Module, rules: tuple[Fused, ...]) -> None:
                 names = [path.rpartition(".")[2] for path in rule.paths]
                 linear, sizes = _fused_linear([module._modules.pop(part) for part in names])
                 module.__class__ = fused_class
-                module.sizes = sizes  # type: ignore[assignment]
+                module.sizes = sizes
                 module.add_module(fused_name, linear)
 
 
@@ -85,7 +85,7 @@ def _fused_linear(parts: list[Any]) -> tuple[nn.Linear, list[int]]:
     for name in [name for name, _ in linear.named_parameters()]:
         pieces = [getattr(part, name) for part in parts]
         whole = nn.Parameter(torch.cat([piece.detach() for piece in pieces]), requires_grad=pieces[0].requires_grad)
-        for piece, view in zip(pieces, whole.detach().split(sizes), strict=True):
+        for piece, view in zip(pieces, torch.split(whole.detach(), sizes), strict=True):
             piece.data = view
         setattr(linear, name, whole)
     return linear, sizes

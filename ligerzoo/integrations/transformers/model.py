@@ -183,7 +183,7 @@ class WrappedCausalLM(Generation, PreTrainedModel):
                 got=f"{model.input_vocab_size} and {model.config.vocab_size}", expected="a model without extra tokens",
             )  # fmt: skip
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        model.config = dataclasses.replace(model.config, vocab_size=self.config.get_text_config().vocab_size)
+        model.config = dataclasses.replace(model.config, vocab_size=self.config.get_text_config().vocab_size)  # type: ignore[type-var]
         return embedding
 
     def initialize_weights(self) -> None:
@@ -340,7 +340,7 @@ def __getattr__(name: str) -> type[WrappedCausalLM]:
     for model_type in MODEL_TYPES:
         architecture = architecture_of(model_type)
         if architecture.hf_class == name:
-            return wrapper_class(architecture.model_class)
+            return wrapper_class(architecture.model_class)  # type: ignore[arg-type]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -365,4 +365,4 @@ def wrap(model: CausalLM) -> WrappedCausalLM:
     Raises:
         ConfigError: the model's class is not registered.
     """
-    return wrapper_class(type(model))(model)
+    return wrapper_class(type(model))(model)  # type: ignore[arg-type]
