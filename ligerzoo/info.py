@@ -21,7 +21,8 @@ from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import MoEConfig
-from ligerzoo.text.tokenizer import FILE_PATTERNS, Tokenizer
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
 PARTS = {
     "visual.": "vision tower",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ligerzoo import AutoModel
@@ -159,3 +160,44 @@ def test_models_without_a_hub_layout(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="the class is not registered"):
         CausalLM.hf_state_dict(object.__new__(Own))
+
+
+# `save_pretrained(state_dict=..., is_main_process=...)`, as accelerate and Hugging Face's Trainer call it
+
+
+@pytest.mark.parametrize("without", [None, HEAD, EMBEDDING])
+@pytest.mark.parametrize("stored", [(), (HEAD,), (EMBEDDING,)])
+def test_saving_another_state(tmp_path: Path, without: str | None, stored: tuple[str, ...]) -> None:
+    """A tied weight may have either name in the state, whichever the files have."""
+    model = tiny_llama(tie_word_embeddings=True)
+    if stored:
+        model.save_pretrained(tmp_path)
+        tensors = stored_tensors(tmp_path)
+        save_file({**dict.fromkeys(stored, tensors[EMBEDDING]),
+                   **{name: tensor for name, tensor in tensors.items() if name != EMBEDDING}},
+                  tmp_path / "model.safetensors")  # fmt: skip
+        model = AutoModel.from_pretrained(tmp_path)
+    state = {name: tensor.bfloat16() + 1 for name, tensor in model.state_dict().items() if name != without}
+    model.save_pretrained(tmp_path, True, state, print)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert raw_bytes({name: tensor for name, tensor in loaded.state_dict().items() if name in state}) == raw_bytes(
+        state
+    )
+    assert {HEAD, EMBEDDING} & stored_tensors(tmp_path).keys() == set(stored or (EMBEDDING,))
+
+
+def test_only_the_main_process_saves(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "none", is_main_process=False, state_dict={})
+    tiny_llama().save_pretrained(tmp_path / "none", is_main_process=False)
+    assert not (tmp_path / "none").exists()
+
+
+def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    state = model.state_dict()
+    with pytest.raises(CheckpointError, match=r"none: tensors differ .*; got 'x'\. Merge"):
+        model.save_pretrained(tmp_path / "none", state_dict={**state, "x": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight': wrong shape; got \(9,\); expected \(8,\)"):
+        model.save_pretrained(tmp_path / "none", state_dict={**state, NORM: torch.ones(9)})
+    assert not (tmp_path / "none").exists()

@@ -100,13 +100,13 @@ def load(
         }
 
     weights |= {name: weights[TIED[name]] for name in match.tied}
-    if device.type != "meta" and (match.missing or _has_tensors_outside_state_dict(model)):
+    if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
         model = architecture.build(config, model_class, device)
     weights |= {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items() if name in match.missing}
     model.load_state_dict(weights, assign=True)
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
-    raw = _tie_if_equal(model, raw)
+    raw = tie_if_equal(model, raw)
     read_config = None if overrides else model.config
     model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
     model.generation_config = generation_config
@@ -257,7 +257,7 @@ def _read(
         return assemble(slices, shapes, read, dtype=dtype, device=device)
 
 
-def _has_tensors_outside_state_dict(model: CausalLM) -> bool:
+def has_tensors_outside_state_dict(model: CausalLM) -> bool:
     """Returns whether a module holds a tensor that only its constructor can compute.
 
     Such a tensor is a buffer that is not persistent, or a plain attribute. On the meta device it has no data.
@@ -281,7 +281,7 @@ def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:
     return f"{directory}: {'; '.join(parts)}. model.origin.missing and model.origin.unexpected list all."
 
 
-def _tie_if_equal(model: CausalLM, raw: dict[str, Any]) -> dict[str, Any]:
+def tie_if_equal(model: CausalLM, raw: dict[str, Any]) -> dict[str, Any]:
     """Ties the head to the embedding if the config says so and their weights are equal.
 
     If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the

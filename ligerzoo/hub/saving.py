@@ -8,43 +8,77 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ligerzoo.convert import architecture_for
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.files.checkpoint import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
+from ligerzoo.hub.matching import TIED
 from ligerzoo.hub.origin import Origin, is_of
-from ligerzoo.hub.state import refuse_changed_modules, stored_tensors
+from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
+from ligerzoo.hub.state import refuse_other_names, stored_tensors
 from ligerzoo.models.causal_lm import CausalLM
 
 
-def save(model: CausalLM, directory: str | Path, *, max_shard_size: int | str = "5GB", native: bool = False) -> None:
+def save(
+    model: CausalLM,
+    directory: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    native: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    is_main_process: bool | None = None,
+) -> None:
     """Writes config.json, generation_config.json and the weights in Hugging Face format. Other files are kept.
 
     Tensors are written with the names and shapes they were loaded from, and config.json with the entries it had, except
     for changed values. The directory is replaced in one step: a process killed at any time leaves the old checkpoint or
     the new one.
 
+    If weights are DTensors, as with FSDP2 and tensor parallelism, all ranks must call this function. One rank writes.
+    Each rank holds its shards and one whole parameter at a time.
+
     Args:
         model: a model of ligerzoo.models, of a subclass, or of a registered class.
         directory: created if it does not exist.
         max_shard_size: maximum bytes of tensors per file, as a number or a string such as "5GB".
         native: ignore the layout of the checkpoint that the model was loaded from, and use that of a new model.
+        state_dict: weights to save instead of those of the model, by the names of `model.state_dict()`. Without
+            DTensors, the processes that do not write may pass an empty one, as accelerate's `get_state_dict` returns.
+        is_main_process: whether this process writes the files. None means yes, or the lowest rank if weights are
+            DTensors.
 
     Raises:
         ConfigError: The model's class or its config class is not registered.
-        CheckpointError: The directory cannot be written, or a tensor cannot be stored, or the model has other tensors
-            than its class builds.
+        CheckpointError: The directory cannot be written, or a tensor cannot be stored, or the weights have other names
+            or shapes than those that the model's class builds.
     """
+    state = model.state_dict() if state_dict is None else _with_both_tied_weights(state_dict, model)
+    if is_main_process is False and not is_sharded(state):
+        return
     architecture = architecture_for(type(model))
     _refuse_other_config(model, architecture)
-    refuse_changed_modules(model, directory)
+    refuse_other_names(state, model, directory)
     origin = None if native else model.origin
-    files = {CONFIG_FILE: _json(config_entries(model, origin))}
+    files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
-    write_checkpoint(directory, stored_tensors(model, origin), files, max_shard_size=max_shard_size)
+    tensors = stored_tensors(model, origin, state)
+    if isinstance(tensors, GatheredTensors):
+        write_gathered(directory, tensors, files, max_shard_size=max_shard_size, is_main_process=is_main_process)
+    else:
+        write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size)
+
+
+def _with_both_tied_weights(state: Mapping[str, Tensor], model: CausalLM) -> Mapping[str, Tensor]:
+    """Adds a tied weight that a state dict has under one name only."""
+    if not model.config.tie_word_embeddings:
+        return state
+    return {**state, **{TIED[name]: state[name] for name in TIED if name in state and TIED[name] not in state}}
 
 
 def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
@@ -61,7 +95,7 @@ def _refuse_other_config(model: CausalLM, architecture: Architecture) -> None:
         )  # fmt: skip
 
 
-def config_entries(model: CausalLM, origin: Origin | None) -> dict[str, Any]:
+def config_entries(model: CausalLM, origin: Origin | None, weight_dtype: torch.dtype) -> dict[str, Any]:
     """Returns the entries of config.json: those of the origin, except for changed values."""
     architecture = architecture_for(type(model))
     is_own = is_of(origin, architecture)
@@ -78,9 +112,9 @@ def config_entries(model: CausalLM, origin: Origin | None) -> dict[str, Any]:
         classes = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
         content = {**classes, **inherited, **architecture.config_to_hf(model.config)}
     dtype = stored_dtype(content)
-    if dtype != model.dtype and not (dtype is None and origin is not None):
+    if dtype != weight_dtype and not (dtype is None and origin is not None):
         content.pop("dtype", None)
-        content["torch_dtype"] = str(model.dtype).removeprefix("torch.")  # the spelling that every version reads
+        content["torch_dtype"] = str(weight_dtype).removeprefix("torch.")  # the spelling that every version reads
     return content
 
 

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ligerzoo.convert import architecture_for
 from ligerzoo.convert.weights import Layout, Shape, StoredTensors, TensorSlice, assemble, shapes_of
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.hub.matching import EMBEDDING, HEAD, Source, match_tensors
 from ligerzoo.hub.origin import Origin, is_of
+from ligerzoo.hub.sharding import GatheredTensors, full, is_dtensor, is_sharded, shard_like
 from ligerzoo.models.causal_lm import CausalLM
 
 
 def hf_state_dict(model: CausalLM) -> dict[str, Tensor]:
     """Returns the weights under the names and in the shapes that `save_pretrained` writes.
 
-    Made for sending weights to another library, such as vLLM, and for optimizers' and trainers' checkpoints. Tensors
-    share memory with the parameters, except those that concatenate several parameters, such as Phi3's `qkv_proj`: they
-    are copies. A tied weight is returned once, unless the checkpoint that the model was loaded from stores it twice.
+    Made for sending weights to another library, such as vLLM, and for the checkpoints of trainers. Tensors share memory
+    with the parameters, except those that concatenate several parameters, such as Phi3's `qkv_proj`: they are copies. A
+    tied weight is returned once, unless the checkpoint that the model was loaded from stores it twice.
+
+    If parameters are DTensors, all ranks must call this function, and each gets copies of all weights. To hold one
+    weight at a time, use `iterate_hf_state_dict`.
 
     Raises:
         ConfigError: The model's class is not registered.
         CheckpointError: The model has other tensors than its class builds, such as adapters.
     """
-    refuse_changed_modules(model, "hf_state_dict")
-    return dict(stored_tensors(model, model.origin))
+    return dict(iterate_hf_state_dict(model))
+
+
+def iterate_hf_state_dict(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Yields the items of `hf_state_dict` one at a time, such as for vLLM's `load_weights`.
+
+    If parameters are DTensors, each is gathered when it is needed. All ranks must then exhaust the iterator.
+
+    Raises:
+        ConfigError: As `hf_state_dict`.
+        CheckpointError: As `hf_state_dict`.
+    """
+    state = model.state_dict()
+    refuse_other_names(state, model, "hf_state_dict")
+    yield from stored_tensors(model, model.origin, state).items()
 
 
 def load_hf_state_dict(model: CausalLM, state: Mapping[str, Tensor]) -> None:
@@ -52,10 +68,10 @@ def load_hf_state_dict(model: CausalLM, state: Mapping[str, Tensor]) -> None:
             weight is given twice with different values; or the model is on the meta device, or has other tensors than
             its class builds, such as adapters.
     """
-    refuse_changed_modules(model, "load_hf_state_dict")
-    architecture = architecture_for(type(model))
-    _refuse_other_values(state)
     parameters: dict[str, Tensor] = model.state_dict()
+    refuse_other_names(parameters, model, "load_hf_state_dict")
+    _refuse_other_values(state)
+    architecture = architecture_for(type(model))
     shapes = shapes_of(parameters)
     source = Source(
         state,
@@ -66,47 +82,71 @@ def load_hf_state_dict(model: CausalLM, state: Mapping[str, Tensor]) -> None:
     )
     slices = match_tensors(source, architecture, model.config, shapes, num_layers=None, strict=True).slices
     _refuse_parameters_without_data(parameters)
-    if _is_tied(model):
+    if model.lm_head.weight is model.model.embed_tokens.weight:
         _refuse_different_tied_weights(state, slices)
     with torch.no_grad():
         for name, parts in groupby(slices, key=lambda part: part.name):
             _copy(parts, state, parameters[name])
 
 
-def refuse_changed_modules(model: CausalLM, where: str | Path) -> None:
-    """Raises CheckpointError if modules were replaced, such as by adapters: the result could not be loaded."""
+def refuse_other_names(state: Mapping[str, Tensor], model: CausalLM, where: str | Path) -> None:
+    """Raises CheckpointError if modules were replaced, such as by adapters: the result could not be loaded.
+
+    Args:
+        state: the state dict of the model.
+        model: a model of ligerzoo.models, of a subclass, or of a registered class.
+        where: directory or function, for the error message.
+    """
     architecture = architecture_for(type(model))
-    expected = architecture.build_on_meta(model.config, type(model)).state_dict().keys()
-    names = model.state_dict().keys()
-    if names != expected:
+    expected = shapes_of(architecture.build_on_meta(model.config, type(model)).state_dict())
+    if state.keys() != expected.keys():
         raise CheckpointError(
             "tensors differ from those of the architecture", where=where,
-            got=first_names(sorted(names - expected)) or None, expected=first_names(sorted(expected - names)) or None,
+            got=first_names(sorted(state.keys() - expected.keys())) or None,
+            expected=first_names(sorted(expected.keys() - state.keys())) or None,
             remedy="Merge adapters into the weights and remove parametrizations first.",
         )  # fmt: skip
+    for name, shape in shapes_of(state).items():
+        if shape != expected[name]:
+            raise CheckpointError(
+                "wrong shape",
+                where=f"{where}, parameter {name!r}",
+                got=shape,
+                expected=f"{expected[name]}, as in the config",
+            )
 
 
-def stored_tensors(model: CausalLM, origin: Origin | None) -> Mapping[str, Tensor]:
+def stored_tensors(model: CausalLM, origin: Origin | None, state: Mapping[str, Tensor]) -> StoredTensors:
     """Returns the tensors to save by their stored names, in the layout of the origin, or else that of a new model.
 
     A tied weight is saved once, unless the origin stored it twice. Other parameters that share memory are saved under
     each of their names.
+
+    Args:
+        model: the model.
+        origin: the checkpoint that determines the layout; None for the layout of a new model.
+        state: all tensors of the model, by parameter name.
     """
     architecture = architecture_for(type(model))
     if not is_of(origin, architecture):
         origin = None
     layout = origin.layout if origin else architecture.layout_of_new
-    state: dict[str, Tensor] = model.state_dict()
-    if _is_tied(model):
+    tensors = dict(state)
+    if _is_tied(model, state):
         for name in origin.tied if origin else (HEAD,):
-            del state[name]
+            del tensors[name]
     extra_tensors = origin.extra_tensors if origin else {}
-    slices = [*layout.slices(shapes_of(state)), *Layout().slices(shapes_of(extra_tensors))]
-    return StoredTensors(slices, {**state, **extra_tensors})
+    slices = [*layout.slices(shapes_of(tensors)), *Layout().slices(shapes_of(extra_tensors))]
+    kind = GatheredTensors if is_sharded(tensors) else StoredTensors
+    return kind(slices, {**tensors, **extra_tensors})
 
 
-def _is_tied(model: CausalLM) -> bool:
-    return model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+def _is_tied(model: CausalLM, state: Mapping[str, Tensor]) -> bool:
+    """Returns whether the config ties the head to the embedding, and their weights are equal."""
+    if not model.config.tie_word_embeddings or is_sharded(state):  # a comparison of DTensors would communicate
+        return model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+    head, embedding = state[HEAD], state[EMBEDDING]
+    return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
 
 
 def _refuse_other_values(state: Mapping[str, Tensor]) -> None:
@@ -129,7 +169,7 @@ def _refuse_parameters_without_data(parameters: Mapping[str, Tensor]) -> None:
 
 def _refuse_different_tied_weights(state: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
     given = [part.stored_name for part in slices if part.name in (HEAD, EMBEDDING)]
-    if len(given) == 2 and not torch.equal(*(_full(state[name]) for name in given)):
+    if len(given) == 2 and not torch.equal(*(full(state[name]) for name in given)):
         raise CheckpointError(
             "tied weights have different values", where=f"state, tensors {given[0]!r} and {given[1]!r}",
             expected="equal tensors, or one of them",
@@ -141,20 +181,13 @@ def _copy(parts: Iterable[TensorSlice], state: Mapping[str, Tensor], parameter: 
     """Copies the slices of stored tensors that make up a parameter. With a DTensor, each rank copies its shard."""
 
     def read(part: TensorSlice) -> Tensor:
-        return _full(state[part.stored_name])[part.stored_index]
+        return full(state[part.stored_name])[part.stored_index].to(parameter.device)
 
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         for part in parts:
             parameter[part.index].copy_(read(part))
         return
     parts = list(parts)
-    shapes: dict[str, Shape] = {parts[0].name: tuple(parameter.shape)}
-    value = assemble(
-        parts, shapes, lambda part: read(part).to(parameter.device), dtype=parameter.dtype, device=parameter.device
-    )
-    [whole] = value.values()
-    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    shapes: dict[str, Shape] = {part.name: tuple(parameter.shape) for part in parts}
+    [value] = assemble(parts, shapes, read, dtype=parameter.dtype, device=parameter.device).values()
+    parameter.copy_(shard_like(parameter, value))

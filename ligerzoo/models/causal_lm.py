@@ -195,11 +195,27 @@ class CausalLM(LanguageModel):
             cache_dir=cache_dir, local_files_only=local_files_only, **overrides,
         )  # fmt: skip
 
-    def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Saves the model to `directory` in Hugging Face format; see `ligerzoo.hub.save`."""
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        is_main_process: bool | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_function: object = None,
+        *,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Saves the model to `directory` in Hugging Face format; see `ligerzoo.hub.save`.
+
+        Args:
+            directory: created if it does not exist.
+            is_main_process: whether this process writes; default: yes, or the lowest rank if weights are DTensors.
+            state_dict: weights to save instead of the model's, by the names of `state_dict()`.
+            save_function: unused; scripts for accelerate pass `accelerator.save`. Files are always written atomically.
+            max_shard_size: maximum bytes of tensors per file, as a number or a string such as "5GB".
+        """
         from ligerzoo import hub
 
-        hub.save(self, directory, max_shard_size=max_shard_size)
+        hub.save(self, directory, max_shard_size=max_shard_size, state_dict=state_dict, is_main_process=is_main_process)
 
     def hf_state_dict(self) -> dict[str, Tensor]:
         """Returns the weights under the names and in the shapes of checkpoints; see `ligerzoo.hub.hf_state_dict`."""

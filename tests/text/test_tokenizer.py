@@ -187,7 +187,7 @@ def token_object(content: str, **flags: bool) -> dict[str, Any]:
 def test_ids_and_texts_equal_transformers(directories: dict[str, Path], kind: str, add_special_tokens: bool) -> None:
     ours, theirs = Tokenizer.from_pretrained(directories[kind]), AutoTokenizer.from_pretrained(directories[kind])
     for text in TEXTS:
-        ids = ours.encode(text, add_special_tokens)
+        ids = ours.encode(text, add_special_tokens=add_special_tokens)
         assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
         for skip in (False, True):
             expected = theirs.decode(ids, skip_special_tokens=skip)
@@ -225,7 +225,7 @@ def test_batches_equal_transformers(directories: dict[str, Path], kind: str, pad
     for name in ("input_ids", "attention_mask"):
         assert got[name].dtype == torch.int64
         assert torch.equal(got[name], expected[name])
-        assert ours(texts, padding_side=padding_side)[name] == expected[name].tolist()
+        assert ours(texts, padding=True, padding_side=padding_side)[name] == expected[name].tolist()
 
 
 TOKEN_CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -312,7 +312,7 @@ def test_padding_needs_a_token_only_when_texts_differ_in_length(tokenizers: dict
     tokenizer = tokenizers["unigram"]
     assert tokenizer(["a", "a"])["attention_mask"] == [[1] * len(tokenizer.encode("a"))] * 2
     with pytest.raises(TokenizerError, match="neither a pad_token nor an eos_token"):
-        tokenizer(["a", "a longer text"])
+        tokenizer(["a", "a longer text"], padding=True)
 
 
 @pytest.mark.parametrize("text", ["half a pair \ud83d", b"bytes", None, 3])

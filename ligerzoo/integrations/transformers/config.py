@@ -20,7 +20,7 @@ CHANGEABLE = frozenset(
 
 def hf_config(model: CausalLM) -> PreTrainedConfig:
     """Returns transformers' config of a model."""
-    entries = config_entries(model, model.origin)
+    entries = config_entries(model, model.origin, model.dtype)
     model_type = entries["model_type"]
     try:
         config_class = CONFIG_MAPPING[model_type]  # not `get`, which ignores classes that are imported lazily

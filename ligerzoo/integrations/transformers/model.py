@@ -305,10 +305,9 @@ class WrappedCausalLM(Generation, PreTrainedModel):
         if not is_main_process and state_dict is not None:
             return
         model = self.to_zoo_model(state_dict)
-        if is_main_process:
-            model.save_pretrained(save_directory, max_shard_size=max_shard_size)
-            if push_to_hub:
-                model.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+        model.save_pretrained(save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
+        if push_to_hub and is_main_process:
+            model.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **options: Any) -> WrappedCausalLM:
