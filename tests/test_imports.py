@@ -34,7 +34,7 @@ ARROWS = {
     "hub": ("convert errors files models", "vision"),
     "generate": ("errors", ""),
     "info": ("convert errors files models text", ""),
-    "integrations": ("kernels layers", ""),
+    "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "cli": ("errors ligerzoo", "demo files generate hub info models text vision"),
     "__main__": ("cli", ""),

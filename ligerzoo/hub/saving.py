@@ -64,7 +64,7 @@ def save(
     _refuse_other_config(model, architecture)
     refuse_other_names(state, model, directory)
     origin = None if native else model.origin
-    files = {CONFIG_FILE: _config_json(model, origin, next(iter(state.values())).dtype)}
+    files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
     tensors = stored_tensors(model, origin, state)
@@ -95,7 +95,8 @@ def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> No
         )  # fmt: skip
 
 
-def _config_json(model: LanguageModel, origin: Origin | None, weight_dtype: torch.dtype) -> str:
+def config_entries(model: LanguageModel, origin: Origin | None, weight_dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the entries of config.json: those of the origin, except for changed values."""
     architecture = architecture_of_model(model)
     is_own = is_of(origin, architecture)
     if origin is not None and is_own and model.config == origin.config:
@@ -114,7 +115,7 @@ def _config_json(model: LanguageModel, origin: Origin | None, weight_dtype: torc
     if dtype != weight_dtype and not (dtype is None and origin is not None):
         content.pop("dtype", None)
         content["torch_dtype"] = str(weight_dtype).removeprefix("torch.")  # the spelling that every version reads
-    return _json(content)
+    return content
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -240,7 +240,8 @@ class Attention(nn.Module):
         """
         check_features(self, x, self.hidden_size)
         q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
+            for features in self.project(x)
         )
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -258,6 +259,10 @@ class Attention(nn.Module):
         )
         out = self.attend(q, k, v, mask, context)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""

@@ -44,12 +44,16 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
         check_features(self, x, self.hidden_size)
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = self.project(x)
         if is_plain(self.down_proj, Linear, nn.Linear):
             weight, bias = self.down_proj.weight, self.down_proj.bias
             return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
         gated = glu(gate, up, activation=self.activation, backend=self.backend)
         return self.down_proj(gated)  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(..., H) -> gate and up features, (..., I) each."""
+        return self.gate_proj(x), self.up_proj(x)
 
 
 class MLP(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -153,6 +153,24 @@ class CausalLM(LanguageModel):
     def aux_loss(self, context: Context) -> Tensor | None:
         """Returns an auxiliary loss from what layers stored in the context, 0-d; None if the architecture has none."""
         return None
+
+    def repeat_rows(
+        self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Repeats the inputs of each row of a batch, as beam search does: rows a, b become a, a, b, b.
+
+        Architectures whose inputs have no row dimension, such as one list of the images of all rows, override it.
+
+        Args:
+            modalities: inputs of the architecture; see `embed`.
+            repeats: number of copies of each row.
+            input_ids: (B, T), before repetition.
+            attention_mask: (B, T) padding mask.
+        """
+        return {
+            name: value.repeat_interleave(repeats, 0) if isinstance(value, Tensor) else value
+            for name, value in modalities.items()
+        }
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Continues the prompts; see `ligerzoo.generate.generate` for the options.

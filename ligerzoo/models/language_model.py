@@ -209,6 +209,17 @@ class LanguageModel(nn.Module):
     """Per-token model inputs, (B, T, ...); `generate` pads and slices them like `input_ids`."""
 
     @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrong.
+
+        The Trainer recognizes its own models only, by their class.
+        """
+        raise LigerzooError(
+            "a model without transformers' interface cannot be trained by its Trainer", where=type(self).__name__,
+            remedy="Give the Trainer ligerzoo.integrations.transformers.wrap(model).",
+        )  # fmt: skip
+
+    @property
     def base_model(self) -> Decoder:
         """The decoder; the name that transformers uses."""
         return self.model

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
 from ligerzoo.hub import Origin, loading
-from ligerzoo.hub.saving import _config_json
+from ligerzoo.hub.saving import config_entries
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
@@ -162,7 +162,7 @@ def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
                 changed = dataclasses.replace(config, **{field.name: value})
                 model.config = changed
                 if changed != config:
-                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin, model.dtype)))
+                    again = architecture.config_from_hf(config_entries(model, model.origin, model.dtype))
                     assert settled(again) == settled(changed), field.name
 
 

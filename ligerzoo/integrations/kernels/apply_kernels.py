@@ -131,7 +131,7 @@ class _Application:
             found = recognize_causal_lm(module)
             self.replace(module, found, "loss", enabled)
             if module in self.kernels and isinstance(module, PreTrainedModel):
-                head = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+                head = module.get_output_embeddings()
                 self.replace(head, HEAD, "loss", enabled)
 
     def replace(self, module: nn.Module, found: Replacement | str | None, option: str, enabled: bool) -> None:

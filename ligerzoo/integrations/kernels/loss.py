@@ -273,7 +273,7 @@ def recognize_causal_lm(module: nn.Module) -> Replacement | str | None:
     if not isinstance(module, PreTrainedModel):
         return None
     forward = type(module).forward
-    head: Any = module.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = module.get_output_embeddings()
     if head is None or "labels" not in inspect.signature(forward).parameters:
         return None
     if "loss_function" not in inspect.unwrap(forward).__code__.co_names:

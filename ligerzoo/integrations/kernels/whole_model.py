@@ -48,7 +48,7 @@ def change(before: list[Tensor], after: list[Tensor] | str) -> str | None:
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:
     """(1, T) tokens, none of which the config names, such as placeholders of images."""
-    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    weight: Tensor = model.get_input_embeddings().weight
     configs = (model.config, model.config.get_text_config())
     special = {
         value
