@@ -368,5 +368,5 @@ def repeated_items(mask: Tensor, tokens: Tensor, repeats: int) -> list[int]:
     """
     ends = mask.sum(1).cumsum(0)
     row_of_item = torch.searchsorted(ends, (tokens.cumsum(0) - tokens).to(ends.device), right=True).tolist()
-    items_of_row = [[i for i, row in enumerate(row_of_item) if row == wanted] for wanted in range(len(mask))]
+    items_of_row = [[i for i, row in enumerate(row_of_item) if row == index] for index in range(len(mask))]
     return [item for items in items_of_row for _ in range(repeats) for item in items]

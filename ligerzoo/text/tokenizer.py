@@ -790,10 +790,10 @@ def _flattened(values: Iterable[Any]) -> list[Any]:
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in options:
-        known = [option for option in inspect.signature(Tokenizer.__call__).parameters if option != "self"]
-        nearest = difflib.get_close_matches(name, known, n=1)
+        accepted = [option for option in inspect.signature(Tokenizer.__call__).parameters if option != "self"]
+        nearest = difflib.get_close_matches(name, accepted, n=1)
         raise TokenizerError(
-            "not an option of the tokenizer", where=name, expected=", ".join(known[:-1]),
+            "not an option of the tokenizer", where=name, expected=", ".join(accepted[:-1]),
             remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
         )  # fmt: skip
 

@@ -107,8 +107,8 @@ def test_training_is_that_of_transformers(model_type: str, options: dict[str, An
     expected, figures = train(theirs(directory), tmp_path / "theirs", **options)
     trainer, got = train(ours(directory), tmp_path / "ours", **options)
     torch.testing.assert_close(got, figures, rtol=0, atol=1e-5)
-    evaluated, wanted = trainer.evaluate()["eval_loss"], expected.evaluate()["eval_loss"]
-    assert abs(evaluated - wanted) < 1e-5
+    evaluated, reference = trainer.evaluate()["eval_loss"], expected.evaluate()["eval_loss"]
+    assert abs(evaluated - reference) < 1e-5
     metrics = [t.predict(text_rows()[:4]) for t in (trainer, expected)]
     assert_close(*(torch.from_numpy(m.predictions) for m in metrics), "predictions")  # type: ignore[call-arg]
 
@@ -159,10 +159,10 @@ def test_logits_loss_and_gradients(model_type: str, tmp_path: Path) -> None:
             got[name][padding] = expected[name][padding] = 0
         assert_close(got[name], expected[name], name)
     assert len(got.keys() & expected.keys()) > len(expected) / 2  # towers have other names
-    out, wanted = (model(**batch) for model in models)
-    assert_close(out.logits, wanted.logits, "logits")
-    torch.testing.assert_close(out.loss, wanted.loss, rtol=0, atol=1e-5)
-    assert list(out) == [name for name in wanted if name != "past_key_values"]
+    out, reference = (model(**batch) for model in models)
+    assert_close(out.logits, reference.logits, "logits")
+    torch.testing.assert_close(out.loss, reference.loss, rtol=0, atol=1e-5)
+    assert list(out) == [name for name in reference if name != "past_key_values"]
     assert len(models[0](**batch, return_dict=False)) == len(out)
     models[0].train()
     assert list(models[0](**batch)) == ["loss"]
@@ -172,10 +172,10 @@ def test_logits_loss_and_gradients(model_type: str, tmp_path: Path) -> None:
 def test_router_logits_and_load_balancing_loss(tmp_path: Path) -> None:
     directory = written("mixtral", tmp_path, "load-balancing loss")
     batch, models = collate(text_rows((9, 5))), (ours(directory), theirs(directory))
-    out, wanted = (model(**batch) for model in models)
+    out, reference = (model(**batch) for model in models)
     for name in ("loss", "aux_loss"):
-        torch.testing.assert_close(out[name], wanted[name], rtol=0, atol=1e-5)
-    for got, expected in zip(out.router_logits, wanted.router_logits, strict=True):
+        torch.testing.assert_close(out[name], reference[name], rtol=0, atol=1e-5)
+    for got, expected in zip(out.router_logits, reference.router_logits, strict=True):
         assert_close(got, expected, "router logits")
     body = models[0].base_model(batch["input_ids"], batch["attention_mask"], output_router_logits=True, use_cache=False)
     assert len(body.router_logits) == 2
@@ -183,9 +183,9 @@ def test_router_logits_and_load_balancing_loss(tmp_path: Path) -> None:
     assert_close(logits, out.logits, "logits")
     for model in models:
         model.config.output_router_logits = False
-    out, wanted = (model(**batch) for model in models)
+    out, reference = (model(**batch) for model in models)
     assert out.get("aux_loss") is None
-    torch.testing.assert_close(out.loss, wanted.loss, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.loss, reference.loss, rtol=0, atol=1e-5)
 
 
 GENERATION: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -178,7 +178,7 @@ def test_mismatched_shapes_and_dtypes(change: dict[str, Tensor]) -> None:
         experts_mlp(**(inputs | change))
 
 
-def test_expert_ids_that_are_no_integers() -> None:
+def test_expert_ids_of_a_floating_dtype() -> None:
     x, _, *others = make(5, 33, 17, 3, 2, torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"experts_mlp: expert_ids has dtype torch\.float32; expected an integer"):
         experts_mlp(x, torch.zeros(5, 2), *others)

@@ -36,7 +36,7 @@ def apply(
     """Replaces modules of one transformers model by ligerzoo's kernels, in place.
 
     Modules are recognized by their structure and class name, so that families that are not listed in
-    docs/kernels-in-transformers.md are replaced as far as their modules are known. Parameters, their names and
+    docs/kernels-in-transformers.md are replaced as far as their modules are outcomes. Parameters, their names and
     `state_dict` do not change; nor do the classes of transformers, and all other models. On a CPU the replaced
     modules compute with the references of the kernels, in plain torch.
 
@@ -112,12 +112,12 @@ class _Application:
 
     def replace_each(self, recognize: Recognize, option: str, enabled: bool) -> None:
         """Replaces the modules that a function recognizes; `option` is the argument of `apply` that enables it."""
-        known: dict[Any, Replacement | str | None] = {}
+        outcomes: dict[Any, Replacement | str | None] = {}
         for _name, module in self.modules:
             key = signature(module) if next(module.children(), None) is None else module
-            if key not in known:
-                known[key] = recognize(module)
-            self.replace(module, known[key], option, enabled)
+            if key not in outcomes:
+                outcomes[key] = recognize(module)
+            self.replace(module, outcomes[key], option, enabled)
 
     def replace_attention(self, rope: bool, attention: bool) -> None:
         """Replaces parts of the attention modules."""

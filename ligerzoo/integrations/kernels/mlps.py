@@ -90,7 +90,7 @@ STRUCTURES = (
 def recognize_mlp(module: nn.Module) -> Replacement | str | None:
     """Returns the replacement of an MLP, or why it has none; None for other modules."""
     children = {name for name, _child in module.named_children()} - set(ACTIVATION_NAMES)
-    structure = next((known for known in STRUCTURES if children == set(known.projections)), None)
+    structure = next((candidate for candidate in STRUCTURES if children == set(candidate.projections)), None)
     if structure is None:
         return "its projections have no known names" if type(module).__name__.endswith("MLP") else None
     name = activation_of(module)
@@ -108,7 +108,9 @@ def activation_of(module: nn.Module) -> Activation | None:
     x = torch.linspace(-30, 30, 601)
     with torch.no_grad():
         y = function(x)
-    return next((name for name, known in ACTIVATIONS.items() if torch.allclose(known(x), y, rtol=0, atol=1e-6)), None)
+    return next(
+        (name for name, reference in ACTIVATIONS.items() if torch.allclose(reference(x), y, rtol=0, atol=1e-6)), None
+    )
 
 
 def _activation_name(module: nn.Module) -> str:
