@@ -273,9 +273,9 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
     actions = [action for parser in parsers for action in parser._actions]
     subparsers = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
-    assert {action.option_strings[0] for action in options if action.type not in (None, Path, cli.stop_text)} == set(
-        NUMBERS
-    )
+    assert {
+        action.option_strings[0] for action in options if action.type not in (None, Path, cli.arguments.stop_text)
+    } == set(NUMBERS)
 
 
 STREAMS = [

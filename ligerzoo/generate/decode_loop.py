@@ -46,7 +46,8 @@ def generate(
     its config. No other option has a default there.
 
     Args:
-        model: a causal language model. Its training mode is not changed.
+        model: a causal language model. Its training mode is not changed. Runs uncompiled after `model.compile()`, and
+            compiled if it is the result of `torch.compile(model)`.
         input_ids: (B, T) token ids. No prompt may be empty.
         attention_mask: (B, T), 1 for a token and 0 for padding. Padding may be anywhere: each row is continued as if it
             were alone, except with rotary position types longrope and dynamic, which depend on the longest row.

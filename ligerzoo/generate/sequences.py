@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, require, require_bool, type_name
@@ -51,7 +51,9 @@ class Sequences:
                 model_inputs[name] = _align(value, attention_mask, self.prompts.shape[1])
         if hasattr(model, "check_inputs"):
             model.check_inputs(self.prompts, self._padding_mask, **model_inputs)
-        self._model, self._inputs, self._use_cache = model, model_inputs, use_cache
+        # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
+        self._model: Callable[..., Any] = model._call_impl if isinstance(model, nn.Module) else model
+        self._inputs, self._use_cache = model_inputs, use_cache
         self._cache: Any = None
         self._newest = self.prompts
         self._position_ids: Tensor | None = None

@@ -13,8 +13,8 @@ from ligerzoo.convert import architecture_for_config
 from ligerzoo.convert.fields import parse_dtype
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
 from ligerzoo.convert.weights import Rule
+from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
-from ligerzoo.hub.loading import available_device
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 

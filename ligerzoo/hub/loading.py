@@ -26,6 +26,7 @@ from ligerzoo.convert.architecture import Architecture, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
 from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
+from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, read_json
@@ -114,25 +115,6 @@ def load(
     model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
     model.generation_config = generation_config
     return model.eval()
-
-
-def available_device(device: str | torch.device | None) -> torch.device:
-    """Returns the device, torch's default device if None.
-
-    Raises:
-        ConfigError: the name is not a device, or it is a GPU and torch has none.
-    """
-    available = " or ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
-    try:
-        chosen = torch.get_default_device() if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("unknown device", where="argument device", got=repr(device), expected=available) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "torch finds no GPU", where="argument device", got=repr(str(chosen)), expected=available,
-            remedy="Install a torch built for CUDA on a machine with a GPU, or leave out the device.",
-        )  # fmt: skip
-    return chosen
 
 
 def _read_config(

@@ -295,11 +295,10 @@ def _check_mask(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache |
                 f"attention_mask of 4 dimensions: got {attention_mask.dtype}; "
                 "expected bool, or a floating dtype to be added to the scores"
             )
-    elif (
-        attention_mask.ndim != 2
-        or shape[0] not in (1, rows)
-        or shape[1] not in (keys, cache.capacity if cache is not None else None)
-    ):
+        return attention_mask
+    # Not `shape[0] in (1, rows)`: torch.compile finds a static size unequal to every dynamic size in a tuple.
+    fits = attention_mask.ndim == 2 and (shape[0] == 1 or shape[0] == rows)
+    if not fits or (shape[1] != keys and (cache is None or shape[1] != cache.capacity)):
         raise ValueError(
             f"attention_mask has shape {shape}; expected ({rows}, {keys}): one entry for each cached and new token"
         )

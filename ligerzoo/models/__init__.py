@@ -13,7 +13,8 @@ from ligerzoo.models.ministral import Ministral, MinistralConfig
 from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 from ligerzoo.models.mistral import Mistral, MistralConfig
 from ligerzoo.models.mixtral import Mixtral, MixtralConfig
-from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
+from ligerzoo.models.mllama import Mllama, MllamaConfig
+from ligerzoo.models.mllama_vision import MllamaVisionConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
 from ligerzoo.models.output import CausalLMOutput, SequenceClassifierOutput
 from ligerzoo.models.phi3 import Phi3, Phi3Config

@@ -206,8 +206,7 @@ IGNORED = {
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",
-    "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_parameters", "rope_type",
-    "torch_dtype", "type",
+    "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_type", "torch_dtype",
 }  # fmt: skip
 """Entries whose value has no effect in some tested config.json."""
 
@@ -259,6 +258,46 @@ def test_falsy_values_do_not_count_as_missing(model_type: str, read: Callable[[M
                     continue
                 assert name in IGNORED, (path, falsy)
                 assert got == read(changed(row.config, path, ...)) == read(row.config), (path, falsy)
+
+
+SPELLINGS = [
+    ("rope_scaling", "rope_parameters"), ("rope_type", "type"), ("num_experts", "num_local_experts"),
+    ("image_token_id", "image_token_index"), ("num_attention_heads", "attention_heads"),
+]  # fmt: skip
+"""Names of one value in config.json, of which some architectures accept either."""
+
+
+def kind_of(value: Any) -> type:
+    return float if type(value) is int else type(value)
+
+
+@every_type
+def test_both_spellings_of_an_entry_must_be_valid(model_type: str, read: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Also the one over which the other takes precedence."""
+
+    def config_or_error(raw: Mapping[str, Any]) -> Any:
+        try:
+            return read(raw)
+        except ConfigError:
+            return ConfigError
+
+    tested = set()
+    for row in (row for row in CHECKPOINTS if row.config["model_type"] == model_type):
+        for path, value in entries_in(row.config):
+            for names in (names for names in SPELLINGS if path[-1] in names and value is not None):
+                first, second = ((*path[:-1], name) for name in names)
+                both = changed(changed(row.config, first, value), second, value)
+                without = changed(both, first, ...), changed(both, second, ...)
+                neither = config_or_error(changed(without[0], second, ...))
+                if any(config_or_error(raw) in (ConfigError, neither) for raw in without):
+                    continue  # not two spellings in this architecture
+                tested.add(names)
+                for invalid in (first, second):
+                    for wrong in [*FALSY, "x", 3, ["x"], {"x": 3}]:
+                        if kind_of(wrong) is not kind_of(value):
+                            with pytest.raises(ConfigError):
+                                read(changed(both, invalid, wrong))
+    assert ("rope_scaling", "rope_parameters") in tested or model_type not in ("llama", "qwen2_vl")
 
 
 @pytest.mark.parametrize("falsy", FALSY, ids=repr)
