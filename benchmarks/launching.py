@@ -3,7 +3,8 @@
     python -m benchmarks.launching --out benchmarks/results/launching.json
 
 The tensors are so small that the GPU always waits for the host. Compares the operations that training calls in every
-layer with torch's own and liger-kernel's.
+layer with torch's own and liger-kernel's. On any machine, `--without-launches` runs the Triton path with tensors on the
+CPU and kernels that do nothing: what remains is the time of Python and of autograd.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 from benchmarks.measure import synchronize, write_result
 from ligerzoo import kernels
+from ligerzoo.kernels import dispatch
+from ligerzoo.kernels.jit import Kernel
 
 Function = Callable[..., Any]
 CALLS, ROUNDS, WARMUP = 50, 40, 100
@@ -114,11 +117,21 @@ def measure(function: Function, inputs: list[Tensor], device: str) -> dict[str, 
     }
 
 
+def remove_launches() -> None:
+    """Runs the Triton path with CPU tensors, without launching any kernel."""
+    dispatch.INTERPRETING = True
+    Kernel.__getitem__ = lambda self, programs: lambda *arguments, **options: None  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/launching.json"))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--without-launches", action="store_true", help="time the Triton path's Python, on a CPU")
     arguments = parser.parse_args()
+    if arguments.without_launches:
+        arguments.device = "cpu"
+        remove_launches()
     results: dict[str, dict[str, Any]] = {}
     for name, (inputs, providers) in tqdm(cases(arguments.device).items(), unit="operation"):
         results[name] = {}

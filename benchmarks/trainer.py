@@ -4,7 +4,7 @@
     python -m benchmarks.trainer --model qwen3_30b_a3b_4_layers
 
 "bare" is our own model in a plain training loop. bf16 weights and fused AdamW states, random tokens, no gradient
-clipping. Every measurement runs in a process of its own, since liger-kernel patches transformers' modules, and all
+clipping. Every measurement runs in a new process, since liger-kernel patches transformers' modules, and all
 providers run once per round.
 """
 
@@ -185,7 +185,7 @@ def measure(provider: str, workload: Workload, checkpoint: Path, steps: int, war
 
 
 def measured_apart(arguments: argparse.Namespace, provider: str, checkpoint: Path) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """`measure` in a new process."""
     output = checkpoint.parent / "measured.json"
     command = [sys.executable, "-m", "benchmarks.trainer", "--model", arguments.model, "--steps", str(arguments.steps)]
     command += ["--provider", provider, "--checkpoint", str(checkpoint), "--out", str(output)]

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligerzoo.hub import AutoModel as AutoModel
+    from ligerzoo.hub import AutoModelForSequenceClassification as AutoModelForSequenceClassification
+    from ligerzoo.hub import from_transformers as from_transformers
     from ligerzoo.text.tokenizer import Tokenizer as Tokenizer
     from ligerzoo.vision.processor import Processor as Processor
 
@@ -13,11 +15,20 @@ __version__ = "0.1.0"
 # Imported at first use, so that `import ligerzoo` is fast.
 _MODULES = {
     "AutoModel": "ligerzoo.hub",
+    "AutoModelForSequenceClassification": "ligerzoo.hub",
     "Processor": "ligerzoo.vision.processor",
     "Tokenizer": "ligerzoo.text.tokenizer",
+    "from_transformers": "ligerzoo.hub",
 }
 
-__all__ = ["AutoModel", "Processor", "Tokenizer", "__version__"]
+__all__ = [
+    "AutoModel",
+    "AutoModelForSequenceClassification",
+    "Processor",
+    "Tokenizer",
+    "__version__",
+    "from_transformers",
+]
 
 
 def __getattr__(name: str) -> Any:

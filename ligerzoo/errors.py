@@ -35,7 +35,7 @@ class LigerzooError(ValueError):
         if expected is not None:
             message += f"; expected {expected}"
         if remedy is not None:
-            message += f". {remedy}"
+            message = f"{message.removesuffix('.')}. {remedy}"
         super().__init__(message)
 
 

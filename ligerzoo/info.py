@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
+from ligerzoo.convert.architecture import Architecture, is_classifier, is_rotary_buffer
 from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
@@ -21,7 +21,8 @@ from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import MoEConfig
-from ligerzoo.text.tokenizer import FILE_PATTERNS, Tokenizer
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
 PARTS = {
     "visual.": "vision tower",
@@ -30,6 +31,7 @@ PARTS = {
     "multi_modal_projector.": "projector",
     "embed_tokens": "embedding",
     "lm_head": "head",
+    "score.weight": "head",
     "norm": "norms",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
@@ -76,7 +78,12 @@ def _summarize(architecture: Architecture) -> ArchitectureSummary:
     model_class = architecture.model_class
     paragraphs = (sys.modules[model_class.__module__].__doc__ or "").split("\n\n")
     checkpoints, *others = (" ".join(paragraph.split()).rstrip(".") for paragraph in paragraphs)
-    distinctive = next(paragraph for paragraph in others if paragraph.startswith("Distinctive"))
+    distinctive = next((paragraph for paragraph in others if paragraph.startswith("Distinctive")), "")
+    if not distinctive:
+        raise ConfigError(
+            "no paragraph on what is distinctive", where=f"docstring of {model_class.__module__}",
+            expected="a first line that names the checkpoints, and a paragraph that begins with 'Distinctive: '",
+        )  # fmt: skip
     distinctive = re.sub(r"^Distinctive(, (.*?))?: ", lambda match: f"{match[2]}: " if match[2] else "", distinctive)
     return ArchitectureSummary(architecture.model_type, model_class.__name__, checkpoints, distinctive)
 
@@ -118,7 +125,7 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         tensors = list(read_headers(name_or_path, directory))
         tokenizer = _describe_tokenizer(directory)
     if not tensors:
-        raise CheckpointError("no tensors", where=directory)
+        raise CheckpointError("no tensors", where=directory, expected="weights in .safetensors files")
     decoder = config if isinstance(config, DecoderConfig) else None
     lines = [
         ("architecture", _describe_architecture(raw, architecture)),
@@ -139,6 +146,9 @@ def _find_architecture(raw: Mapping[str, Any]) -> Architecture | None:
 
 
 def _describe_architecture(raw: Mapping[str, Any], architecture: Architecture | None) -> str:
+    if architecture and is_classifier(raw):
+        names = ", ".join(map(quote, raw["architectures"]))
+        return f"sequence classifier with the decoder of {architecture.model_class.__name__} ({names})"
     if architecture:
         return f"{architecture.model_class.__name__} ({architecture.hf_class})"
     return f"model_type {quote(raw.get('model_type'))}, neither in ligerzoo.models nor registered in this process"
@@ -165,8 +175,9 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
         metadata = HfApi().get_safetensors_metadata(str(name_or_path), revision=directory.name)
     except (HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
         raise CheckpointError(
-            "headers of the weight files cannot be downloaded", where=name_or_path, got=error
-        ) from error
+            "headers of the weight files cannot be downloaded", where=name_or_path, got=error,
+            remedy="Check the network connection, and that the repository has safetensors files.",
+        ) from error  # fmt: skip
     return [
         TensorInfo(name, file, tuple(tensor.shape), tensor.dtype)
         for file, header in metadata.files_metadata.items()

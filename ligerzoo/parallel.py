@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, cdiv, uses_triton
 from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, rows_per_chunk
-from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import Reduction, as_targets, check_terms, denominator, reduce_losses
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream
@@ -111,7 +112,7 @@ def _summed_loss(hidden: Tensor, weight: Tensor, target: Tensor, options: _Shard
     return attach_gradients(losses.sum(), (hidden, dhidden), (weight, dweight))
 
 
-class _TokenLosses(torch.autograd.Function):
+class _TokenLosses(FusedFunction):
     """The loss of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
@@ -235,8 +236,8 @@ def vocab_parallel_linear_cross_entropy(
         ignore_index,
         uses_triton(rows, weight, backend=backend),
     )
-    if reduction == "none" or not torch.is_grad_enabled():  # no gradients to precompute
-        losses: Tensor = _TokenLosses.apply(rows, own_weight, targets, options)  # type: ignore[no-untyped-call]
+    if reduction == "none" or not precomputes_gradients():
+        losses: Tensor = _TokenLosses.apply(rows, own_weight, targets, options)
         losses = losses.view(target.shape)
     else:
         losses = _summed_loss(rows, own_weight, targets, options)

@@ -156,6 +156,21 @@ def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--temprature", "0.7"], "--temprature 0.7. Did you mean '--temperature'?"),
+        (["--max-tokens=5"], "--max-tokens=5. Did you mean '--max-new-tokens'?"),
+        (["--num-beams", "4"], "--num-beams 4. `ligerzoo generate --help` lists the options."),
+        (["--stop", ""], "argument --stop: got ''; expected a text that is not empty"),
+    ],
+)
+def test_unknown_and_empty_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "model", "--prompt", "x", *arguments])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(message)
+
+
+@pytest.mark.parametrize(
     "arguments, problem",
     [
         (["info", "/no/such/place"], "/no/such/place: no such directory"),
@@ -173,7 +188,6 @@ def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFix
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cpu:-1"], "--device: no such device; got cpu:-1"),
         (["generate", "{checkpoint}", "--prompt", "x", "--device", "cuda:9" + "9" * 30], "--device: no such device"),
         (["generate", "{checkpoint}", "--prompt", "x\udcff"], "half of a surrogate pair; got '\\udcff' as character 1"),
-        (["generate", "{checkpoint}", "--prompt", "x", "--stop", ""], "stop_strings: "),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size=-5GB"], "max_shard_size: invalid size"),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "0"], "max_shard_size: invalid size"),
         (["convert", "{checkpoint}", "{tmp_path}/new", "--max-shard-size", "nanGB"], "max_shard_size: invalid size"),
@@ -250,16 +264,18 @@ def test_numbers_out_of_range_are_refused_before_loading(
 def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     parsers: list[argparse.ArgumentParser] = []
 
-    def parse_args(self: argparse.ArgumentParser, arguments: object) -> argparse.Namespace:
+    def parse(self: argparse.ArgumentParser, arguments: object) -> tuple[argparse.Namespace, list[str]]:
         parsers.append(self)
-        return argparse.Namespace(run=None)
+        return argparse.Namespace(run=None), []
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     cli.parse([])
     actions = [action for parser in parsers for action in parser._actions]
     subparsers = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
-    assert {action.option_strings[0] for action in options if action.type not in (None, Path)} == set(NUMBERS)
+    assert {
+        action.option_strings[0] for action in options if action.type not in (None, Path, cli.arguments.stop_text)
+    } == set(NUMBERS)
 
 
 STREAMS = [

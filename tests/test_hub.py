@@ -175,7 +175,7 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> Tensor:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(hub.Checkpoint, "read", read)
+    monkeypatch.setattr(hub.loading.Checkpoint, "read", read)
 
 
 def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] = Llama.from_pretrained) -> None:
@@ -501,14 +501,14 @@ def test_readers_get_one_version_while_a_writer_saves(tmp_path: Path, seconds: f
 
 def test_tokenizer_files_are_of_one_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "tokenizer.json").write_bytes((ASSETS / "tokenizer.json").read_bytes())
-    model, read_files = Llama.from_pretrained(directory), tokenizer._read_files
+    model, read_files = Llama.from_pretrained(directory), tokenizer.read_files
 
     def read_slowly(path: Path) -> dict[str, bytes]:
         model.save_pretrained(path)
         return read_files(path)
 
     assert len(Tokenizer.from_pretrained(directory)) > 0
-    monkeypatch.setattr(tokenizer, "_read_files", read_slowly)
+    monkeypatch.setattr(tokenizer, "read_files", read_slowly)
     with pytest.raises(CheckpointError, match=r"tiny: was replaced while it was read. Load it again"):
         Tokenizer.from_pretrained(directory)
 
@@ -773,15 +773,13 @@ def test_card_of_a_vision_language_model(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "device, named",
+    "device",
     [
-        ("gpu", "argument device: unknown device; got 'gpu'; expected cpu"),
-        pytest.param(
-            "cuda:0", "argument device: torch finds no GPU; got 'cuda:0'; expected cpu",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
-        ),
+        "gpu",
+        "cuda:99",
+        pytest.param("cuda:0", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
     ],
-)  # fmt: skip
-def test_devices_that_do_not_exist(device: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+)
+def test_devices_that_do_not_exist(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"argument device: no such device; got {device}; expected cpu"):
         AutoModel.from_pretrained(ASSETS, device=device)

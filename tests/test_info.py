@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ligerzoo import cli, info
+from ligerzoo import cli, info, models
 from ligerzoo.convert import MODEL_TYPES, architecture_of
+from ligerzoo.errors import ConfigError
 from ligerzoo.models import Gemma2, Gemma2Config, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +33,13 @@ def test_architectures_are_described_in_15_words() -> None:
 
 def test_the_readme_has_the_same_table() -> None:
     subprocess.run([sys.executable, "-m", "tools.architectures", "--check"], cwd=ROOT, check=True)
+
+
+def test_a_docstring_without_what_is_distinctive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.llama, "__doc__", "Llama 2.\n\nA decoder.")
+    message = "docstring of ligerzoo.models.llama: no paragraph on what is distinctive; expected a first line that"
+    with pytest.raises(ConfigError, match=f"^{message}.*'Distinctive: '$"):
+        info.architectures()
 
 
 def test_experts_and_windows(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Classes of a user's own: registered, saved, loaded, described, extended; and config fields changed while loading."""
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -21,8 +23,9 @@ from ligerzoo.convert.weights import Fused, Rename
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Phi3, Phi3Config
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from tests.models.tiny import write_shards
+from tests.models.zoo import CHECKPOINTS
 
 ROOT = Path(__file__).parent.parent
 SIZES: dict[str, Any] = {
@@ -86,8 +89,9 @@ from ligerzoo import AutoModel
 from ligerzoo.info import describe
 from ligerzoo.layers import Attention, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models import CausalLM
-from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from tests.models.tiny import write_shards
+from tests.models.zoo import CHECKPOINTS
 
 @dataclass(frozen=True, kw_only=True)
 class MyConfig(DecoderConfig):
@@ -372,8 +376,25 @@ def test_what_cannot_be_registered(change: dict[str, Any], message: str) -> None
     assert not convert._REGISTERED
 
 
+@pytest.mark.parametrize(
+    "arguments, got",
+    [
+        ((Scaled, ScaledConfig, "scaled"), "model_class, config_class, model_type"),
+        (("scaled", ScaledConfig, Scaled), "model_type, config_class, model_class"),
+    ],
+)
+def test_arguments_of_register_in_another_order(arguments: tuple[Any, ...], got: str) -> None:
+    message = (
+        rf"^AutoModel.register: the arguments are in another order; got {got}; expected config_class, model_class, "
+        r"model_type. Call AutoModel.register\(ScaledConfig, Scaled, model_type='scaled'\).$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        AutoModel.register(*arguments)
+    assert not convert._REGISTERED
+
+
 def test_a_name_or_class_that_is_registered_already() -> None:
-    AutoModel.register(ScaledConfig, Scaled, model_type="scaled")
+    AutoModel.register(ScaledConfig, Scaled, "scaled")  # also by position
     with pytest.raises(
         ConfigError, match="model_class: model_type 'scaled' is registered with another class; got Another"
     ):
@@ -384,6 +405,121 @@ def test_a_name_or_class_that_is_registered_already() -> None:
         AutoModel.register(AnotherConfig, Scaled, model_type="other")
     with pytest.raises(ConfigError, match="config_class: the class belongs to model_type 'scaled'; got ScaledConfig"):
         AutoModel.register(ScaledConfig, Another, model_type="other")
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"vocab_size": 50}, r"got a dict; expected ScaledConfig. .* dict: Scaled\(ScaledConfig\(\*\*values\)\).$"),
+        (
+            ScaledConfig,
+            r"got the class ScaledConfig; expected ScaledConfig. Create one: Scaled\(ScaledConfig\(...\)\).$",
+        ),
+        ("org/name", r"got 'org/name'; expected ScaledConfig. To load a checkpoint, call Scaled.from_pretrained.$"),
+        (None, "got None; expected ScaledConfig$"),
+        (Tower(), "got a Tower; expected ScaledConfig$"),
+    ],
+)
+def test_something_else_than_a_config(config: Any, message: str) -> None:
+    for build in (Scaled, lambda config: Scaled(config=config)):
+        with pytest.raises(ConfigError, match=f"^argument config of Scaled: not a config; {message}"):
+            build(config)
+
+
+def test_a_model_is_copied_and_pickled() -> None:
+    model = Llama(LlamaConfig(**SIZES))
+    assert same(copy.deepcopy(model), model)
+    assert same(pickle.loads(pickle.dumps(model)), model)  # noqa: S301
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncheckedConfig(WindowedConfig):
+    """Its `__post_init__` does not call that of the base class."""
+
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.gain > self.hidden_size:
+            raise ConfigError("too large", where="gain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedConfig(UncheckedConfig):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gain == 3:
+            raise ConfigError("three", where="gain")
+
+
+@pytest.mark.parametrize("config_class", [UncheckedConfig, DerivedConfig])
+def test_the_base_s_checks_run_even_if_a_config_does_not_call_them(config_class: type[UncheckedConfig]) -> None:
+    config_class(**SIZES)
+    for wrong, message in (
+        ({"hidden_size": "16"}, "hidden_size: invalid value; got '16'; expected an integer"),
+        ({"gain": "2"}, "gain: invalid value; got '2'"),
+        ({"layer_types": ["full"] * 2}, "layer_types: invalid layer types"),
+        ({"gain": 17.0}, "gain: too large"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            config_class(**{**SIZES, **wrong})
+    if config_class is DerivedConfig:
+        with pytest.raises(ConfigError, match=r"^gain: three"):
+            config_class(**SIZES, gain=3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_from_config_takes_dtypes_as_from_pretrained_does(dtype: str | torch.dtype) -> None:
+    model = AutoModel.from_config(LlamaConfig(**SIZES), dtype=dtype, device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dtype": "bf16"}, "argument dtype: not a dtype of weights; got 'bf16'; expected float32 or"),
+        ({"dtype": torch.int8}, "argument dtype: not a dtype of weights; got torch.int8"),
+        ({"device": "gpu"}, "argument device: unknown device; got 'gpu'; expected cpu"),
+    ],
+)
+def test_from_config_with_an_invalid_dtype_or_device(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AutoModel.from_config(LlamaConfig(**SIZES), **options)
+
+
+def test_every_architecture_passes_the_dtype_on() -> None:
+    configs = {checkpoint.config["model_type"]: checkpoint.config for checkpoint in CHECKPOINTS}
+    assert configs.keys() == {*convert.MODEL_TYPES}
+    for model_type, raw in configs.items():
+        config = convert.architecture_of(model_type).config_from_hf(raw)
+        model = AutoModel.from_config(config, dtype="bfloat16", device="meta")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_class_that_does_not_pass_the_dtype_on() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class MixedConfig(LlamaConfig):
+        pass
+
+    class Mixed(Llama):
+        def __init__(self, config: MixedConfig, **factory_kwargs: Any) -> None:
+            super().__init__(config, **factory_kwargs)
+            self.adapter = nn.Linear(16, 16)
+
+    AutoModel.register(MixedConfig, Mixed, model_type="mixed")
+    AutoModel.register(PlainConfig, Plain, model_type="plain")
+    assert AutoModel.from_config(MixedConfig(**SIZES)).dtype == torch.float32
+    for options, message in (
+        (
+            {"dtype": "bfloat16"},
+            "dtype; got torch.float32 in 'adapter.weight', 'adapter.bias'; expected torch.bf",
+        ),
+        ({"device": "meta"}, "device; got cpu in 'adapter.weight', 'adapter.bias'; expected meta in all. Pass"),
+    ):
+        with pytest.raises(ConfigError, match=f"^Mixed: parameters that do not have the given {message}"):
+            AutoModel.from_config(MixedConfig(**SIZES), **options)
+        message = rf"^Plain.__init__: unknown argument of the constructor; got {next(iter(options))}; expected"
+        with pytest.raises(ConfigError, match=message):
+            AutoModel.from_config(PlainConfig(vocab_size=50), **options)
 
 
 def test_classes_that_are_not_registered(tmp_path: Path) -> None:
@@ -403,7 +539,7 @@ def test_classes_that_are_not_registered(tmp_path: Path) -> None:
 
 
 def test_the_card_imports_the_class_from_its_module() -> None:
-    from ligerzoo.hub import _model_card
+    from ligerzoo.hub.uploading import _model_card
 
     assert f"from {__name__} import Scaled\n" in _model_card(Scaled(ScaledConfig(**SIZES)), None, "me/scaled")
 
@@ -464,9 +600,39 @@ def test_overrides_that_are_refused(llama: Path, overrides: dict[str, Any], mess
             load(llama, **overrides)
 
 
-def test_an_override_that_contradicts_the_files(llama: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"wrong shape; got \(50, 16\); expected \(60, 16\)"):
-        Llama.from_pretrained(llama, vocab_size=60)
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            {"vocab_size": 60},
+            r"argument vocab_size=60, .*safetensors, tensor '[\w.]+': wrong shape; got \(50, 16\); expected \(60, 16\)"
+            r". The files have vocab_size=50, as config.json says. Leave out the argument.$",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            "argument num_hidden_layers=3, .*: tensors are missing; got no 'model.layers.2.* "
+            "The files have num_hidden_layers=2, .* Leave out the argument, or load with strict=False",
+        ),
+        ({"num_hidden_layers": 1}, "argument num_hidden_layers=1, .*: unexpected tensor. The files have .*=2, as"),
+        ({"num_hidden_layers": 10**6}, "argument num_hidden_layers=1000000, .*: fewer tensors than layers; got"),
+        (
+            {"num_hidden_layers": 3, "rope_theta": 10000.0, "attention_bias": True},
+            "^argument num_hidden_layers=3, attention_bias=True, .* have num_hidden_layers=2, attention_bias=False, as",
+        ),
+    ],
+)
+def test_an_override_that_contradicts_the_files(llama: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Llama.from_pretrained(llama, **overrides)
+
+
+def test_an_override_is_not_blamed_for_damaged_files(llama: Path) -> None:
+    stored = load_file(llama / "model.safetensors")
+    del stored["model.norm.weight"]
+    (llama / "model.safetensors").unlink()
+    write_shards(llama, stored)
+    with pytest.raises(CheckpointError, match=r"^(?!argument).*: tensors are missing; got no 'model.norm.weight'"):
+        Llama.from_pretrained(llama, rope_theta=5e5)
 
 
 def test_an_override_is_applied_before_the_config_is_checked(llama: Path) -> None:

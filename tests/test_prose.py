@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.prose import avoided, main, scan
+from tools.prose import PATHS, ROOT, avoided, main, scan
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,8 @@ def test_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "page.md").write_text("# Title\n", encoding="utf-8")
     (tmp_path / "script.sh").unlink()
     assert main([str(tmp_path)]) == 0
+
+
+def test_the_tree_has_none() -> None:
+    found = scan(ROOT / path for path in PATHS)
+    assert not found, "\n".join(map(str, found))

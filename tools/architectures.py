@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+from ligerzoo.errors import ConfigError
 from ligerzoo.info import architectures
 
 README = Path(__file__).parent.parent / "README.md"
@@ -32,7 +33,10 @@ def with_table(readme: str) -> str:
 
 if __name__ == "__main__":
     current = README.read_text(encoding="utf-8")
-    updated = with_table(current)
+    try:
+        updated = with_table(current)
+    except ConfigError as error:
+        sys.exit(str(error))
     if "--check" not in sys.argv:
         README.write_text(updated, encoding="utf-8")
     elif updated != current:

@@ -11,9 +11,13 @@ from importlib import import_module
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.sequence_classifier import classifier_architecture
 from ligerzoo.convert.weights import Layout, Rule
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.config import REQUIRED_FIELDS
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = (
     "gemma",
@@ -44,9 +48,6 @@ MODEL_TYPES = (
 _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""
 
-_SHARED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
-"""Fields of every config, see `ligerzoo.models.causal_lm.CausalLMConfig`."""
-
 
 def architecture_of(model_type: object) -> Architecture:
     """Returns the architecture that config.json's `model_type` names.
@@ -66,6 +67,18 @@ def architecture_of(model_type: object) -> Architecture:
         )
     architecture: Architecture = import_module(f"{__name__}.{model_type}").ARCHITECTURE
     return architecture
+
+
+def architecture_of_model(model: LanguageModel) -> Architecture:
+    """Returns the architecture of a model.
+
+    Raises:
+        ConfigError: Its class, or the config class of a sequence classifier, is neither registered nor part of
+            ligerzoo.models.
+    """
+    if isinstance(model, SequenceClassifier):
+        return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
+    return architecture_for(type(model))
 
 
 def architecture_for(model_class: type) -> Architecture:
@@ -102,9 +115,10 @@ def architecture_for_config(config_class: type) -> Architecture:
 
 
 def register(
-    config_class: type, model_class: type[CausalLM], *, model_type: str, layout: tuple[Rule, ...] = ()
+    config_class: type, model_class: type[CausalLM], model_type: str, *, layout: tuple[Rule, ...] = ()
 ) -> None:
     """Adds an architecture for a user's own classes, see `ligerzoo.AutoModel.register`."""
+    _check_order(config_class, model_class, model_type)
     _check_model_class(model_class)
     _check_config_class(config_class)
     _check_layout(layout)
@@ -136,8 +150,35 @@ def _find(attribute: str, cls: type) -> Architecture | None:
     return None
 
 
+def _check_order(*arguments: object) -> None:
+    """Raises ConfigError if the arguments of `register` are all valid, but in another order."""
+
+    def kind(value: object) -> str | None:
+        if _is_model_class(value):
+            return "model_class"
+        if isinstance(value, type) and dataclasses.is_dataclass(value):
+            return "config_class"
+        return "model_type" if isinstance(value, str) else None
+
+    expected, got = ("config_class", "model_class", "model_type"), tuple(map(kind, arguments))
+    if got != expected and {*got} == {*expected}:
+        by_kind = dict(zip(got, arguments, strict=True))
+        config_class, model_class, model_type = (
+            getattr(by_kind[name], "__name__", repr(by_kind[name])) for name in expected
+        )
+        raise ConfigError(
+            "the arguments are in another order", where="AutoModel.register", got=", ".join(map(str, got)),
+            expected=", ".join(expected),
+            remedy=f"Call AutoModel.register({config_class}, {model_class}, model_type={model_type}).",
+        )  # fmt: skip
+
+
+def _is_model_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, CausalLM)
+
+
 def _check_model_class(model_class: object) -> None:
-    if not (isinstance(model_class, type) and issubclass(model_class, CausalLM)):
+    if not _is_model_class(model_class):
         raise ConfigError("not a model class", where="model_class", got=model_class, expected="a subclass of CausalLM")
 
 
@@ -157,7 +198,7 @@ def _check_config_class(config_class: object) -> None:
             "attributes are not fields", where=f"config_class {config_class.__name__}", got=", ".join(forgotten),
             remedy=remedy,
         )  # fmt: skip
-    if missing := [name for name in _SHARED_FIELDS if name not in names and not hasattr(config_class, name)]:
+    if missing := [name for name in REQUIRED_FIELDS if name not in names and not hasattr(config_class, name)]:
         raise ConfigError(
             "fields are missing", where=f"config_class {config_class.__name__}", got=f"no {', '.join(missing)}",
             remedy="Extend ligerzoo.models.config.DecoderConfig, or add them.",

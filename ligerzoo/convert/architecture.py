@@ -13,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_fields, shared_fields, written_fields
 from ligerzoo.convert.weights import Layout, Shape
-from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")
 GELU_TANH = "gelu_pytorch_tanh"
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 _ROTARY_BUFFER = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 
@@ -27,6 +28,12 @@ def is_rotary_buffer(name: str) -> bool:
     Old Llama 2 checkpoints contain them. They are ignored, because the model computes them in fp32.
     """
     return _ROTARY_BUFFER.fullmatch(name) is not None
+
+
+def is_classifier(raw: Mapping[str, Any]) -> bool:
+    """Returns whether config.json names a class of transformers that classifies sequences."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith(CLASSIFIER_SUFFIX) for name in names)
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,14 @@ class Architecture:
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
         is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
             tensors and saving writes them again.
+        classifier_class: class in transformers that classifies sequences. Defaults to a name like that of `hf_class`.
+        optional: parameters that a checkpoint may lack. They keep their initialization, and a warning names them.
+        unused: names of stored tensors that loading leaves out.
     """
 
     model_type: str
     hf_class: str
-    model_class: type[CausalLM]
+    model_class: type[LanguageModel]
     config_class: type[Any]
     activations: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"hidden_act": SILU})
     accepted: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -66,6 +76,13 @@ class Architecture:
     layouts: tuple[Layout, ...] = (Layout(),)
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
+    classifier_class: str | None = None
+    optional: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+
+    def describes(self, raw: Mapping[str, Any]) -> bool:
+        """Returns whether config.json is that of a model which this architecture builds."""
+        return raw.get("model_type") == self.model_type and not is_classifier(raw)
 
     def config_from_hf(
         self,
@@ -109,7 +126,7 @@ class Architecture:
         return layout
 
     def build(
-        self, config: Any, model_class: type[CausalLM] = CausalLM, device: torch.device | str | None = None
+        self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None
     ) -> Any:
         """Builds a model with random weights.
 
@@ -118,11 +135,13 @@ class Architecture:
             model_class: class of the model if it is a subclass of the architecture's, else ignored.
             device: device of the weights. Defaults to torch's default device.
         """
-        make: Callable[[Any], CausalLM] = model_class if issubclass(model_class, self.model_class) else self.model_class
+        make: Callable[..., LanguageModel] = (
+            model_class if issubclass(model_class, self.model_class) else self.model_class
+        )
         with torch.device(device or torch.get_default_device()):
             return make(config)
 
-    def build_on_meta(self, config: Any, model_class: type[CausalLM] = CausalLM) -> Any:
+    def build_on_meta(self, config: Any, model_class: type[LanguageModel] = LanguageModel) -> Any:
         """Builds a model on the meta device, without weights. The arguments are those of `build`."""
         with _SkipInitialization():
             return self.build(config, model_class, "meta")

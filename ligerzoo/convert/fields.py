@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -13,12 +13,13 @@ import torch
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.config import DecoderConfig, field_types
 
+_ORIGINAL = "original_max_position_embeddings"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 ALTERNATIVE_ENTRIES = frozenset(
     {
         "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
-        "partial_rotary_factor", "_sliding_window_pattern", "text_config",
+        "partial_rotary_factor", "_sliding_window_pattern", "text_config", "num_labels",
     }
 )  # fmt: skip
 """Entries of config.json that, in some version of transformers, hold the value of a config field with another name."""
@@ -103,8 +104,37 @@ def written_fields(config: Any) -> dict[str, Any]:
 
 
 def first_given(raw: Mapping[str, Any], *names: str) -> Any:
-    """Returns the first of these entries of config.json that is neither absent nor null, or None."""
-    return next((raw[name] for name in names if raw.get(name) is not None), None)
+    """Returns the first of these entries of config.json, spellings of one value, that is not null, or None if all are.
+
+    Raises:
+        ConfigError: Another of the entries has a value of another JSON type.
+    """
+    return _first_not_null([(name, raw.get(name)) for name in names])
+
+
+def _first_not_null(spellings: Iterable[tuple[str, Any]]) -> Any:
+    """Returns the first value that is not None, or None. The values, with their names, must have one JSON type."""
+    given = [(name, value) for name, value in spellings if value is not None]
+    for name, value in given[1:]:
+        if _json_type(value) != _json_type(given[0][1]):
+            raise ConfigError(
+                "invalid value", where=name, got=repr(value),
+                expected=f"no entry or {_json_type(given[0][1])}, as in {given[0][0]}",
+            )  # fmt: skip
+    return given[0][1] if given else None
+
+
+def _json_type(value: Any) -> str:
+    match value:
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case Mapping():
+            return "an object"
+    return "a list"
 
 
 def object_entry(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -138,13 +168,13 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
         rope_type = "default"
     for name in ("rope_type", "type", "partial_rotary_factor"):
         scaling.pop(name, None)
-    thetas = scaling.pop("rope_theta", None), raw.get("rope_theta"), default_theta
-    theta = next(theta for theta in thetas if theta is not None)
-    original = raw.get("original_max_position_embeddings")
+    theta = _first_not_null(("rope_theta", part.get("rope_theta")) for part in (scaling, raw))
+    scaling.pop("rope_theta", None)
+    original = _first_not_null((_ORIGINAL, part.get(_ORIGINAL)) for part in (raw, scaling))
     if original is not None:
-        scaling["original_max_position_embeddings"] = original
+        scaling[_ORIGINAL] = original
     return {
-        "rope_theta": theta,
+        "rope_theta": default_theta if theta is None else theta,
         "rope_scaling": {"rope_type": rope_type, **scaling} if rope_type != "default" else None,
     }
 
@@ -154,15 +184,15 @@ def partial_rotary_factor(raw: Mapping[str, Any], default: float) -> float:
 
     An entry inside the object of `rope_entry` takes precedence over the top-level one.
     """
-    factor = first_given(rope_entry(raw), "partial_rotary_factor")
-    if factor is None:
-        factor = first_given(raw, "partial_rotary_factor")
+    parts = rope_entry(raw), raw
+    factor = _first_not_null(("partial_rotary_factor", part.get("partial_rotary_factor")) for part in parts)
     return default if factor is None else factor
 
 
 def rope_entry(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the object that holds the parameters of the rotary embedding, in either spelling; may be empty."""
-    return object_entry(raw, "rope_scaling") or object_entry(raw, "rope_parameters")
+    scaling, parameters = object_entry(raw, "rope_scaling"), object_entry(raw, "rope_parameters")
+    return scaling or parameters
 
 
 def switched_window(raw: Mapping[str, Any], default: int = 4096) -> dict[str, Any]:

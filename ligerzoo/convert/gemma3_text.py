@@ -44,4 +44,5 @@ ARCHITECTURE = Architecture(
     Gemma3TextConfig,
     activations={"hidden_activation": (GELU_TANH,)},
     read_rope=read_rope,
+    classifier_class="Gemma3TextForSequenceClassification",
 )

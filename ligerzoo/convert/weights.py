@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -245,8 +246,24 @@ class StoredTensors(Mapping[str, Tensor]):
                 expected=f"{elements}, those of the model", remedy="Two parameters may have the same stored name.",
             )  # fmt: skip
 
+    def parameter(self, name: str) -> Tensor:
+        """Returns a parameter. Subclasses may create it at each access."""
+        return self._tensors[name]
+
+    def meta(self) -> dict[str, Tensor]:
+        """Returns meta tensors with the shapes and dtypes, by stored name, without access to a parameter."""
+        dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        return {
+            stored_name: torch.empty(
+                parts[0].stored_shape,
+                dtype=reduce(torch.promote_types, (dtypes[part.name] for part in parts)),  # as torch.cat does
+                device="meta",
+            )
+            for stored_name, parts in self._slices.items()
+        }
+
     def __getitem__(self, stored_name: str) -> Tensor:
-        parts = [self._tensors[part.name][part.index] for part in self._slices[stored_name]]
+        parts = [self.parameter(part.name)[part.index] for part in self._slices[stored_name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __iter__(self) -> Iterator[str]:

@@ -195,7 +195,10 @@ def split(text: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.long)
     count = len(ids) // (WINDOW - 1)
     if count < 10:
-        raise LigerzooError("the text is too short", got=f"{len(ids)} tokens", expected=f"at least {10 * WINDOW}")
+        raise LigerzooError(
+            "the text is too short", got=f"{len(ids)} tokens", expected=f"at least {10 * WINDOW} tokens",
+            remedy="Pass a longer text file, or leave it out to use modules of Python.",
+        )  # fmt: skip
     windows = F.pad(ids[: count * (WINDOW - 1)].view(count, -1), (1, 0), value=tokenizer.bos_token_id)
     is_validation = torch.arange(count) % 5 == 4
     return windows[~is_validation], windows[is_validation][:32]

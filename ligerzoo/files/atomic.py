@@ -15,11 +15,14 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 from ligerzoo.errors import CheckpointError
 
@@ -67,7 +70,8 @@ def replacing_directory(directory: str | Path, *, keep: Callable[[str], bool]) -
     possible. All others are deleted. Owner and mode are preserved. After an exception `directory` is unchanged, except
     after an interrupt (Ctrl-C), which may come when it has been replaced already. Errors after that are warnings.
 
-    A killed process may leave its slot. The next save to `directory` deletes it.
+    A killed process may leave its slot. The next save to `directory` deletes it. Ctrl-C leaves none: the handler
+    deletes the slot before it raises KeyboardInterrupt.
 
     If the system cannot exchange two directories (Linux and macOS can, on their usual file systems), two renames are
     used. A process killed between them leaves no `directory`; the next save restores the old one first.
@@ -138,7 +142,8 @@ def _locked_slot(target: Path) -> Iterator[Path]:
 def _claim_slot(target: Path, cleanup: contextlib.ExitStack) -> Path | None:
     """Creates and locks a slot. Returns None if another process deleted it as a leftover before it was locked."""
     slot = target.with_name(f".{target.name}.{secrets.token_hex(6)}.ligerzoo")
-    cleanup.callback(_delete_slot, slot, target)  # registered first, because an interrupt may follow at once
+    _delete_on_interrupt(slot, target, cleanup)
+    cleanup.callback(_delete_slot, slot, target)  # registered first, because an exception may follow at once
     slot.mkdir()
     try:
         descriptor = os.open(slot / _LOCK, os.O_RDWR | os.O_CREAT)
@@ -152,6 +157,33 @@ def _claim_slot(target: Path, cleanup: contextlib.ExitStack) -> Path | None:
     except OSError:  # a file system without locks, on which leftovers are never deleted
         pass
     return slot if _is_at(descriptor, slot / _LOCK) else None
+
+
+def _delete_on_interrupt(slot: Path, target: Path, cleanup: contextlib.ExitStack) -> None:
+    """Makes the handler of Ctrl-C delete the slot before it raises KeyboardInterrupt, until `cleanup` is closed.
+
+    An interrupt may come between any two instructions, so also where no `with` or `finally` is in effect yet or any
+    more. An interrupt of the deletion calls the handler again, which deletes the rest. Only the main thread is
+    interrupted.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        return
+
+    def delete_and_raise(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)  # a user's handler may raise nothing: then the save goes on
+        except BaseException:
+            _delete_slot(slot, target)
+            restore()
+            raise
+
+    def restore() -> None:
+        if signal.getsignal(signal.SIGINT) is delete_and_raise:
+            signal.signal(signal.SIGINT, handler)
+
+    cleanup.callback(restore)
+    signal.signal(signal.SIGINT, delete_and_raise)
 
 
 def _delete_leftovers(target: Path) -> None:

@@ -214,6 +214,7 @@ def write_checkpoint(
     files: Mapping[str, str | bytes],
     *,
     max_shard_size: int | str = "5GB",
+    meta: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes tensors and small files such as `config.json` to a checkpoint directory, in one step.
 
@@ -228,22 +229,26 @@ def write_checkpoint(
         files: contents by file name; text is written as UTF-8.
         max_shard_size: maximum bytes of tensors in a file, as a number or a string such as "500MB" (500 * 10**6) or
             "2GiB" (2 * 2**30). A larger tensor gets its own file.
+        meta: meta tensors with the shapes and dtypes of `tensors`, by the same names. Each tensor is then accessed once
+            only, in the order of `writing_order(meta, max_shard_size)`.
 
     Raises:
         CheckpointError: A name, a dtype or the size is invalid. Nothing has been written then.
     """
-    limit = _number_of_bytes(max_shard_size)
-    blueprints = {}  # meta tensors
-    for name, tensor in tensors.items():
-        _refuse_unwritable(name, tensor)
-        blueprints[name] = tensor.detach().to("meta")
+    blueprints = dict(meta or {})
+    if meta is None:
+        for name, tensor in tensors.items():
+            _refuse_unwritable(name, tensor)
+            blueprints[name] = tensor.detach().to("meta")
+    for name, tensor in blueprints.items():
+        _refuse_unnamable(name, tensor.dtype)
     for name in files:
         if not _is_plain_name(name) or _WEIGHT_FILE.fullmatch(name):
             raise CheckpointError(
                 "invalid file name", where=directory, got=quote(name),
                 expected="the name of a file in the directory that does not hold weights",
             )  # fmt: skip
-    shards = _plan_shards(blueprints, limit)
+    shards = _plan_shards(blueprints, max_shard_size)
     total_size = sum(tensor.nbytes for tensor in blueprints.values())
     from tqdm import tqdm
 
@@ -262,6 +267,11 @@ def write_checkpoint(
                 "weight_map": {name: file for file, names in shards.items() for name in names},
             }
             (temporary / INDEX_FILE).write_bytes(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def writing_order(meta: Mapping[str, torch.Tensor], max_shard_size: int | str) -> list[str]:
+    """Returns the names of tensors in the order in which `write_checkpoint` accesses them. The arguments are its."""
+    return [name for names in _plan_shards(meta, max_shard_size).values() for name in names]
 
 
 def _open_safetensors(path: Path) -> Any:  # a safe_open, whose methods have no types
@@ -290,7 +300,10 @@ def _reporting_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError("no such file", where=path) from error
+        raise CheckpointError(
+            "no such file", where=path, got=_files_in(path.parent),
+            remedy="Pass the directory of a whole checkpoint in Hugging Face format.",
+        ) from error  # fmt: skip
     except OSError as error:
         raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
 
@@ -301,6 +314,14 @@ def _read_header(file: Any, file_name: str) -> list[TensorInfo]:
         header = file.get_slice(name)
         infos.append(TensorInfo(name, file_name, tuple(header.get_shape()), header.get_dtype()))
     return infos
+
+
+def _files_in(directory: Path) -> str | None:
+    """Returns the names of some files for a message; None if the directory cannot be read."""
+    try:
+        return first_names(sorted(os.listdir(directory))) or "an empty directory"
+    except OSError:
+        return None
 
 
 def _refuse_missing_files(directory: Path, files: list[str]) -> None:
@@ -317,7 +338,7 @@ def _refuse_missing_files(directory: Path, files: list[str]) -> None:
     raise CheckpointError(
         f"{len(missing)} of {len(files)} weight files missing",
         where=directory,
-        got=first_names(found) if found else "an empty directory",
+        got=_files_in(directory),
         expected=first_names(missing),
         remedy=remedy,
     )
@@ -332,12 +353,16 @@ def _check_weight_map(directory: Path, weight_map: Mapping[str, str], infos: lis
                 "the tensor is in another file than the index says",
                 where=f"{directory / info.file}, tensor {quote(info.name)}",
                 expected="the tensor to be listed in the index" if listed is None else f"only {quote(listed)}",
+                remedy="The files may be of several checkpoints: download all of them again.",
             )
     found = {info.name for info in infos}
     for name, file in weight_map.items():
         if name not in found:
             where = f"{directory / file}, tensor {quote(name)}"
-            raise CheckpointError("the index lists this tensor, but the file lacks it", where=where)
+            raise CheckpointError(
+                "the index lists this tensor, but the file lacks it", where=where,
+                remedy="The file may be damaged or of another checkpoint: download it again.",
+            )  # fmt: skip
 
 
 def _malformed(path: Path, kind: str, error: Exception) -> CheckpointError:
@@ -365,19 +390,26 @@ def _is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
+def _refuse_unnamable(name: str, dtype: torch.dtype) -> None:
+    """Raises CheckpointError if the header of a safetensors file cannot represent the name or the dtype."""
     where = f"tensor {quote(name)}"
     if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
         raise CheckpointError("not a valid tensor name in a safetensors file", where=where)
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise CheckpointError("dtype is not supported", where=where, got=tensor.dtype, expected=_SUPPORTED)
+    if dtype not in _DTYPE_NAMES:
+        raise CheckpointError("dtype is not supported", where=where, got=dtype, expected=_SUPPORTED)
+
+
+def _refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
+    where = f"tensor {quote(name)}"
     if tensor.layout != torch.strided or tensor.is_meta:
         raise CheckpointError(
             "not a dense tensor with data", where=where, got=f"{tensor.layout} on {tensor.device}",
             remedy="Materialize meta tensors and convert sparse ones before saving.",
         )  # fmt: skip
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        remedy = "Gather the shards of a distributed model into plain tensors before saving."
+        remedy = "Save the model before you quantize it, or save the quantized model's state_dict() with torch.save."
+        if hasattr(tensor, "full_tensor"):
+            remedy = "Gather the shards of a distributed model into plain tensors before saving."
         raise CheckpointError("not a plain tensor", where=where, got=type(tensor).__name__, remedy=remedy)
 
 
@@ -392,8 +424,12 @@ def _number_of_bytes(size: int | str) -> int:
     return number * factor
 
 
-def _plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
-    """Returns the names of the tensors in each file. A file is full when the next tensor would exceed the limit."""
+def _plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_size: int | str) -> dict[str, list[str]]:
+    """Returns the names of the tensors in each file, in the order of their data.
+
+    A file is full when the next tensor would exceed the limit.
+    """
+    limit = _number_of_bytes(max_shard_size)
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -402,6 +438,8 @@ def _plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, l
             size = 0
         shards[-1].append(name)
         size += tensor.nbytes
+    for names in shards:
+        names.sort(key=lambda name: tensors[name].itemsize, reverse=True)  # aligns the data
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
@@ -417,10 +455,9 @@ def _write_safetensors(
 
     `save_file` of safetensors rejects tied and strided tensors, and needs all tensors on the host at once.
     """
-    by_alignment = dict(sorted(blueprints.items(), key=lambda item: item[1].itemsize, reverse=True))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in by_alignment.items():
+    for name, tensor in blueprints.items():
         begin, end = end, end + tensor.nbytes
         dtype = _DTYPE_NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
@@ -428,6 +465,6 @@ def _write_safetensors(
     encoded += b" " * (-len(encoded) % 8)  # aligns the data to the size of any element
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, blueprint in by_alignment.items():
+        for name, blueprint in blueprints.items():
             file.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             advance(blueprint.nbytes)

@@ -12,8 +12,9 @@
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
+from ligerzoo.generate.captured import release_decode_graphs
 from ligerzoo.generate.decode_loop import generate
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.sampling import (
     apply_temperature,
     filter_logits,
@@ -30,10 +31,10 @@ from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, 
 
 __all__ = [
     "DecodeStep",
-    "LanguageModel",
     "StopStrings",
     "Streamer",
     "SupportsDecode",
+    "SupportsGenerate",
     "SupportsPush",
     "SupportsStream",
     "TextStreamer",
@@ -45,5 +46,6 @@ __all__ = [
     "keep_top_k",
     "keep_top_p",
     "penalize_repetition",
+    "release_decode_graphs",
     "sample",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.step import DecodeStep
+from ligerzoo.layers.plain import is_plain
 
 _MIN_CAPACITY = 256
 _MAX_GRAPHS = 16
-_MEMORY_SHARE = 1 / 8  # of the GPU, for the caches of graphs that no call is using
+_PACKAGES = ("ligerzoo", "torch")  # of layers whose forward never depends on values
+_MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
 
 
 class DecodeGraph:
@@ -61,7 +63,7 @@ class DecodeGraph:
             self._padding_mask.copy_(F.pad(padding_mask, (0, self.capacity - padding_mask.shape[1]), value=True))
             self._padding.copy_((~padding_mask).sum(1, keepdim=True))
 
-    def step(self, model: nn.Module, tokens: Tensor) -> Tensor:
+    def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """Runs the model on the newest tokens, (B, 1).
 
         Returns:
@@ -80,7 +82,7 @@ class DecodeGraph:
         self._graph.replay()
         return self._logits
 
-    def _forward(self, model: nn.Module) -> Tensor:
+    def _forward(self, model: Callable[..., Any]) -> Tensor:
         position_ids = None
         if self._padding is not None:
             position_ids = self.cache.positions(1, self.device) - self._padding
@@ -90,7 +92,7 @@ class DecodeGraph:
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _capture(self, model: nn.Module) -> None:
+    def _capture(self, model: Callable[..., Any]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         with capturing(self._graph):
             self._logits = self._forward(model)
@@ -108,7 +110,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     Unlike `torch.cuda.graph`, it neither waits for the GPU nor returns cached memory to it. Garbage collection, which
     could free memory of another graph, waits until the end.
     """
-    stream, collects_garbage = torch.cuda.Stream(), gc.isenabled()
+    stream, collects_garbage = torch.cuda.Stream(), gc.isenabled()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     gc.disable()
     try:
@@ -143,21 +145,26 @@ class DecodeGraphs:
     def give_back(self, graph: DecodeGraph) -> None:
         """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
         self._idle[graph.key] = graph
-        limit = torch.cuda.get_device_properties(graph.device).total_memory * _MEMORY_SHARE
+        limit = _memory_for_idle_caches(graph.device)
         while len(self._idle) > _MAX_GRAPHS or sum(graph.cache.nbytes for graph in self._idle.values()) > limit:
             self._idle.popitem(last=False)
+
+
+def _memory_for_idle_caches(device: torch.device) -> float:
+    """Bytes that the KV caches of graphs may take up while no call uses them."""
+    return torch.cuda.get_device_properties(device).total_memory * _MEMORY_SHARE
 
 
 _GRAPHS: weakref.WeakKeyDictionary[nn.Module, DecodeGraphs] = weakref.WeakKeyDictionary()
 
 
 def release_decode_graphs(model: nn.Module) -> None:
-    """Frees the captured decode graphs of a model and their KV caches."""
+    """Frees what `generate` keeps for later calls of a model: captured CUDA graphs and their KV caches."""
     _GRAPHS.pop(model, None)
 
 
 class CapturedStep(DecodeStep):
-    """A decode step that chooses tokens in a captured graph, besides the model's.
+    """A decode step whose choice of tokens is a second captured graph.
 
     This graph is small. It is captured for each call, since it depends on the options of sampling.
     """
@@ -188,9 +195,10 @@ class CapturedStep(DecodeStep):
 class CapturedSequences(Sequences):
     """`Sequences` that decode with captured graphs."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._graphs = _GRAPHS.setdefault(self._model, DecodeGraphs())
+    def __init__(self, model: Any, *arguments: Any) -> None:
+        super().__init__(model, *arguments)
+        self._module: nn.Module = model
+        self._graphs = _GRAPHS.setdefault(model, DecodeGraphs())
         self._graph: DecodeGraph | None = None
 
     def prefill(self) -> Tensor:
@@ -221,7 +229,7 @@ class CapturedSequences(Sequences):
 
     def _take(self, tokens: int) -> DecodeGraph:
         capacity = 1 << (tokens - 1).bit_length()
-        return self._graphs.take(self._model, len(self.prompts), capacity, self._padding_mask is not None)
+        return self._graphs.take(self._module, len(self.prompts), capacity, self._padding_mask is not None)
 
     def _grow(self) -> None:
         smaller, larger = self._graph, self._take(self._end)
@@ -248,20 +256,12 @@ def can_capture(model: nn.Module) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
-        and all(_is_known(module, model.training) for module in model.modules())
+        and all(map(_is_known, model.modules()))
         and all(type(weight) is nn.Parameter and weight.device == device for weight in model.parameters())
-        and model.new_cache(1).is_static
+        and model.new_cache(1).is_static  # type: ignore[operator]
     )
 
 
-def _is_known(module: nn.Module, training: bool) -> bool:
-    has_hooks = (
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    )
-    return (
-        type(module).__module__.split(".")[0] in ("ligerzoo", "torch")
-        and not has_hooks
-        and "forward" not in vars(module)
-        and getattr(module, "_compiled_call_impl", None) is None
-        and not (training and getattr(module, "jitter_noise", 0.0))
-    )
+def _is_known(module: nn.Module) -> bool:
+    is_random = module.training and getattr(module, "jitter_noise", None)
+    return is_plain(module, type(module)) and type(module).__module__.split(".")[0] in _PACKAGES and not is_random

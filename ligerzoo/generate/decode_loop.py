@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.generate.captured import CapturedSequences, CapturedStep, can_capture
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, is_integer, refuse_unknown
 from ligerzoo.generate.sampling import Sampler, check_logits
 from ligerzoo.generate.sequences import Sequences
@@ -22,7 +22,7 @@ from ligerzoo.generate.streaming import Streamer, check_streamer
 
 @torch.no_grad()  # not inference_mode: tensors that the model caches in a forward must remain usable for training
 def generate(
-    model: LanguageModel,
+    model: SupportsGenerate,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -49,13 +49,14 @@ def generate(
     its config. No other option has a default there.
 
     Args:
-        model: a causal language model. Its training mode is not changed.
+        model: a causal language model. Its training mode is not changed. Runs uncompiled after `model.compile()`, and
+            compiled if it is the result of `torch.compile(model)`.
         input_ids: (B, T) token ids. No prompt may be empty.
         attention_mask: (B, T), 1 for a token and 0 for padding. Padding may be anywhere: each row is continued as if it
             were alone, except with rotary position types longrope and dynamic, which depend on the longest row.
         max_new_tokens: largest number of new tokens, required. Memory grows with the tokens generated, not with this.
-        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and values of `temperature`,
-            `top_k`, `top_p` and `min_p` that would change the distribution are refused.
+        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
+            `top_p` and `min_p` have no effect; values that would change the distribution cause a warning.
         temperature: see `apply_temperature`.
         top_k: see `keep_top_k`.
         top_p: see `keep_top_p`.
@@ -168,7 +169,7 @@ class States:
         buffer.copy_(state, non_blocking=True)
         event = None
         if self._on_gpu:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._pending.append((count, buffer, event))
         while self._pending and (wait or len(self._pending) > self._lag):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class LanguageModel(Protocol):
+class SupportsGenerate(Protocol):
     """A model that `generate` accepts, called like `ligerzoo.models.CausalLM`.
 
     `generate` also uses `check_inputs`, `device`, `inputs_per_token` and `modalities` if the model has them.

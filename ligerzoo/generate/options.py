@@ -101,5 +101,5 @@ def is_integer(value: object) -> bool:
 
 
 def type_name(value: object) -> str:
-    """Returns the name of a value's type, for messages about objects whose repr is long."""
-    return type(value).__name__
+    """Returns the name of a value's type, or "None", for messages about objects whose repr is long."""
+    return "None" if value is None else type(value).__name__

@@ -7,6 +7,7 @@ logits -> repetition penalty -> the most likely token (greedy)
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Sampler:
         is_broken: 0-d bool, whether the largest logit of some row has been NaN or infinite.
 
     Raises:
-        LigerzooError: an option is invalid, or has no effect without sampling.
+        LigerzooError: an option is invalid.
     """
 
     def __init__(
@@ -167,25 +168,26 @@ def _check_filters(
     do_sample: bool, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
     require_bool("do_sample", do_sample)
+    is_greedy = is_number(temperature) and temperature == 0 and not do_sample
     is_positive = is_number(temperature) and 0 < temperature < math.inf
     greedy = "For the most likely token, leave out temperature and do_sample."
-    require(is_positive, "temperature", repr(temperature), "a positive number", greedy)
+    require(is_positive or is_greedy, "temperature", repr(temperature), "a positive number", greedy)
     is_count = top_k is None or (is_integer(top_k) and top_k > 0)
     require(is_count, "top_k", repr(top_k), "a positive integer, or None")
     is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
     require(is_share, "top_p", repr(top_p), "a number greater than 0 and at most 1, or None")
     is_share = min_p is None or (is_number(min_p) and 0 <= min_p <= 1)
     require(is_share, "min_p", repr(min_p), "a number between 0 and 1, or None")
-    neutral = {"temperature": 1, "top_p": 1, "min_p": 0}
-    for name, value in {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
-        if not do_sample and value not in (None, neutral.get(name)):
-            raise LigerzooError(
-                "has no effect without sampling",
-                where=name,
-                got=f"{value!r} with do_sample=False",
-                expected="do_sample=True",
-                remedy=f"Pass do_sample=True to sample, or leave out {name} for the most likely token.",
-            )
+    if do_sample:
+        return
+    neutral = {"temperature": (0, 1), "top_k": (None,), "top_p": (None, 1), "min_p": (None, 0)}
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    if unused := [f"{name}={value!r}" for name, value in given.items() if value not in neutral[name]]:
+        warnings.warn(
+            f"generate: {', '.join(unused)} has no effect with do_sample=False, which chooses the most likely token. "
+            "Pass do_sample=True to sample.",
+            stacklevel=2,
+        )
 
 
 def _check_generator(generator: torch.Generator, device: torch.device) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, require, require_bool, type_name
 
 
@@ -33,7 +33,7 @@ class Sequences:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: SupportsGenerate,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         model_inputs: dict[str, Any],
@@ -51,7 +51,9 @@ class Sequences:
                 model_inputs[name] = _align(value, attention_mask, self.prompts.shape[1])
         if hasattr(model, "check_inputs"):
             model.check_inputs(self.prompts, self._padding_mask, **model_inputs)
-        self._model, self._inputs, self._use_cache = model, model_inputs, use_cache
+        # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
+        self._model: Callable[..., Any] = model._call_impl if isinstance(model, nn.Module) else model
+        self._inputs, self._use_cache = model_inputs, use_cache
         self._cache: Any = None
         self._newest = self.prompts
         self._position_ids: Tensor | None = None
@@ -113,7 +115,7 @@ class Sequences:
         return logits
 
     def _reserve(self) -> None:
-        """Adds columns for new tokens if there are none left, and computes their position ids."""
+        """Adds columns for new tokens if all are used, and computes their position ids."""
         if self._end < self._tokens.shape[1]:
             return
         columns = min(self._end, self._limit - self._end)  # doubling keeps the number of copies logarithmic
@@ -123,11 +125,11 @@ class Sequences:
             self._position_ids = (self._padding_mask.cumsum(1) - 1).clamp(min=0)
 
 
-def _check_prompts(model: LanguageModel, input_ids: object, attention_mask: object) -> None:
+def _check_prompts(model: SupportsGenerate, input_ids: object, attention_mask: object) -> None:
     """Raises LigerzooError unless the prompts are token ids on the model's device, and the mask is a tensor."""
     if not isinstance(input_ids, Tensor):
         if isinstance(input_ids, str):
-            remedy = "Encode text first: inputs = tokenizer([text], return_tensors='pt')."
+            remedy = "Encode text first: generate(**tokenizer([text], return_tensors='pt'))."
         elif isinstance(input_ids, Mapping):
             remedy = "Pass the output of a tokenizer as generate(**inputs)."
         else:

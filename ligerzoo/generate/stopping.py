@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.model import LanguageModel
+from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import require, type_name
 
 
@@ -37,7 +37,7 @@ class Stopping:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: SupportsGenerate,
         prompts: Tensor,
         eos_token_id: int | Sequence[int] | None,
         pad_token_id: int | None,
@@ -130,7 +130,7 @@ class StopStrings:
         return any(string in text for text in texts for string in self.strings)
 
 
-def _token_ids(model: LanguageModel, name: str, argument: int | Sequence[int] | None) -> list[int]:
+def _token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] | None) -> list[int]:
     """Returns the token ids from the argument, else generation_config, else config. Negative ids mean none."""
     sources = (argument, model.generation_config.get(name), getattr(model.config, name, None))
     value: Any = next((source for source in sources if source is not None), [])

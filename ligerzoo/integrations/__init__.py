@@ -1,1 +1,26 @@
 """ligerzoo in the libraries of others. Each module imports its library, which is optional."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ligerzoo.integrations.kernels import AutoKernelModelForCausalLM as AutoKernelModelForCausalLM
+    from ligerzoo.integrations.kernels import ModuleReport as ModuleReport
+    from ligerzoo.integrations.kernels import Report as Report
+    from ligerzoo.integrations.kernels import apply as apply
+
+# Imported at first use, since they import transformers.
+_MODULES = {
+    "AutoKernelModelForCausalLM": "ligerzoo.integrations.kernels",
+    "ModuleReport": "ligerzoo.integrations.kernels",
+    "Report": "ligerzoo.integrations.kernels",
+    "apply": "ligerzoo.integrations.kernels",
+}
+
+__all__ = ["AutoKernelModelForCausalLM", "ModuleReport", "Report", "apply"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module 'ligerzoo.integrations' has no attribute {name!r}")

@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, did_you_mean
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
@@ -50,7 +52,8 @@ def check_activation(activation: Activation) -> Activation:
         ValueError: there is no such activation.
     """
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}")
+        nearest = did_you_mean(activation, ACTIVATIONS)
+        raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}{nearest}")
     return activation
 
 
@@ -144,7 +147,7 @@ def _backward(dy: Tensor, x: Tensor, activation: Activation, needs_y: bool) -> t
     return dx, y
 
 
-class _ActivationLinear(torch.autograd.Function):
+class _ActivationLinear(FusedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -191,6 +194,8 @@ def activation_linear(
         ValueError: the shapes do not match, or the activation is unknown.
     """
     check_activation(activation)
+    check_floats("activation_linear", x=x, weight=weight)
+    check_optional_floats("activation_linear", bias=bias)
     if weight.shape[1:] != x.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"activation_linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)} and bias "

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, uses_triton
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
     as_token_weight,
     check_class_weight,
+    check_target_dtype,
     check_terms,
     denominator,
     reduce_losses,
@@ -80,7 +82,7 @@ def _backward(
     return dlogits
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(FusedFunction):
     """`RowResults` of the flattened targets. Only the losses are differentiable."""
 
     @staticmethod
@@ -161,6 +163,8 @@ def cross_entropy(  # type: ignore[misc]
             [0, V).
     """
     name = "cross_entropy"
+    check_floats(name, logits=logits)
+    check_target_dtype(name, target)
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"{name}: logits {tuple(logits.shape)} and target {tuple(target.shape)}; expected (..., V) and (...)"

@@ -1,15 +1,15 @@
-"""Helpers of all kernel files: when Triton runs, dtypes and autocast, single differentiation, and launch arithmetic."""
+"""Helpers of all kernel files: when Triton runs, dtypes and autocast, and launch arithmetic."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import did_you_mean
 from ligerzoo.kernels.jit import INTERPRETING
 
 Backend = Literal["auto", "triton", "torch"]
@@ -21,14 +21,18 @@ DEBUG = os.environ.get("LIGERZOO_DEBUG") == "1"
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+_BACKENDS = get_args(Backend)
+
+
 def check_backend(backend: Backend) -> Backend:
     """Returns the backend.
 
     Raises:
         ValueError: there is no such backend.
     """
-    if backend not in ("auto", "triton", "torch"):
-        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"')
+    if backend not in _BACKENDS:
+        nearest = did_you_mean(backend, _BACKENDS)
+        raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"{nearest}')
     return backend
 
 
@@ -65,27 +69,6 @@ def autocast(*tensors: Any) -> Any:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a backward raise under `create_graph=True`, where autograd would treat its results as constants.
-
-    torch's decorator of this name raises only if the upstream gradient requires a gradient. That of a loss does not.
-
-    Raises:
-        RuntimeError: from the decorated backward, under `create_graph=True`.
-    """
-
-    @functools.wraps(backward)
-    def checked(*args: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "a fused operation can be differentiated only once: create_graph=True is not supported; for higher "
-                "derivatives, call the plain-torch `reference` function of the operation's file in ligerzoo/kernels"
-            )
-        return backward(*args)
-
-    return checked
 
 
 def empty_gradient(t: Tensor, needed: bool) -> Tensor:

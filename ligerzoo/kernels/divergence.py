@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import cosine
-from ligerzoo.kernels.dispatch import Backend, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
+from ligerzoo.kernels.checks import FRACTION, POSITIVE, check_floats, check_numbers
+from ligerzoo.kernels.dispatch import Backend, uses_triton
 from ligerzoo.kernels.loss import divergence_kernels, token_divergence
 from ligerzoo.kernels.loss.divergence_kernels import divergence_backward, divergence_forward
 from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
@@ -53,7 +55,7 @@ def loss_and_gradient_(
     return compute(student, teacher, target, upstream, options)
 
 
-class _Losses(torch.autograd.Function):
+class _Losses(FusedFunction):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, target: Tensor, options: DivergenceOptions) -> Tensor:
         loss, statistics = divergence_forward(student, teacher, target, options)
@@ -70,14 +72,11 @@ class _Losses(torch.autograd.Function):
 
 
 def check_divergence(name: str, options: DivergenceOptions, **teacher_tensors: Tensor | None) -> None:
-    """Raises ValueError for options out of range, and for a teacher's tensor that requires a gradient."""
-    if not (0 <= options.beta <= 1 and options.temperature > 0):
-        raise ValueError(
-            f"{name}: beta={options.beta} and temperature={options.temperature}; "
-            "expected 0 <= beta <= 1 and temperature > 0"
-        )
+    """Raises for options out of range, and for a teacher's tensor that requires a gradient."""
+    check_numbers(name, FRACTION, beta=options.beta)
+    check_numbers(name, POSITIVE, temperature=options.temperature)
     for argument, tensor in teacher_tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is not None and requires_gradient(tensor) and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: {argument} requires a gradient, but no gradient is computed for the teacher; "
                 f"run the teacher under torch.no_grad(), or pass {argument}.detach()"
@@ -95,6 +94,7 @@ def _divergence(
     name: str, student: Tensor, teacher: Tensor, target: Tensor | None, options: DivergenceOptions,
     reduction: Reduction, num_items: int | Tensor | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
+    check_floats(name, student=student, teacher=teacher)
     check_divergence(name, options, teacher=teacher)
     if student.shape != teacher.shape:
         raise ValueError(

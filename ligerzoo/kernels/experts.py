@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     DEBUG,
     Backend,
     accumulation_dtype,
     autocast,
     empty_gradient,
-    once_differentiable,
     uses_triton,
 )
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
@@ -65,7 +66,11 @@ def _forward_fake(x: Tensor, expert_ids: Tensor, gate_up: Tensor) -> tuple[Tenso
     return x.new_empty(x.shape), hidden, rows, bounds
 
 
-@register("experts_forward", fake=_forward_fake)
+def _flops(expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> int:
+    return 2 * expert_ids.numel() * (gate_up[0].numel() + down[0].numel())
+
+
+@register("experts_forward", fake=_forward_fake, flops=_flops)
 def _forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
@@ -90,7 +95,15 @@ def _backward_fake(
     )
 
 
-@register("experts_backward", fake=_backward_fake)
+def _backward_flops(
+    rows: Tensor, gate_up: Tensor, down: Tensor,
+    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
+) -> int:  # fmt: skip
+    down_products = (needs_x or needs_weights or needs_gate_up) + needs_down
+    return 2 * rows.numel() * ((needs_x + needs_gate_up) * gate_up[0].numel() + down_products * down[0].numel())
+
+
+@register("experts_backward", fake=_backward_fake, flops=_backward_flops)
 def _backward(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
     bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
@@ -118,7 +131,7 @@ def _backward(
     return dx, dweights, dgate_up, ddown
 
 
-class _ExpertsMLP(torch.autograd.Function):
+class _ExpertsMLP(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,6 +203,8 @@ def experts_mlp(
         ValueError: shapes or dtypes do not match, or the activation is unknown. On a CPU or with LIGERZOO_DEBUG=1 also
             if an expert id is outside [0, E); otherwise the output of such a token is NaN.
     """
+    check_floats("experts_mlp", x=x, expert_weights=expert_weights, gate_up=gate_up, down=down)
+    check_tensor("experts_mlp", "expert_ids", expert_ids, "integer")
     x, gate_up, down = autocast(x, gate_up, down)
     n_experts, n_features = gate_up.shape[0], x.shape[-1]
     if (
@@ -200,7 +215,6 @@ def experts_mlp(
         or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
         or down.shape[:-1] != (n_experts, n_features)
         or not x.dtype == gate_up.dtype == down.dtype
-        or expert_ids.is_floating_point()
     ):
         raise ValueError(
             f"experts_mlp: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "

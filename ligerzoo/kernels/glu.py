@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
-from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_optional_floats
+from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
@@ -104,7 +106,7 @@ def _backward(
     return dgate, dup, y
 
 
-class _GLU(torch.autograd.Function):
+class _GLU(FusedFunction):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -120,7 +122,7 @@ class _GLU(torch.autograd.Function):
         return dgate if needs_gate else None, dup if needs_up else None, None
 
 
-class _GLULinear(torch.autograd.Function):
+class _GLULinear(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
@@ -147,6 +149,7 @@ class _GLULinear(torch.autograd.Function):
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
     check_activation(activation)
+    check_floats(name, gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"{name}: gate is {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}; "
@@ -218,6 +221,8 @@ def glu_linear(
             activation is unknown.
     """
     _check("glu_linear", gate, up, activation)
+    check_floats("glu_linear", weight=weight)
+    check_optional_floats("glu_linear", bias=bias)
     if weight.shape[1:] != gate.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
             f"glu_linear: gate is {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "

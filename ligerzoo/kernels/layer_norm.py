@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, cdiv, empty_gradient, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_optional_floats
+from ligerzoo.kernels.dispatch import Backend, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import (
@@ -163,7 +165,7 @@ def _backward(
     return dx, dweight, dbias
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(FusedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         y, mean, rstd = _forward(x, weight, bias, eps)
@@ -198,6 +200,8 @@ def layer_norm(
         ValueError: `weight` or `bias` is not of shape (H,), their dtypes differ, or `backend` does not support the
             tensors.
     """
+    check_floats("layer_norm", x=x, weight=weight)
+    check_optional_floats("layer_norm", bias=bias)
     check_columns("layer_norm", x, weight=weight)
     if bias is not None:
         check_columns("layer_norm", x, bias=bias)

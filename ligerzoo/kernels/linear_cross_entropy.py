@@ -18,21 +18,26 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_optional_floats
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.loss.chunked_head import (
     HeadGradients,
     HeadInputs,
     Needs,
+    check_budget,
     gradient_dtype,
+    head_flops,
     head_type,
     rows_per_chunk,
 )
-from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
+from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
 from ligerzoo.kernels.loss.reduction import (
     Reduction,
     as_targets,
     as_token_weight,
     check_class_weight,
+    check_target_dtype,
     check_terms,
     denominator,
     reduce_losses,
@@ -96,7 +101,11 @@ def _sweep_fake(head: HeadInputs, target: Tensor, options: SweepOptions, needs: 
     )
 
 
-@register("linear_cross_entropy_sweep", fake=_sweep_fake)
+def _sweep_flops(head: HeadInputs, needs: Needs) -> int:
+    return head_flops(head.hidden, head.weight, needs)
+
+
+@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops)
 def _sweep(
     head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
     options: SweepOptions, needs: Needs,
@@ -147,7 +156,7 @@ def _reduced_loss(
     return loss, results.rows
 
 
-class _TokenResults(torch.autograd.Function):
+class _TokenResults(FusedFunction):
     """The results of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
@@ -195,14 +204,18 @@ def prepare_inputs(
     """Returns the head with flattened hidden states, and the targets, in the dtypes of the computation.
 
     Raises:
+        TypeError: an argument has another type.
         ValueError: shapes, dtypes or terms are invalid.
     """
+    check_floats(name, hidden=hidden, weight=weight)
+    check_optional_floats(name, bias=bias)
+    check_target_dtype(name, target)
+    check_terms(name, terms)
     hidden, weight, bias = autocast(hidden, weight, bias)
     if (
         hidden.shape[:-1] != target.shape
         or hidden.shape[-1:] != weight.shape[1:]
         or hidden.dtype != weight.dtype
-        or not hidden.is_floating_point()
         or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype))
     ):
         raise ValueError(
@@ -210,7 +223,6 @@ def prepare_inputs(
             f"target {tuple(target.shape)}, bias {None if bias is None else (*bias.shape, bias.dtype)}; "
             "expected (..., H), (V, H), (...) and (V,), all but the target of one floating-point dtype"
         )
-    check_terms(name, terms)
     head = HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     return head, as_targets(name, target, weight.shape[0], ignore_index)
 
@@ -287,11 +299,12 @@ def linear_cross_entropy(  # type: ignore[misc]
     check_class_weight(name, class_weight, weight.shape[0])
     dtype = accumulation_dtype(head.hidden.dtype)
     token_weight = as_token_weight(name, token_weight, target, ignore_index, dtype)
+    check_budget(name, logits_budget)
     triton = uses_triton(head.hidden, head.weight, backend=backend)
     options = SweepOptions(ignore_index, logits_budget, triton, return_statistics)
     targets = target.reshape(-1)
     divisor = denominator(name, dtype, target, reduction, ignore_index, num_items, class_weight, token_weight)
-    if divisor is None or not torch.is_grad_enabled():  # no gradients to precompute
+    if divisor is None or not precomputes_gradients():
         results = _TokenResults.apply(*head, targets, class_weight, terms, options)
         losses = results[0].view(target.shape)
         loss = reduce_losses(losses if token_weight is None else losses * token_weight, divisor)
@@ -322,10 +335,9 @@ def token_statistics(
     `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    head, target = prepare_inputs("token_statistics", hidden, weight, target, bias, ignore_index, terms)
-    triton = uses_triton(head.hidden, head.weight, backend=backend)
-    options = SweepOptions(ignore_index, logits_budget, triton, True)
-    results = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)
+    results = token_results(
+        "token_statistics", hidden, weight, target, bias, terms, ignore_index, logits_budget, backend, statistics=True
+    )
     return token_statistics_from(results, target, ignore_index)
 
 
@@ -348,8 +360,19 @@ def token_logps(
     `linear_cross_entropy`.
     """
     terms = Terms(logit_scale, softcap, temperature)
-    head, target = prepare_inputs("token_logps", hidden, weight, target, bias, ignore_index, terms)
+    results = token_results(
+        "token_logps", hidden, weight, target, bias, terms, ignore_index, logits_budget, backend, statistics=False
+    )
+    return results.logp.view(target.shape)
+
+
+def token_results(
+    name: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, terms: Terms, ignore_index: int,
+    logits_budget: int | None, backend: Backend, *, statistics: bool,
+) -> RowResults:  # fmt: skip
+    """Returns the results of the flattened targets, differentiable. `name` is the function that messages name."""
+    head, target = prepare_inputs(name, hidden, weight, target, bias, ignore_index, terms)
+    check_budget(name, logits_budget)
     triton = uses_triton(head.hidden, head.weight, backend=backend)
-    options = SweepOptions(ignore_index, logits_budget, triton, False)
-    logps: Tensor = _TokenResults.apply(*head, target.reshape(-1), None, terms, options)[1]
-    return logps.view(target.shape)
+    options = SweepOptions(ignore_index, logits_budget, triton, statistics)
+    return RowResults(*_TokenResults.apply(*head, target.reshape(-1), None, terms, options))

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
+from ligerzoo.kernels.checks import ANY, POSITIVE, check_floats, check_numbers, check_optional_numbers
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
 from ligerzoo.kernels.divergence import (
     check_divergence,
     compute_losses,
@@ -38,12 +40,14 @@ from ligerzoo.kernels.loss.chunked_head import (
     HeadInputs,
     Needs,
     RaggedHead,
+    check_budget,
     gradient_dtype,
+    head_flops,
     head_type,
     rows_per_chunk,
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
-from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator
+from ligerzoo.kernels.loss.reduction import Reduction, check_target, denominator, reduce_losses
 from ligerzoo.kernels.loss.token_divergence import DivergenceOptions
 from ligerzoo.kernels.registration import register
 
@@ -52,6 +56,7 @@ class Side(NamedTuple):
     """One side of a distillation: the student or the teacher.
 
     Attributes:
+        prefix: how its arguments begin, for messages: "student_hidden" or "hidden".
         hidden: (..., H) hidden states; (..., V) logits if `weight` is None.
         weight: (V, H), the head; None only for the teacher.
         bias: (V,), added to the logits.
@@ -59,6 +64,7 @@ class Side(NamedTuple):
         softcap: c, for logits `c tanh(logits / c)`, after the scale.
     """
 
+    prefix: str
     hidden: Tensor
     weight: Tensor | None
     bias: Tensor | None = None
@@ -101,6 +107,11 @@ def _sweep_fake(student: HeadInputs, teacher: TeacherInputs, target: Tensor, nee
     )
 
 
+def _flops(student: HeadInputs, teacher: TeacherInputs, needs: Needs) -> int:
+    flops = head_flops(student.hidden, student.weight, needs)
+    return flops if teacher.weight is None else flops + head_flops(teacher.hidden, teacher.weight, Needs(False, False))
+
+
 class _TeacherLogits:
     """Given logits, with the interface of a head."""
 
@@ -111,7 +122,7 @@ class _TeacherLogits:
         return self.all_logits[chunk] if self.order is None else self.all_logits[self.order[chunk]]
 
 
-@register("linear_divergence_sweep", fake=_sweep_fake)
+@register("linear_divergence_sweep", fake=_sweep_fake, flops=_flops)
 def _sweep(
     student: HeadInputs, teacher: TeacherInputs, target: Tensor, upstream: Tensor | None, options: DivergenceOptions,
     budget: int | None, triton: bool, needs: Needs,
@@ -147,13 +158,15 @@ def linear_divergence(
     num_items: int | Tensor | None, logits_budget: int | None, backend: Backend,
 ) -> Tensor:  # fmt: skip
     """Returns the divergence of two heads, see `linear_kl_div`. `name` is the public function, for error messages."""
-    teacher_tensors = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+    student_tensors, teacher_tensors = _named_tensors(student), _named_tensors(teacher)
+    check_floats(name, **{f"{student.prefix}weight": student.weight} | student_tensors | teacher_tensors)
     check_divergence(name, options, **teacher_tensors)
+    check_budget(name, logits_budget)
     student, teacher = _autocast(student), _autocast(teacher)
     assert student.weight is not None
     tokens, classes = student.hidden.shape[:-1], student.weight.shape[:1]
-    _check_side(name, "student", student, tokens, classes)
-    _check_side(name, "teacher", teacher, tokens, classes)
+    _check_side(name, student, tokens, classes)
+    _check_side(name, teacher, tokens, classes)
     if target is None:
         target, options = target_without_ignored(student.hidden, options)
     check_target(name, target, tokens)
@@ -167,11 +180,11 @@ def linear_divergence(
     triton, targets = uses_triton(student.hidden, teacher.hidden, backend=backend), target.reshape(-1)
     student_inputs = HeadInputs(student.hidden.reshape(-1, student.hidden.shape[-1]), student.weight, student.bias)
     teacher_inputs = TeacherInputs(teacher.hidden.reshape(-1, teacher.hidden.shape[-1]), teacher.weight, teacher.bias)
-    if divisor is None:
+    if divisor is None or under_transform():
         losses: Tensor = _TokenDivergences.apply(
             *student_inputs, *teacher_inputs, targets, options, logits_budget, triton
         )
-        return losses.view(tokens)
+        return reduce_losses(losses.view(tokens), divisor)
     return _reduced_divergence(student_inputs, teacher_inputs, targets, divisor, options, logits_budget, triton)
 
 
@@ -198,7 +211,7 @@ def _reduced_divergence(
     return attach_gradients(loss, *zip(student, gradients, strict=True), factor=factor)
 
 
-class _TokenDivergences(torch.autograd.Function):
+class _TokenDivergences(FusedFunction):
     """The divergence of each token. Backward sweeps again, with the tokens' upstream gradients."""
 
     @staticmethod
@@ -221,14 +234,21 @@ class _TokenDivergences(torch.autograd.Function):
         return *student_gradients, *(None,) * 7
 
 
-def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
-    hidden, weight, bias, _, softcap = side
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: {whose}_softcap={softcap}; expected more than 0, or None")
+def _named_tensors(side: Side) -> dict[str, Tensor]:
+    """Returns the given tensors by the names of their arguments."""
+    tensors = {"logits" if side.weight is None else "hidden": side.hidden, "weight": side.weight, "bias": side.bias}
+    return {f"{side.prefix}{argument}": tensor for argument, tensor in tensors.items() if tensor is not None}
+
+
+def _check_side(name: str, side: Side, tokens: torch.Size, classes: torch.Size) -> None:
+    prefix, hidden, weight, bias, scale, softcap = side
+    check_optional_numbers(name, POSITIVE, **{f"{prefix}softcap": softcap})
+    check_numbers(name, ANY, **{f"{prefix}logit_scale": scale})
     if weight is None:
         if hidden.shape != (*tokens, *classes) or bias is not None:
+            with_bias = "" if bias is None else f" and {prefix}bias is given"
             raise ValueError(
-                f"{name}: the {whose}'s logits have shape {tuple(hidden.shape)}; "
+                f"{name}: {prefix}logits has shape {tuple(hidden.shape)}{with_bias}; "
                 f"expected {(*tokens, *classes)}, without a bias"
             )
         return
@@ -241,8 +261,8 @@ def _check_side(name: str, whose: str, side: Side, tokens: torch.Size, classes: 
     )
     if not fits:
         raise ValueError(
-            f"{name}: {whose}_hidden {tuple(hidden.shape)} {hidden.dtype}, {whose}_weight {tuple(weight.shape)} "
-            f"{weight.dtype}, {whose}_bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
+            f"{name}: {prefix}hidden {tuple(hidden.shape)} {hidden.dtype}, {prefix}weight {tuple(weight.shape)} "
+            f"{weight.dtype}, {prefix}bias {None if bias is None else (tuple(bias.shape), bias.dtype)}; "
             f"expected {(*tokens, 'H')}, {(*classes, 'H')} and {tuple(classes)} or None, of one dtype"
         )
 
@@ -303,8 +323,8 @@ def linear_kl_div(
         ValueError: a shape, a dtype or an option is invalid, or a tensor of the teacher requires a gradient.
     """
     options = DivergenceOptions("reverse_kl" if reverse else "forward_kl", 0.0, temperature, ignore_index)
-    student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
         "linear_kl_div", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )
@@ -333,8 +353,8 @@ def linear_jsd(
 ) -> Tensor:
     """`jsd` of two heads, with its `beta`. The other arguments, the result and errors are those of `linear_kl_div`."""
     options = DivergenceOptions(jsd_divergence(beta), beta, temperature, ignore_index)
-    student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
         "linear_jsd", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )
@@ -362,8 +382,8 @@ def linear_tvd(
 ) -> Tensor:
     """`tvd` of two heads. The arguments, the result and the errors are those of `linear_kl_div`."""
     options = DivergenceOptions("tvd", 0.0, temperature, ignore_index)
-    student = Side(student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
-    teacher = Side(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    student = Side("student_", student_hidden, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
     return linear_divergence(
         "linear_tvd", student, teacher, target, options, reduction, num_items, logits_budget, backend
     )

@@ -118,12 +118,18 @@ def softcapped(z, scale, softcap, inverse_temperature=None):
 
 
 @jit
-def load_softcapped(row_ptr, cols, n_cols, scale, softcap):
-    """Loads logits of a row and returns x and dx/dz as `softcapped` does; x is -inf beyond the last column."""
-    if (scale is None) and (softcap is None):  # the load itself pads, which saves a select
-        x, slope = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32), 1.0
+def load_softcapped(row_ptr, cols, n_cols, scale, softcap, inverse_temperature=None, MASKED: tl.constexpr = True):
+    """Loads logits of a row and returns x and dx/dz as `softcapped` does; x is -inf beyond the last column.
+
+    Without MASKED, all columns must exist.
+    """
+    mask = cols < n_cols if MASKED else None
+    if MASKED and (scale is None) and (softcap is None) and (inverse_temperature is None):
+        # The load itself pads, which saves a select.
+        x, slope = tl.load(row_ptr + cols, mask=mask, other=-float("inf")).to(tl.float32), 1.0
     else:
-        z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-        x, slope = softcapped(z, scale, softcap)
-        x = tl.where(cols < n_cols, x, -float("inf"))
+        z = tl.load(row_ptr + cols, mask=mask, other=0.0 if MASKED else None).to(tl.float32)
+        x, slope = softcapped(z, scale, softcap, inverse_temperature)
+        if MASKED:
+            x = tl.where(mask, x, -float("inf"))
     return x, slope

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, TypeVarTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
@@ -51,15 +53,19 @@ OPS: dict[str, Op[*tuple[Any, ...], Any]] = {}
 """All registered ops by name."""
 
 
-def register(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[[*Ts], R]], Op[*Ts, R]]:
+def register(
+    name: str, *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
+) -> Callable[[Callable[[*Ts], R]], Op[*Ts, R]]:
     """Registers the decorated function as the op `ligerzoo::<name>`, for tensors on every device but meta.
 
     Args:
         name: the op's name.
         fake: allocates the results, contiguous, from shapes and dtypes alone. Its parameters are a subset of the
             function's, matched by name.
+        flops: counts the operations of the matrix products, for `torch.utils.flop_counter.FlopCounterMode`. Its
+            parameters are a subset of the function's too. None if there are no products.
     """
-    return lambda function: Op(name, function, fake)
+    return lambda function: Op(name, function, fake, flops)
 
 
 class Op(Generic[*Ts, R]):
@@ -73,14 +79,13 @@ class Op(Generic[*Ts, R]):
         overload: the op as the dispatcher knows it, for tests and sharding rules.
     """
 
-    def __init__(self, name: str, function: Callable[[*Ts], R], fake: Callable[..., Any]) -> None:
+    def __init__(
+        self, name: str, function: Callable[[*Ts], R], fake: Callable[..., Any], flops: Callable[..., int] | None = None
+    ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         hints = get_type_hints(function)
         self._names = list(inspect.signature(function).parameters)
-        fake_names = list(inspect.signature(fake).parameters)
-        if unknown := [n for n in fake_names if n not in self._names]:
-            raise TypeError(f"{name}: the fake has parameter {unknown[0]}; expected some of {', '.join(self._names)}")
         # Position and type of each NamedTuple; the last first, so that flattening one leaves the others' positions.
         self._structs = [(i, hints[n]) for i, n in enumerate(self._names) if _is_struct(hints[n])][::-1]
         results = hints["return"]
@@ -90,12 +95,10 @@ class Op(Generic[*Ts, R]):
         for device in _DEVICES:
             _library.impl(name, lambda *flat: self._run(flat[0], self._nest(flat)), device)
 
-        def fake_of_flat(*flat: Any) -> Any:
-            arguments = dict(zip(self._names, self._nest(flat), strict=True))
-            return fake(**{n: arguments[n] for n in fake_names})
-
-        torch.library.register_fake(f"{_library.ns}::{name}", fake_of_flat, lib=_library)
+        torch.library.register_fake(f"{_library.ns}::{name}", self._of_flat(fake, f"{name}: the fake"), lib=_library)
         self.overload = getattr(getattr(torch.ops, _library.ns), name).default
+        if flops is not None:
+            _count_flops(self.overload, self._of_flat(flops, f"{name}: flops"))
         OPS[name] = self
 
     def __call__(self, *args: *Ts) -> R:
@@ -109,6 +112,18 @@ class Op(Generic[*Ts, R]):
     def flat_arguments(self, **arguments: Any) -> tuple[Any, ...]:
         """The positional arguments of `overload` for these arguments of the function."""
         return tuple(self._flatten(inspect.signature(self._function).bind(**arguments).args))
+
+    def _of_flat(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        """Returns the function of some of the op's parameters, by name, as a function of all flat arguments."""
+        names = list(inspect.signature(function).parameters)
+        if unknown := [n for n in names if n not in self._names]:
+            raise TypeError(f"{what} has parameter {unknown[0]}; expected some of {', '.join(self._names)}")
+
+        def of_flat(*flat: Any) -> Any:
+            arguments = dict(zip(self._names, self._nest(flat), strict=True))
+            return function(**{n: arguments[n] for n in names})
+
+        return of_flat
 
     def _run(self, first: Tensor, args: Sequence[Any]) -> R:
         # Triton launches on the current device. A context manager per call would cost more than the launch.
@@ -127,6 +142,28 @@ class Op(Generic[*Ts, R]):
             end = i + len(struct._fields)
             flat = (*flat[:i], struct(*flat[i:end]), *flat[end:])
         return flat
+
+
+def _count_flops(overload: Any, flops: Callable[..., int]) -> None:
+    """Makes `FlopCounterMode` count the op.
+
+    Registering a formula imports torch's flop counter, and with it triton. So this waits until a counter meets the op:
+    it then asks for a decomposition. The counter copied the registered formulas when it was created, so it gets ours.
+    """
+
+    def formula(*flat: Any, out_val: Any) -> int:
+        return flops(*flat)
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        flop_counter: Any = sys.modules.get("torch.utils.flop_counter")
+        if flop_counter is not None:
+            modes = _get_current_dispatch_mode_stack()
+            counters = [mode.counter for mode in modes if isinstance(mode, flop_counter._FlopCounterMode)]
+            for registry in (flop_counter.flop_registry, *(counter.flop_registry for counter in counters)):
+                registry.setdefault(overload.overloadpacket, formula)
+        return NotImplemented
+
+    overload.decompose = decompose
 
 
 def _is_struct(hint: Any) -> bool:

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
     cdiv,
     empty_gradient,
-    once_differentiable,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
@@ -214,7 +215,7 @@ def _backward(
     return dx, dweight
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
@@ -234,7 +235,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx if needs_x else None, dweight if needs_weight else None, None, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -272,6 +273,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _weights(name: str, x: Tensor, weight: Tensor | None, weight_offset: float) -> list[Tensor]:
     """The weight as a list, empty if it is None. Raises ValueError for a wrong shape, or an offset without a weight."""
     if weight is not None:
+        check_floats(name, weight=weight)
         check_columns(name, x, weight=weight)
         return [weight]
     if weight_offset:
@@ -307,6 +309,7 @@ def rms_norm(
         ValueError: `weight` is not of shape (H,), `weight_offset` is given without a weight, or `backend` does not
             support the tensors.
     """
+    check_floats("rms_norm", x=x)
     if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits_registers(x, backend):
         return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
     return reference(x, weight, eps, weight_offset, round_before_scale)
@@ -341,6 +344,7 @@ def add_rms_norm(
         ValueError: the shapes of `residual` and `x` differ, `weight` is not of shape (H,), `weight_offset` is given
             without a weight, or `backend` does not support the tensors.
     """
+    check_floats("add_rms_norm", x=x, residual=residual)
     if residual.shape != x.shape:
         raise ValueError(f"add_rms_norm: residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}")
     weights = _weights("add_rms_norm", x, weight, weight_offset)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, next_power_of_2, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats
+from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 
@@ -124,7 +126,7 @@ def _heads(x: Tensor | None) -> tuple[int, int, tuple[int, ...]]:
     return (0, 0, (0,) * 4) if x is None else (x.shape[2], next_power_of_2(x.shape[2]), x.stride())
 
 
-class _RoPE(torch.autograd.Function):
+class _RoPE(FusedFunction):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
@@ -169,6 +171,7 @@ def rope(
     Raises:
         ValueError: the shapes do not match.
     """
+    check_floats("rope", q=q, k=k, cos=cos, sin=sin)
     shapes_match = (
         q.dim() == k.dim() == 4
         and q.shape[:2] == k.shape[:2]

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, once_differentiable, uses_triton
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_exp, load_softcapped
 from ligerzoo.kernels.registration import register
@@ -147,7 +149,7 @@ def _backward(dy: Tensor, y: Tensor) -> Tensor:
     return dx
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(FusedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = _forward(x)
@@ -173,4 +175,5 @@ def softmax(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     Raises:
         ValueError: `backend` is unknown, or does not support `x`.
     """
+    check_floats("softmax", x=x)
     return _Softmax.apply(x) if uses_triton(x, backend=backend) else reference(x)

@@ -25,6 +25,7 @@ from ligerzoo.layers.vision import (
     VisionTower,
     WindowedVisionTower,
     grid_positions,
+    repeated_items,
     scatter_embeddings,
 )
 
@@ -78,6 +79,7 @@ __all__ = [
     "attend",
     "grid_positions",
     "load_balancing_loss",
+    "repeated_items",
     "scatter_embeddings",
     "sectioned",
     "set_backend",

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligerzoo.kernels import decode_attention, rope
+from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.linear import Linear, check_features
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
@@ -44,9 +45,23 @@ def reference(
     softcap: float | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """`attend` in plain torch, with an additive mask: scores in the dtype of the inputs, softmax in fp32."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    """`attend` in plain torch, with an additive mask; see `attention_probabilities`."""
+    return apply_probabilities(attention_probabilities(q, k, mask, scale, softcap, is_causal), v)
+
+
+def attention_probabilities(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """Returns the attention probabilities (B, N, T, S): scores in the dtype of the inputs, softmax in fp32.
+
+    The arguments are those of `attend`, with an additive mask.
+    """
+    q, k = q.transpose(1, 2), _repeat_heads(k, q.shape[2])
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -57,8 +72,17 @@ def reference(
             1 + scores.shape[-1] - scores.shape[-2]
         )
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
-    probabilities = scores.softmax(-1, dtype=accumulation_dtype(q.dtype)).to(q.dtype)
-    return (probabilities @ v).transpose(1, 2)
+    return scores.softmax(-1, dtype=accumulation_dtype(q.dtype)).to(q.dtype)
+
+
+def apply_probabilities(probabilities: Tensor, v: Tensor) -> Tensor:
+    """probabilities: (B, N, T, S), v: (B, S, K, D) -> (B, T, N, D)."""
+    return (probabilities @ _repeat_heads(v, probabilities.shape[1])).transpose(1, 2)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, S, K, D) -> (B, N, S, D): repeats each key-value head for its N / K query heads."""
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1)
 
 
 def attend(
@@ -87,19 +111,18 @@ def attend(
     """
     tokens, keys = q.shape[1], k.shape[1]
     is_differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if tokens == 1 and q.is_cuda and not is_differentiable and (mask is None or isinstance(mask, Mask)):
+    transformed = under_transform()  # vmap supports neither FlexAttention nor torch's fused kernel for a CPU
+    is_decoding = tokens == 1 and not (is_differentiable or transformed)
+    if is_decoding and q.is_cuda and (mask is None or isinstance(mask, Mask)):
         return _attend_to_cache(q, k, v, mask, scale, softcap)
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
-    if isinstance(mask, AttentionMask) and not on_cpu and not is_short and q.shape[-1] >= 16:
+    if isinstance(mask, AttentionMask) and not (on_cpu or is_short or transformed) and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
-    if isinstance(mask, AttentionMask):
-        mask = mask.additive(q.dtype)
-    elif mask is not None:
-        mask = additive_mask(mask, q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
+    mask = _additive(mask, q.dtype)
     # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
     # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
     is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
-    if softcap is not None or (on_cpu and not is_accurate_on_cpu):
+    if softcap is not None or (on_cpu and (transformed or not is_accurate_on_cpu)):
         return reference(q, k, v, mask, scale, softcap, is_causal)
     is_causal = is_causal and mask is None
     if tokens == 1:  # an `if`, since torch.compile would leave a comparison of the length symbolic
@@ -124,6 +147,15 @@ def _attend_to_cache(
     return decode_attention(q[:, 0], keys, values, first, last, padding_mask, fallback, scale=scale, softcap=softcap)[
         :, None
     ]
+
+
+def _additive(mask: AttentionMask | Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns the matrix to add to scores of `dtype`; None for no mask."""
+    if isinstance(mask, AttentionMask):
+        return mask.additive(dtype)
+    if mask is None:
+        return None
+    return additive_mask(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype)
 
 
 def _flex_attention(
@@ -196,7 +228,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
-        self.head_dim = head_dim or hidden_size // num_heads
+        self.hidden_size, self.head_dim = hidden_size, head_dim or hidden_size // num_heads
         self.window, self.scale, self.softcap, self.is_causal = window, scale, softcap, is_causal
         self.backend: Backend = check_backend(backend)
         if num_heads % num_kv_heads:
@@ -224,8 +256,10 @@ class Attention(nn.Module):
             context: positions and mask of these tokens.
             cache: keys and values of earlier tokens; the new ones are appended.
         """
+        check_features(self, x, self.hidden_size)
         q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
+            for features in self.project(x)
         )
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -241,8 +275,21 @@ class Attention(nn.Module):
             cache=cache,
             force=self.softcap is not None,  # only FlexAttention fuses soft caps, and it needs a mask
         )
-        out = attend(q, k, v, mask, self.scale, self.softcap, self.is_causal)
+        out = self.attend(q, k, v, mask, context)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
+        """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
+        options = self.scale, self.softcap, self.is_causal
+        if context.attentions is None:
+            return attend(q, k, v, mask, *options)
+        probabilities = attention_probabilities(q, k, _additive(mask, q.dtype), *options)
+        context.attentions.append(probabilities)
+        return apply_probabilities(probabilities, v)
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""

@@ -54,6 +54,30 @@ class LayerCache:
         self._keys, self._values = _append(self._keys, keys, start), _append(self._values, values, start)
         return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
 
+    @property
+    def rows(self) -> int | None:
+        """Batch size of the cached tokens; None for an empty cache."""
+        return None if self._keys is None else len(self._keys)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Makes row i of the cache a copy of row `index[i]`, as beam search does; the number of rows may change.
+
+        Args:
+            index: (rows,) int64.
+        """
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = (x.index_select(0, index.to(x.device)) for x in (self._keys, self._values))
+
+    def remove_last(self, tokens: int) -> None:
+        """Removes the last tokens, as speculative decoding does with rejected ones.
+
+        Raises:
+            ValueError: the cache holds fewer tokens, or the number is negative.
+        """
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"{type(self).__name__}: cannot remove {tokens} tokens; expected 0 to {self.length}")
+        self.length -= tokens
+
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is not None and len(self._keys) != len(keys):
             raise ValueError(f"{type(self).__name__}: got keys of batch size {len(keys)}; expected {len(self._keys)}")
@@ -87,6 +111,21 @@ class RollingLayerCache(LayerCache):
         self._keys, self._values = _append(self._keys, keys, self._held), _append(self._values, values, self._held)
         self._held = end
         return _slice(self._keys, start, end), _slice(self._values, start, end)
+
+    def remove_last(self, tokens: int) -> None:
+        """See `LayerCache.remove_last`.
+
+        Raises:
+            ValueError: tokens that the window would reach again are no longer in the cache.
+        """
+        super().remove_last(tokens)
+        self._held -= tokens
+        needed = min(self.length, self.window - 1)
+        if self._held < needed:
+            raise ValueError(
+                f"RollingLayerCache: without the last {tokens} tokens, {max(self._held, 0)} of {self.length} are left; "
+                f"the window of {self.window} needs {needed}. Call KVCache.keep_all_tokens() before the first token."
+            )
 
 
 class CrossAttentionLayerCache(LayerCache):
@@ -254,10 +293,13 @@ class KVCache:
     """
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
-        self.layers = list(layers)
         self.max_valid_length: int | None = None
         self.position_offset: Tensor | None = None
         self.last_image_mask: Tensor | None = None
+        self._set_layers(layers)
+
+    def _set_layers(self, layers: Iterable[LayerCache]) -> None:
+        self.layers = list(layers)
         self._self_attention = [layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)]
         self._cross_attention = [layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)]
         self._static = [layer for layer in self.layers if isinstance(layer, StaticLayerCache)]
@@ -330,6 +372,38 @@ class KVCache:
         """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
         counter = self._counter
         return torch.arange(tokens, device=device) if counter is None else counter.positions(tokens, device)
+
+    @property
+    def rows(self) -> int | None:
+        """Batch size of the cached tokens; None for an empty cache."""
+        return next((layer.rows for layer in self.layers if layer.rows is not None), None)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Makes row i of all caches a copy of row `index[i]`; see `LayerCache.select_rows`."""
+        rows = self.rows
+        for layer in self.layers:
+            layer.select_rows(index)
+        for name in ("position_offset", "last_image_mask"):
+            value = getattr(self, name)
+            if value is not None and len(value) == rows:  # else 1 row, the same for all
+                setattr(self, name, value.index_select(0, index.to(value.device)))
+
+    def remove_last(self, tokens: int) -> None:
+        """Removes the last tokens; cross-attention caches keep their states. See `LayerCache.remove_last`."""
+        for layer in self._self_attention:
+            if layer.length > 0:  # a layer without attention appends nothing
+                layer.remove_last(tokens)
+
+    def keep_all_tokens(self) -> None:
+        """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.
+
+        Raises:
+            ValueError: the cache holds tokens already.
+        """
+        if any(isinstance(layer, RollingLayerCache) for layer in self.layers):
+            if self.length > 0:
+                raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")
+            self._set_layers(LayerCache() if isinstance(layer, RollingLayerCache) else layer for layer in self.layers)
 
     def get_seq_length(self) -> int:
         """Returns `length`; the name that Hugging Face's caches use."""

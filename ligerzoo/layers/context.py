@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import any_true
 from ligerzoo.layers.cache import KVCache, LayerCache
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
@@ -30,6 +31,8 @@ _ATTRIBUTES = (
     "cross_attention_inputs",
     "position_ids",
     "router_logits",
+    "hidden_states",
+    "attentions",
     "_full_mask",
     "cache_position",
     "_packed_end",
@@ -37,6 +40,10 @@ _ATTRIBUTES = (
     "_masks",
 )
 """All attributes of a context."""
+
+
+LAYER_OUTPUTS = ("router_logits", "attentions")
+"""Attributes of a context to which layers within a block append tensors."""
 
 
 class Context:
@@ -67,7 +74,11 @@ class Context:
         last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
             token itself.
         cross_attention_inputs: what cross-attention layers attend to; initially None, for nothing.
-        router_logits: (B * T, E) of each MoE layer, in order.
+        router_logits: (B * T, E) of each MoE layer, in order. None to store none.
+        hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
+            final norm. None, the default, to store none.
+        attentions: (B, N, T, S) attention probabilities of each layer, computed in plain torch. None, the default, to
+            store none and use the fused kernels.
 
     Raises:
         ValueError: the shapes, dtypes or values of the inputs are inconsistent.
@@ -106,7 +117,7 @@ class Context:
         elif attention_mask is not None:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
-            if self.tokens > 1 and not torch.compiler.is_compiling() and bool(self.padding_mask.all()):
+            if self.tokens > 1 and not torch.compiler.is_compiling() and not any_true(~self.padding_mask):
                 self.padding_mask = None
         self.cache_position = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.segment_start: Tensor | None = None
@@ -123,16 +134,19 @@ class Context:
             position_ids = self._segment_positions()
         self.position_ids = position_ids
         self.cross_attention_inputs: CrossAttentionInputs | None = None
-        self.router_logits: list[Tensor] = []
+        self.router_logits: list[Tensor] | None = []
+        self.hidden_states: list[Tensor] | None = None
+        self.attentions: list[Tensor] | None = None
         self._rotations: dict[tuple[RotaryEmbedding, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[object, ...], tuple[tuple[int, int], Mask | Tensor | None]] = {}
 
     def fork(self) -> Context:
-        """Returns a copy with separate `router_logits`, for a layer that is recomputed in the backward pass."""
+        """Returns a copy with separate lists of outputs, for a layer that is recomputed in the backward pass."""
         fork = object.__new__(Context)
         for name in _ATTRIBUTES:  # unlike copy.copy, traceable by all versions of torch.compile
             setattr(fork, name, getattr(self, name))
-        fork.router_logits = []
+        for name in LAYER_OUTPUTS:
+            setattr(fork, name, None if getattr(self, name) is None else [])
         if torch.compiler.is_compiling():  # a checkpointed layer may only return tensors, not store them
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork
@@ -164,7 +178,7 @@ class Context:
         if self.segment_start is not None:
             continues = continues & (self.segment_start[:, :-1] == self.segment_start[:, 1:])
         # A host sync, as for the padding mask: without spans no mask is needed.
-        if torch.compiler.is_compiling() or bool(continues.any()):
+        if torch.compiler.is_compiling() or any_true(continues):
             continues = F.pad(continues, (0, 1), value=False)
             ends = self.cache_position.masked_fill(continues, torch.iinfo(torch.int64).max)
             self.last_visible = ends.flip(1).cummin(1).values.flip(1)
@@ -281,11 +295,10 @@ def _check_mask(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache |
                 f"attention_mask of 4 dimensions: got {attention_mask.dtype}; "
                 "expected bool, or a floating dtype to be added to the scores"
             )
-    elif (
-        attention_mask.ndim != 2
-        or shape[0] not in (1, rows)
-        or shape[1] not in (keys, cache.capacity if cache is not None else None)
-    ):
+        return attention_mask
+    # Not `shape[0] in (1, rows)`: torch.compile finds a static size unequal to every dynamic size in a tuple.
+    fits = attention_mask.ndim == 2 and (shape[0] == 1 or shape[0] == rows)
+    if not fits or (shape[1] != keys and (cache is None or shape[1] != cache.capacity)):
         raise ValueError(
             f"attention_mask has shape {shape}; expected ({rows}, {keys}): one entry for each cached and new token"
         )
@@ -301,7 +314,7 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
 def _segment_starts(position_ids: Tensor) -> Tensor | None:
     """Returns the index of the first token of each token's segment, (B or 1, T); None if there is one segment."""
     is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
-    if not torch.compiler.is_compiling() and not bool(is_start.any()):
+    if not torch.compiler.is_compiling() and not any_true(is_start):
         return None
     index = torch.arange(is_start.shape[1], device=is_start.device)
     return (index * is_start).cummax(1).values

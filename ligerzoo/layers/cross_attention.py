@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers.attention import Attention, attend
+from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, new_layer_cache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import INIT_STD
@@ -63,7 +63,7 @@ class CrossAttention(Attention):
         if self.q_norm is not None:
             q = self.q_norm(q)
         k, v = self._keys_and_values(inputs.states, cache)
-        out = attend(q, k, v, inputs.mask, is_causal=False)
+        out = self.attend(q, k, v, inputs.mask, context)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def new_cache(self, capacity: int | None = None) -> CrossAttentionLayerCache:
@@ -116,6 +116,10 @@ class CrossAttentionBlock(nn.Module):
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache of the attention."""
         return new_layer_cache(self.cross_attn, capacity)
+
+    def is_skipped(self, context: Context) -> bool:
+        """Returns whether the block returns its input: there are no images."""
+        return context.cross_attention_inputs is None
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         inputs = context.cross_attention_inputs

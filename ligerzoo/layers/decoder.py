@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligerzoo.layers.cache import KVCache, new_layer_cache
-from ligerzoo.layers.context import Context
+from ligerzoo.layers.context import LAYER_OUTPUTS, Context
 
 
 class Decoder(nn.Module):
@@ -20,19 +20,27 @@ class Decoder(nn.Module):
         layers: blocks, called as `PreNormBlock`.
         norm: applied to the output of the last block.
         input_scale: factor of the embeddings, including those given instead of token ids.
+        max_valid_cache_length: `max_valid_length` of new caches, see `KVCache`.
 
     Attributes:
         gradient_checkpointing: save only the inputs of blocks for the backward pass, and recompute the blocks there.
     """
 
     def __init__(
-        self, embed_tokens: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, *, input_scale: float = 1.0
+        self,
+        embed_tokens: nn.Module,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        input_scale: float = 1.0,
+        max_valid_cache_length: int | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.input_scale = input_scale
+        self.max_valid_cache_length = max_valid_cache_length
         self.gradient_checkpointing = False
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
@@ -46,8 +54,10 @@ class Decoder(nn.Module):
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
-        x = run_blocks(self.layers, x, context, recompute=self.gradient_checkpointing)
-        return self.norm(x)  # type: ignore[no-any-return]
+        x = self.norm(run_blocks(self.layers, x, context, recompute=self.gradient_checkpointing))
+        if context.hidden_states is not None:
+            context.hidden_states[-1] = x
+        return x
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """Returns an empty KV cache, with the cache that each layer's `new_cache` returns.
@@ -59,7 +69,9 @@ class Decoder(nn.Module):
                 only. Caches of cross-attention always grow.
         """
         # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
-        return KVCache([new_layer_cache(layer, capacity) for layer in self.layers])
+        cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers])
+        cache.max_valid_length = self.max_valid_cache_length
+        return cache
 
 
 def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: bool) -> Tensor:
@@ -68,18 +80,29 @@ def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, reco
     Args:
         layers: blocks, called as `PreNormBlock`.
         x: input of the first block.
-        context: positions, mask and cache of the tokens.
+        context: positions, mask and cache of the tokens. Its `hidden_states`, if not None, get the input and the output
+            of each block that changes them.
         recompute: save only the inputs of blocks for the backward pass, and recompute the blocks there. Ignored with a
             cache, which has no backward pass.
     """
     recompute = recompute and torch.is_grad_enabled() and context.cache is None
+    if context.hidden_states is not None:
+        context.hidden_states.append(x)
     for index, layer in enumerate(layers):
         if recompute:
-            x, router_logits = checkpoint(_forward, layer, x, context, use_reentrant=False)
-            context.router_logits += router_logits
+            x, outputs = checkpoint(_forward, layer, x, context, use_reentrant=False)
+            for name, tensors in outputs.items():
+                getattr(context, name).extend(tensors)
         else:
             x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
+        if context.hidden_states is not None and not _is_skipped(layer, context):
+            context.hidden_states.append(x)
     return x
+
+
+def _is_skipped(layer: nn.Module, context: Context) -> bool:
+    """Returns whether the layer has nothing to do in this forward, such as cross-attention without images."""
+    return hasattr(layer, "is_skipped") and layer.is_skipped(context)  # type: ignore[operator]
 
 
 class BlockStack(nn.Module):
@@ -109,7 +132,8 @@ class BlockStack(nn.Module):
         return x, [outputs[index] for index in intermediate_layers]
 
 
-def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:
-    """Returns the layer's output and its router logits; leaves `context` unchanged."""
+def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Returns the layer's output and what it appended to the context's lists; leaves `context` unchanged."""
     context = context.fork()
-    return layer(x, context), context.router_logits
+    x = layer(x, context)
+    return x, {name: tensors for name in LAYER_OUTPUTS if (tensors := getattr(context, name))}

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linear_cross_entropy
+from ligerzoo.kernels.checks import ANY, POSITIVE, check_numbers, check_optional_numbers
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.kernels.loss.chunked_head import check_budget
+from ligerzoo.layers.linear import INIT_STD, check_features
+from ligerzoo.layers.plain import dequantized
 
 
 class LMHead(nn.Module):
     """Linear layer over the vocabulary; given a target, it returns the loss without materializing all logits.
 
-    Tie its weight to an embedding with `head.weight = embedding.weight`.
+    Tie its weight to an embedding with `head.weight = embedding.weight`. The weight may be quantized by torchao, see
+    `ligerzoo.integrations.torchao.is_linear`. The loss then computes with the dequantized weight.
 
     Args:
         hidden_size: H.
@@ -27,6 +31,10 @@ class LMHead(nn.Module):
         logits_budget: MiB of logits that the loss may hold at a time; None for the global default, see
             `ligerzoo.kernels.set_logits_budget`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Raises:
+        TypeError: an option has another type.
+        ValueError: an option is out of range.
     """
 
     def __init__(
@@ -42,6 +50,10 @@ class LMHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_budget("LMHead", logits_budget)
+        check_optional_numbers("LMHead", POSITIVE, softcap=softcap)
+        check_numbers("LMHead", ANY, logit_scale=logit_scale)
+        self.hidden_size = hidden_size
         self.softcap, self.logit_scale, self.logits_budget = softcap, logit_scale, logits_budget
         self.backend: Backend = check_backend(backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
@@ -72,6 +84,7 @@ class LMHead(nn.Module):
             Logits (..., V) in the dtype of `hidden`; with `target` the loss, 0-d fp32; with `target` and `objective`
             the result of `objective`.
         """
+        check_features(self, hidden, self.hidden_size)
         if target is None:
             logits = nn.functional.linear(hidden, self.weight)
             if self.logit_scale != 1.0:
@@ -81,7 +94,7 @@ class LMHead(nn.Module):
             objective = partial(linear_cross_entropy, num_items=num_items)
         return objective(
             hidden,
-            self.weight,
+            dequantized(self.weight),
             target,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
@@ -90,4 +103,4 @@ class LMHead(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"hidden_size={self.weight.shape[1]}, vocab_size={self.weight.shape[0]}"
+        return f"hidden_size={self.hidden_size}, vocab_size={self.weight.shape[0]}"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
+
+
+def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
+    """Raises ValueError unless the input of a layer has this many features in its last dimension."""
+    if x.shape[-1] != features:
+        raise ValueError(
+            f"{type(layer).__name__}: the input has shape {tuple(x.shape)}; expected {features} features in the last "
+            "dimension, the layer's hidden_size"
+        )
 
 
 class Linear(nn.Linear):

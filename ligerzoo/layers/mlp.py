@@ -7,7 +7,7 @@ from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear
+from ligerzoo.layers.linear import Linear, check_features
 from ligerzoo.layers.plain import is_plain
 
 
@@ -34,6 +34,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.activation: Activation = check_activation(activation)
         self.backend: Backend = check_backend(backend)
         self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
@@ -42,12 +43,17 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        check_features(self, x, self.hidden_size)
+        gate, up = self.project(x)
         if is_plain(self.down_proj, Linear, nn.Linear):
             weight, bias = self.down_proj.weight, self.down_proj.bias
             return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
         gated = glu(gate, up, activation=self.activation, backend=self.backend)
         return self.down_proj(gated)  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(..., H) -> gate and up features, (..., I) each."""
+        return self.gate_proj(x), self.up_proj(x)
 
 
 class MLP(nn.Module):
@@ -73,6 +79,7 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.activation: Activation = check_activation(activation)
         self.backend: Backend = check_backend(backend)
         self.fc1 = Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
@@ -80,6 +87,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., O). `context` is unused; it keeps the block signature uniform."""
+        check_features(self, x, self.hidden_size)
         x = self.fc1(x)
         if is_plain(self.fc2, Linear, nn.Linear):
             weight, bias = self.fc2.weight, self.fc2.bias

@@ -20,12 +20,13 @@ from ligerzoo.kernels import experts_mlp
 from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.plain import dequantized
 
 
 class RouterLogits(Protocol):
     """What an MoE layer needs of the context that all layers of a forward share."""
 
-    router_logits: list[Tensor]
+    router_logits: list[Tensor] | None
 
 
 class Router(nn.Module):
@@ -135,8 +136,8 @@ class Experts(nn.Module):
             x,
             expert_ids,
             expert_weights,
-            self.gate_up_proj,
-            self.down_proj,
+            dequantized(self.gate_up_proj),
+            dequantized(self.down_proj),
             activation=self.activation,
             backend=self.backend,
         )
@@ -172,13 +173,14 @@ class MoE(nn.Module):
 
         Args:
             x: hidden states.
-            context: shared by the layers of a forward; the router logits (T, E) are appended to its `router_logits`.
+            context: shared by the layers of a forward; the router logits (T, E) are appended to its `router_logits`,
+                unless they are None.
         """
         tokens = x.reshape(-1, x.shape[-1])
         if self.training and self.jitter_noise:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
         logits, expert_ids, expert_weights = self.gate(tokens)
-        if context is not None:
+        if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
         return self.experts(tokens, expert_ids, expert_weights).reshape(x.shape)  # type: ignore[no-any-return]
 

@@ -1,18 +1,35 @@
-"""Detects modules that a fused kernel may replace."""
+"""Detects modules and weights that a fused kernel may read directly."""
 
-from torch import nn
+from types import NoneType
+
+from torch import Tensor, nn
+
+_PLAIN_TENSORS = frozenset({nn.Parameter, Tensor, NoneType})
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether `module` computes exactly what one of `kinds` does, so that a fused kernel may read its weights directly.
 
-    False for a subclass or wrapper (such as an adapter), a replaced `forward`, and any hook (such as those of
-    parallelism or profilers).
+    False for a subclass or wrapper (such as an adapter), a replaced `forward`, any hook (such as those of parallelism
+    or profilers), and parameters of a tensor subclass (such as quantized ones).
     """
-    return type(module) in kinds and not (
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or "forward" in vars(module)
+    return (
+        type(module) in kinds
+        and _PLAIN_TENSORS.issuperset(map(type, module._parameters.values()))
+        and not (
+            module._forward_pre_hooks
+            or module._forward_hooks
+            or module._backward_pre_hooks
+            or module._backward_hooks
+            or "forward" in vars(module)
+        )
     )
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """Returns a quantized weight (a tensor subclass with its own `dequantize`, as torchao's) in floating point.
+
+    Other tensors are returned unchanged.
+    """
+    is_quantized = type(weight).dequantize is not Tensor.dequantize
+    return weight.dequantize() if is_quantized else weight

@@ -356,3 +356,17 @@ def grid_positions(
     if segment_start is not None:
         before = before - before.gather(1, segment_start.expand_as(before))
     return positions - before, -(before + skipped)[:, -1:]
+
+
+def repeated_items(mask: Tensor, tokens: Tensor, repeats: int) -> list[int]:
+    """Returns the indices of images or videos that repeat those of each row: rows a, b become a, a, b, b.
+
+    Args:
+        mask: (B, T) bool, the tokens of images or videos.
+        tokens: (n,) int, tokens of each image or video, in order of their occurrence in the rows.
+        repeats: number of copies of each row.
+    """
+    ends = mask.sum(1).cumsum(0)
+    row_of_item = torch.searchsorted(ends, (tokens.cumsum(0) - tokens).to(ends.device), right=True).tolist()
+    items_of_row = [[i for i, row in enumerate(row_of_item) if row == index] for index in range(len(mask))]
+    return [item for items in items_of_row for _ in range(repeats) for item in items]

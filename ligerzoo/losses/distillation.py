@@ -22,15 +22,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels import cosine, cross_entropy, jsd, kl_div, linear_cross_entropy, tvd
+from ligerzoo.kernels.checks import (
+    ANY,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_floats,
+    check_num_items,
+    check_numbers,
+    check_optional_floats,
+    check_optional_numbers,
+)
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
 from ligerzoo.kernels.divergence import check_divergence, jsd_divergence
 from ligerzoo.kernels.linear_divergence import Side, linear_divergence
+from ligerzoo.kernels.loss.reduction import as_targets, check_target_dtype
 from ligerzoo.kernels.loss.token_divergence import Divergence, DivergenceOptions
 from ligerzoo.kernels.softcap import Transform, transformed
-from ligerzoo.losses.logps import check_choice, check_positive, divisor
-from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head_options, check_logits
+from ligerzoo.losses.checks import check_choice, check_devices, check_logits, check_unused
+from ligerzoo.losses.logps import divisor
+from ligerzoo.losses.objective import HeadOptions, LossOutput, check_head_options
 
 DIVERGENCES: tuple[Divergence, ...] = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
+
+DEFAULTS = {"beta": 0.5, "temperature": 1.0}
+"""Defaults of the options that only some divergences use."""
+
+
+def check_distillation_options(
+    name: str, *, divergence: Divergence, beta: float, temperature: float, soft_weight: float, hard_weight: float,
+    teacher_softcap: float | None, teacher_logit_scale: float, num_items: int | Tensor | None,
+) -> None:  # fmt: skip
+    """Raises for invalid options of `distillation_loss`. `name` is the loss that messages name."""
+    check_choice(name, DIVERGENCES, divergence=divergence)
+    check_numbers(name, FRACTION, beta=beta)
+    check_numbers(name, POSITIVE, temperature=temperature)
+    check_numbers(name, NOT_NEGATIVE, soft_weight=soft_weight, hard_weight=hard_weight)
+    check_optional_numbers(name, POSITIVE, teacher_softcap=teacher_softcap)
+    check_numbers(name, ANY, teacher_logit_scale=teacher_logit_scale)
+    check_num_items(name, num_items=num_items)
+    choice = f"divergence={divergence!r}"
+    if divergence != "jsd":
+        check_unused(name, choice, DEFAULTS, beta=beta)
+    if divergence == "cosine":
+        check_unused(name, choice, DEFAULTS, temperature=temperature)
 
 
 def distillation_loss(
@@ -82,15 +117,28 @@ def distillation_loss(
         0) "hard_loss", means over the tokens.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes or dtypes are invalid, an option is out of range, or not exactly one of the teacher's hidden
-            states and logits is given.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, an option is out of range or unused, or not exactly one of the
+            teacher's hidden states and logits is given.
     """
     name = "distillation_loss"
-    check_head_options(name, head)
-    check_choice(name, DIVERGENCES, divergence=divergence)
-    check_positive(name, num_items=num_items)
-    student = Side(hidden, weight, head.get("bias"), head.get("logit_scale", 1.0), head.get("softcap"))
+    check_head_options(distillation_loss, head)
+    check_distillation_options(
+        name, divergence=divergence, beta=beta, temperature=temperature, soft_weight=soft_weight,
+        hard_weight=hard_weight, teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale,
+        num_items=num_items,
+    )  # fmt: skip
+    check_floats(name, hidden=hidden)
+    check_optional_floats(
+        name, weight=weight, bias=head.get("bias"), teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
+        teacher_logits=teacher_logits, teacher_bias=teacher_bias,
+    )  # fmt: skip
+    check_target_dtype(name, target)
+    check_devices(
+        name, hidden, weight=weight, target=target, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
+        teacher_logits=teacher_logits, teacher_bias=teacher_bias,
+    )  # fmt: skip
+    student = Side("", hidden, weight, head.get("bias"), head.get("logit_scale", 1.0), head.get("softcap"))
     teacher = _teacher_side(
         name, teacher_hidden, teacher_weight, teacher_logits, teacher_bias, teacher_logit_scale, teacher_softcap
     )
@@ -104,6 +152,7 @@ def distillation_loss(
         to_mean = num_items / (target != ignore_index).sum().clamp(min=1).to(soft_loss.dtype)
     loss, metrics = soft_weight * soft_loss, {"soft_loss": soft_loss.detach() * to_mean}
     if hard_weight:
+        as_targets(name, target, hidden.shape[-1] if weight is None else weight.shape[0], ignore_index)
         if weight is None:
             hard_loss = cross_entropy(
                 hidden, target, ignore_index=ignore_index, softcap=student.softcap, logit_scale=student.scale,
@@ -127,7 +176,7 @@ def _teacher_side(
     features = logits if hidden is None else hidden
     assert features is not None
     features, weight, bias = features.detach(), *(None if t is None else t.detach() for t in (weight, bias))
-    return Side(features, weight, bias, scale, softcap)
+    return Side("teacher_", features, weight, bias, scale, softcap)
 
 
 def _divergence(
@@ -139,7 +188,7 @@ def _divergence(
     if student.weight is not None:
         budget = head.get("logits_budget")
         return linear_divergence(name, student, teacher, target, options, "mean", num_items, budget, backend)
-    check_logits(name, student.hidden, head)
+    check_logits(name, student.hidden, student.bias)
     check_divergence(name, options)
     if student.hidden.shape[:-1] != target.shape or teacher.hidden.shape[:-1] != target.shape:
         raise ValueError(

@@ -30,17 +30,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.losses.logps import check_choice, safe_exp
-from ligerzoo.losses.objective import LogpOptions, LossOutput
-from ligerzoo.losses.preference import PairOptions, pair_loss
+from ligerzoo.kernels.checks import ANY, POSITIVE, Range, check_flag, check_numbers
+from ligerzoo.losses.checks import check_choice, check_unused
+from ligerzoo.losses.logps import safe_exp
+from ligerzoo.losses.objective import LogpOptions, LossOutput, check_head_options
+from ligerzoo.losses.preference import PairOptions, check_pair_options, pair_loss
 
 
 class DPOOptions(NamedTuple):
     """The numbers in the formulas: b, e and t."""
 
-    beta: float
-    label_smoothing: float
-    discopop_tau: float
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, options: DPOOptions) -> Tensor:
@@ -107,24 +109,37 @@ VARIANTS: dict[str, DPOFormula] = {
 AVERAGED_VARIANTS = {"ipo"}
 """Variants that average over the tokens of a completion, whatever `average_log_prob` is."""
 
-_SMOOTHING_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "sigmoid": ("0 <= label_smoothing <= 0.5", lambda e: 0 <= e <= 0.5),
-    "robust": ("0 <= label_smoothing < 0.5", lambda e: 0 <= e < 0.5),
-    "exo_pair": ("0 < label_smoothing < 1, such as 0.001", lambda e: 0 < e < 1),
+_SMOOTHING_RANGES = {
+    "sigmoid": Range("0 <= label_smoothing <= 0.5", lambda e: 0 <= e <= 0.5),
+    "robust": Range("0 <= label_smoothing < 0.5", lambda e: 0 <= e < 0.5),
+    "exo_pair": Range("0 < label_smoothing < 1, such as 0.001", lambda e: 0 < e < 1),
 }
+_NO_SMOOTHING = Range("0: the variant has no label smoothing", lambda e: e == 0)
 
 
-def check_dpo_options(name: str, variant: str, options: DPOOptions) -> None:
-    """Raises ValueError for an unknown variant, and for numbers that the variant does not support."""
+def check_formula_options(name: str, variant: str, options: DPOOptions) -> None:
+    """Raises for an unknown variant, and for numbers that the variant does not support or use."""
     check_choice(name, VARIANTS, variant=variant)
-    expected, is_valid = _SMOOTHING_RANGES.get(variant, ("0: the variant has no label smoothing", lambda e: e == 0))
-    if not is_valid(options.label_smoothing):
+    check_numbers(name, POSITIVE, beta=options.beta, discopop_tau=options.discopop_tau)
+    check_numbers(name, ANY, label_smoothing=options.label_smoothing)
+    smoothing = _SMOOTHING_RANGES.get(variant, _NO_SMOOTHING)
+    if not smoothing.contains(options.label_smoothing):
         raise ValueError(
-            f"{name}: label_smoothing={options.label_smoothing} with variant={variant!r}; expected {expected}"
+            f"{name}: label_smoothing={options.label_smoothing} with variant={variant!r}; expected {smoothing.expected}"
         )
-    for option, number in (("beta", options.beta), ("discopop_tau", options.discopop_tau)):
-        if not number > 0:
-            raise ValueError(f"{name}: {option}={number}; expected a positive number")
+    if variant != "discopop":
+        defaults = DPOOptions._field_defaults
+        check_unused(name, f"variant={variant!r}", defaults, discopop_tau=options.discopop_tau)
+
+
+def check_dpo_options(
+    name: str, *, variant: str, beta: float, label_smoothing: float, discopop_tau: float, average_log_prob: bool,
+    nll_weight: float, num_items: int | Tensor | None, num_nll_items: int | Tensor | None,
+) -> None:  # fmt: skip
+    """Raises for invalid options of `dpo_loss`. `name` is the loss that messages name."""
+    check_formula_options(name, variant, DPOOptions(beta, label_smoothing, discopop_tau))
+    check_flag(name, average_log_prob=average_log_prob)
+    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
 
 
 def dpo_loss(
@@ -176,12 +191,15 @@ def dpo_loss(
         before the temperature; absent with a softcap. With an NLL, "nll_loss" is its mean over the tokens.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, B is odd, or an option is out of range.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range or unused by the variant.
     """
-    numbers = DPOOptions(beta, label_smoothing, discopop_tau)
-    check_dpo_options("dpo_loss", variant, numbers)
-    formula = VARIANTS[variant]
+    check_head_options(dpo_loss, head)
+    check_dpo_options(
+        "dpo_loss", variant=variant, beta=beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau,
+        average_log_prob=average_log_prob, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items,
+    )  # fmt: skip
+    formula, numbers = VARIANTS[variant], DPOOptions(beta, label_smoothing, discopop_tau)
     options = PairOptions(
         beta, average_log_prob or variant in AVERAGED_VARIANTS, ref_logps=ref_logps, weights=weights,
         nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items,

@@ -46,24 +46,28 @@ two are equal without padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.losses.logps import (
-    check_both_or_neither,
-    check_choice,
-    check_positive,
-    check_shapes,
-    divisor,
-    masked_mean,
-    masked_sum,
-    safe_exp,
-    target_mask,
+from ligerzoo.kernels.checks import (
+    ANY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    check_flag,
+    check_floats,
+    check_integer,
+    check_num_items,
+    check_numbers,
+    check_optional_numbers,
+    check_tensor,
 )
+from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.losses.checks import check_both_or_neither, check_choice, check_constants, check_tensors, check_unused
+from ligerzoo.losses.logps import divisor, masked_mean, masked_sum, safe_exp, target_mask
 from ligerzoo.losses.objective import (
     GroupObjective,
     LogpOptions,
@@ -247,14 +251,19 @@ def sampler_correction(
         (B, T) ratios, a constant.
 
     Raises:
-        ValueError: `level` or `mode` is unknown, or shapes or dtypes are invalid.
+        TypeError: an argument has another type.
+        ValueError: `level` or `mode` is unknown, a number is negative, or shapes or dtypes are invalid.
     """
-    check_choice("sampler_correction", LEVELS, level=level)
-    check_choice("sampler_correction", ("truncate", "mask"), mode=mode)
-    if not old_logps.shape == sampler_logps.shape == mask.shape or mask.dtype != torch.bool:
+    name = "sampler_correction"
+    check_choice(name, LEVELS, level=level)
+    check_choice(name, ("truncate", "mask"), mode=mode)
+    check_numbers(name, NOT_NEGATIVE, min_ratio=min_ratio, max_ratio=max_ratio)
+    check_floats(name, old_logps=old_logps, sampler_logps=sampler_logps)
+    check_tensor(name, "mask", mask, "bool")
+    if mask.dim() != 2 or not old_logps.shape == sampler_logps.shape == mask.shape:
         raise ValueError(
-            f"sampler_correction: got old_logps {tuple(old_logps.shape)}, sampler_logps {tuple(sampler_logps.shape)}, "
-            f"mask {tuple(mask.shape)} {mask.dtype}; expected (B, T) for all, and mask of torch.bool"
+            f"{name}: got old_logps {tuple(old_logps.shape)}, sampler_logps {tuple(sampler_logps.shape)} and mask "
+            f"{tuple(mask.shape)}; expected (B, T) for all"
         )
     log_ratio = torch.where(mask, (old_logps - sampler_logps).nan_to_num(nan=0.0), 0.0)
     if level == "sequence":
@@ -336,9 +345,11 @@ def grpo_loss(
         ratios: of tokens, or of sequences at that level. "cispo" has "clip_ratio/high" only, "sapo" and "vespo" none.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, an option is out of range, or the variant requires a missing one.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, an option is out of range or unused by the variant, or the variant
+            requires a missing one.
     """
+    check_head_options(grpo_loss, head)
     options = PolicyOptions(
         variant, level, epsilon, epsilon_high, delta, beta, is_kl_corrected, entropy_coef, with_entropy,
         sapo_temperatures, vespo_shapes, max_length,
@@ -379,45 +390,87 @@ def ppo_clip_loss(
         `LossOutput`: the loss and the metrics of `grpo_loss`.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, or an option is out of range.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, or an option is out of range.
     """
+    check_head_options(ppo_clip_loss, head)
+    check_floats("ppo_clip_loss", old_logps=old_logps)
     options = PolicyOptions("bnpo", epsilon=epsilon, entropy_coef=entropy_coef)
     tensors = (hidden, weight, target, advantages, old_logps, None, None)
     return _policy_loss("ppo_clip_loss", *tensors, options, num_items, num_items, head)
 
 
-def _check_options(name: str, options: PolicyOptions, has_reference: bool) -> None:
-    """Raises ValueError for an unknown variant or level, a number out of range, or a missing option."""
+_FORMULA_OPTIONS: dict[PolicyFormula, tuple[str, ...]] = {
+    clipped: ("epsilon", "epsilon_high", "delta"),
+    cispo: ("epsilon_high",),
+    sapo: ("sapo_temperatures",),
+    vespo: ("vespo_shapes",),
+}
+"""Options that only some formulas use."""
+
+
+def check_policy_options(
+    name: str, options: PolicyOptions, num_items: int | Tensor | None, num_tokens: int | Tensor | None
+) -> None:  # fmt: skip
+    """Raises for an unknown variant or level, and for options that are out of range, missing or unused."""
     check_choice(name, VARIANTS, variant=options.variant)
     check_choice(name, LEVELS, level=options.ratio_level)
-    check_positive(name, max_length=options.max_length)
-    epsilon, epsilon_high, delta = options.epsilon, options.epsilon_high, options.delta
-    variant, temperatures = VARIANTS[options.variant], options.sapo_temperatures
-    max_unclipped = 1 + options.upper_epsilon
-    for is_invalid, problem in (
-        (not 0 <= epsilon < 1, f"epsilon={epsilon}; expected 0 <= epsilon < 1"),
-        (epsilon_high is not None and not epsilon_high >= 0, f"epsilon_high={epsilon_high}; expected at least 0"),
-        (not min(temperatures) > 0, f"sapo_temperatures={temperatures}; expected two positive numbers"),
-        (
-            options.beta != 0 and not has_reference,
-            f"ref_logps=None with beta={options.beta}; pass ref_logps for the KL term",
-        ),
-        (
-            variant.divided_by == "max_tokens" and options.max_length is None,
-            f"max_length=None; variant={options.variant!r} requires it: the longest completion that sampling allows",
-        ),
-        (
-            options.variant == "cispo" and epsilon_high is None,
-            "epsilon_high=None; variant='cispo' requires it, such as 4",
-        ),
-        (
-            variant.formula is clipped and delta is not None and delta <= max_unclipped,
-            f"delta={delta}; expected more than 1 + epsilon_high = {max_unclipped}",
-        ),
-    ):
-        if is_invalid:
-            raise ValueError(f"{name}: {problem}")
+    check_numbers(name, _CLIP, epsilon=options.epsilon)
+    check_optional_numbers(name, NOT_NEGATIVE, epsilon_high=options.epsilon_high)
+    check_optional_numbers(name, POSITIVE, delta=options.delta)
+    check_numbers(name, NOT_NEGATIVE, beta=options.beta)
+    check_numbers(name, ANY, entropy_coef=options.entropy_coef)
+    check_flag(name, is_kl_corrected=options.is_kl_corrected, with_entropy=options.with_entropy)
+    _check_pair(name, "sapo_temperatures", options.sapo_temperatures, POSITIVE)
+    if not isinstance(options.vespo_shapes, Sequence) or len(options.vespo_shapes) != 2:
+        raise TypeError(f"{name}: vespo_shapes={options.vespo_shapes!r}; expected two pairs of numbers")
+    for i, pair in enumerate(options.vespo_shapes):
+        _check_pair(name, f"vespo_shapes[{i}]", pair, ANY)
+    if options.max_length is not None:
+        check_integer(name, "max_length", options.max_length, 1)
+    check_num_items(name, num_items=num_items, num_tokens=num_tokens)
+
+    variant, choice = VARIANTS[options.variant], f"variant={options.variant!r}"
+    used = _FORMULA_OPTIONS[variant.formula]
+    unused = {option for others in _FORMULA_OPTIONS.values() for option in others if option not in used}
+    if variant.divided_by != "max_tokens":
+        unused.add("max_length")
+    check_unused(
+        name, choice, PolicyOptions._field_defaults, **{option: getattr(options, option) for option in sorted(unused)}
+    )
+    if variant.divided_by == "max_tokens" and options.max_length is None:
+        raise ValueError(f"{name}: max_length=None; {choice} requires it: the longest completion that sampling allows")
+    if variant.formula is cispo and options.epsilon_high is None:
+        raise ValueError(f"{name}: epsilon_high=None; {choice} requires it, such as 4")
+    most = 1 + options.upper_epsilon
+    if options.delta is not None and options.delta <= most:
+        raise ValueError(f"{name}: delta={options.delta}; expected more than 1 + epsilon_high = {most}")
+
+
+_CLIP = Range("0 <= epsilon < 1", lambda epsilon: 0 <= epsilon < 1)
+
+
+def _check_pair(name: str, argument: str, pair: object, valid: Range) -> None:
+    """Raises unless an argument is a pair of numbers in the range."""
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise TypeError(f"{name}: {argument}={pair!r}; expected a pair, each {valid.expected}")
+    for i, number in enumerate(pair):
+        check_numbers(name, valid, **{f"{argument}[{i}]": number})
+
+
+def check_grpo_options(
+    name: str, *, num_items: int | Tensor | None, num_tokens: int | Tensor | None, **options: Any
+) -> None:  # fmt: skip
+    """Raises for invalid options of `grpo_loss`. `name` is the loss that messages name."""
+    policy = PolicyOptions(**{option: options[option] for option in PolicyOptions._fields})
+    check_policy_options(name, policy, num_items, num_tokens)
+
+
+def check_ppo_options(
+    name: str, *, epsilon: float, entropy_coef: float, num_items: int | Tensor | None
+) -> None:  # fmt: skip
+    """Raises for invalid options of `ppo_clip_loss`. `name` is the loss that messages name."""
+    check_policy_options(name, PolicyOptions("bnpo", epsilon=epsilon, entropy_coef=entropy_coef), num_items, None)
 
 
 def _policy_loss(
@@ -426,18 +479,20 @@ def _policy_loss(
     num_tokens: int | Tensor | None, head: LogpOptions,
 ) -> LossOutput:  # fmt: skip
     """Computes `grpo_loss` or `ppo_clip_loss`; error messages name `name`."""
-    check_head_options(name, head)
+    check_policy_options(name, options, num_items, num_tokens)
+    if options.beta != 0 and ref_logps is None:
+        raise ValueError(
+            f"{name}: ref_logps=None with beta={options.beta}; expected log-probabilities of the reference model for "
+            "the KL term. Pass ref_logps"
+        )
+    check_tensors(name, hidden, weight, target, head.get("bias"))
     shape = tuple(target.shape)
-    _check_options(name, options, has_reference=ref_logps is not None)
-    if advantages.shape == shape[:1]:
+    check_tensor(name, "advantages", advantages, shapes=[shape[:1], shape], device=hidden.device)
+    if advantages.dim() == 1:
         advantages = advantages[:, None].expand(shape)
-    elif advantages.shape != shape:
-        raise ValueError(f"{name}: advantages has shape {tuple(advantages.shape)}; expected {shape[:1]} or {shape}")
-    check_shapes(
-        name, hidden, target, old_logps=(old_logps, shape),
-        ref_logps=(ref_logps, shape), correction=(correction, shape),
-    )  # fmt: skip
-    check_positive(name, num_items=num_items, num_tokens=num_tokens)
+    check_constants(
+        name, hidden, old_logps=(old_logps, shape), ref_logps=(ref_logps, shape), correction=(correction, shape)
+    )
     if options.entropy_coef != 0:
         check_both_or_neither(name, "num_tokens divides the entropy", num_items=num_items, num_tokens=num_tokens)
     variant, mask = VARIANTS[options.variant], target_mask(target, head)

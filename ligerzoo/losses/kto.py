@@ -18,19 +18,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.losses.logps import (
-    check_choice,
-    check_positive,
-    check_shapes,
-    divisor,
-    masked_sum,
-    summed_mean_logits,
-    target_mask,
+from ligerzoo.kernels.checks import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_flag,
+    check_floats,
+    check_num_items,
+    check_numbers,
+    check_tensor,
 )
-from ligerzoo.losses.objective import GroupObjective, LogpOptions, LossOutput, evaluate
+from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.losses.checks import check_choice, check_constants, check_tensors
+from ligerzoo.losses.logps import divisor, masked_sum, summed_mean_logits, target_mask
+from ligerzoo.losses.objective import GroupObjective, LogpOptions, LossOutput, check_head_options, evaluate
 
 VARIANTS = ("kto", "apo_zero_unpaired")
+
+
+def check_kto_options(
+    name: str, *, variant: str, beta: float, average_log_prob: bool, desirable_weight: float,
+    undesirable_weight: float, num_items: int | Tensor | None,
+) -> None:  # fmt: skip
+    """Raises for invalid options of `kto_loss`. `name` is the loss that messages name."""
+    check_choice(name, VARIANTS, variant=variant)
+    check_numbers(name, POSITIVE, beta=beta)
+    check_numbers(name, NOT_NEGATIVE, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_flag(name, average_log_prob=average_log_prob)
+    check_num_items(name, num_items=num_items)
 
 
 @torch.no_grad()
@@ -46,7 +60,8 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = N
         z, 0-d, at least 0; a constant. 0 for an empty batch.
 
     Raises:
-        ValueError: the arguments are not both (B,).
+        TypeError: an argument is not a tensor.
+        ValueError: the arguments are not both floating-point and (B,).
 
     Example, where each text of the `mismatched` batch has the completion (and labels) of the next text:
 
@@ -55,6 +70,7 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, group: dist.ProcessGroup | None = N
             kl = kto_kl(model_sequence_logps(model, **mismatched), model_sequence_logps(reference, **mismatched))
         loss, metrics = KTO().of(model, **batch, desirable=desirable, kl=kl, reference=reference)
     """
+    check_floats("kto_kl", logps=logps, ref_logps=ref_logps)
     if logps.dim() != 1 or logps.shape != ref_logps.shape:
         raise ValueError(
             f"kto_kl: got logps {tuple(logps.shape)} and ref_logps {tuple(ref_logps.shape)}; expected (B,) for both"
@@ -113,18 +129,20 @@ def kto_loss(
         the means of several batches by them.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, or an option is out of range.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, or an option is out of range or unused by the variant.
     """
-    n_sequences = target.shape[0]
-    check_shapes(
-        "kto_loss", hidden, target, desirable=(desirable, (n_sequences,)), ref_logps=(ref_logps, (n_sequences,)),
-        weights=(weights, (n_sequences,)), kl=(kl, ()),
+    check_head_options(kto_loss, head)
+    check_kto_options(
+        "kto_loss", variant=variant, beta=beta, average_log_prob=average_log_prob, desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight, num_items=num_items,
     )  # fmt: skip
-    if desirable.dtype != torch.bool:
-        raise ValueError(f"kto_loss: desirable has dtype {desirable.dtype}; expected torch.bool")
-    check_positive("kto_loss", num_items=num_items, beta=beta)
-    check_choice("kto_loss", VARIANTS, variant=variant)
+    check_tensors("kto_loss", hidden, weight, target, head.get("bias"))
+    n_sequences = target.shape[0]
+    check_tensor("kto_loss", "desirable", desirable, "bool", [(n_sequences,)], hidden.device)
+    check_constants(
+        "kto_loss", hidden, ref_logps=(ref_logps, (n_sequences,)), weights=(weights, (n_sequences,)), kl=(kl, ())
+    )
     if variant != "kto" and kl is not None:
         raise ValueError(f"kto_loss: got kl with variant={variant!r}; expected kl=None, only variant='kto' uses it")
     mask = target_mask(target, head)

@@ -1,34 +1,26 @@
-"""Log-probabilities of sequences, and helpers that the losses share: masks, argument checks, divisors.
+"""Log-probabilities of sequences, and helpers that the losses share: masks and divisors.
 
 The log-probability of a sequence is the sum over its non-ignored targets, log p(y | x) = sum_t log p(y_t | x, y_<t).
 The average divides it by the number |y| of these targets.
-
-In all helpers, `name` is the function that error messages name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype
-from ligerzoo.losses.names import choice_hint
-from ligerzoo.losses.objective import (
-    HeadOptions,
-    LogpOptions,
-    check_head_options,
-    check_logits,
-    token_logps_and_entropy,
-)
+from ligerzoo.losses.checks import check_logits, check_tensors
+from ligerzoo.losses.objective import HeadOptions, LogpOptions, check_head_options, token_logps_and_entropy
 
 
 def sequence_logps(
-    hidden: Tensor, weight: Tensor | None, target: Tensor, *, average: bool = False, **head: Unpack[LogpOptions]
-) -> Tensor:
+    hidden: Tensor, weight: Tensor | None, target: Tensor, *, average_log_prob: bool = False,
+    **head: Unpack[LogpOptions],
+) -> Tensor:  # fmt: skip
     """Returns the log-probability of each sequence of targets, differentiable, without holding all logits.
 
     Args:
@@ -36,23 +28,24 @@ def sequence_logps(
         weight: (V, H) weight of the LM head; None if `hidden` holds logits.
         target: (B, T) token ids, already shifted: `target[b, t]` is the token that `hidden[b, t]` predicts.
             `ignore_index` marks ignored tokens.
-        average: divide by the number of non-ignored targets.
+        average_log_prob: divide by the number of non-ignored targets.
         head: options of the LM head and `temperature`, see `LogpOptions`.
 
     Returns:
         (B,) fp32 (fp64 for fp64 input); 0 for a sequence without targets.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes, dtypes or targets are invalid.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes, dtypes or targets are invalid, or an option is out of range.
     """
-    check_head_options("sequence_logps", head)
-    check_shapes("sequence_logps", hidden, target)
+    name = "sequence_logps"
+    check_head_options(sequence_logps, head)
+    check_tensors(name, hidden, weight, target, head.get("bias"))
     if weight is None:
-        check_logits("sequence_logps", hidden, head)
-    logps, _ = token_logps_and_entropy(hidden, weight, target, head)
+        check_logits(name, hidden, head.get("bias"))
+    logps, _ = token_logps_and_entropy(name, hidden, weight, target, head)
     mask = target_mask(target, head)
-    return masked_mean(logps, mask) if average else masked_sum(logps, mask)
+    return masked_mean(logps, mask) if average_log_prob else masked_sum(logps, mask)
 
 
 def target_mask(target: Tensor, head: HeadOptions) -> Tensor:
@@ -109,40 +102,3 @@ def divisor(num_items: int | Tensor | None, default: int | Tensor, hidden: Tenso
     if num_items is None:
         num_items = default.clamp(min=1) if isinstance(default, Tensor) else max(1, default)
     return num_items.to(accumulation_dtype(hidden.dtype)) if isinstance(num_items, Tensor) else num_items
-
-
-def check_shapes(name: str, hidden: Tensor, target: Tensor, **inputs: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """Raises unless `hidden` is (B, T, ...), `target` is (B, T), and each input is None or has its expected shape."""
-    if hidden.dim() != 3 or hidden.shape[:2] != target.shape:
-        raise ValueError(
-            f"{name}: got hidden {tuple(hidden.shape)} and target {tuple(target.shape)}; expected (B, T, H) and (B, T)"
-        )
-    for argument, (tensor, shape) in inputs.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument}={tensor!r}; expected a tensor of shape {shape}")
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name}: {argument} has shape {tuple(tensor.shape)}; expected {shape}")
-
-
-def check_positive(name: str, **numbers: Any) -> None:
-    """Raises ValueError for a number that is not positive. Accepts None, and 0-d tensors without reading them."""
-    for argument, number in numbers.items():
-        is_valid = number.dim() == 0 if isinstance(number, Tensor) else number is None or number > 0
-        if not is_valid:
-            raise ValueError(f"{name}: {argument}={number!r}; expected a positive number or a 0-d tensor")
-
-
-def check_both_or_neither(name: str, reason: str, **numbers: int | Tensor | None) -> None:
-    """Raises ValueError if some of the numbers are None and others are not."""
-    if len({number is None for number in numbers.values()}) > 1:
-        given = " and ".join(f"{argument}={number!r}" for argument, number in numbers.items())
-        raise ValueError(f"{name}: {given}; expected both or neither: {reason}")
-
-
-def check_choice(name: str, choices: Collection[str], **arguments: str) -> None:
-    """Raises ValueError for an argument, such as a variant, that is not among the choices."""
-    for argument, choice in arguments.items():
-        if choice not in choices:
-            raise ValueError(
-                f"{name}: {argument}={choice!r}; expected one of {', '.join(map(repr, choices))}{choice_hint(choice)}"
-            )

@@ -7,7 +7,7 @@ everything that reads a parameter, including the weight of the LM head.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,14 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import token_logps
-from ligerzoo.losses.distillation import distillation_loss
-from ligerzoo.losses.dpo import dpo_loss
-from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
-from ligerzoo.losses.kto import kto_loss
+from ligerzoo.kernels.checks import describe
+from ligerzoo.losses.checks import unknown_option
+from ligerzoo.losses.distillation import check_distillation_options, distillation_loss
+from ligerzoo.losses.dpo import check_dpo_options, dpo_loss
+from ligerzoo.losses.grpo import check_grpo_options, check_ppo_options, grpo_loss, ppo_clip_loss
+from ligerzoo.losses.kto import check_kto_options, kto_loss
 from ligerzoo.losses.logps import sequence_logps
-from ligerzoo.losses.names import option_hint
-from ligerzoo.losses.objective import LogpOptions, LossOutput
-from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
+from ligerzoo.losses.objective import LossOutput, check_head_values, option_names
+from ligerzoo.losses.reference_free import (
+    check_cpo_options,
+    check_orpo_options,
+    check_simpo_options,
+    cpo_loss,
+    orpo_loss,
+    simpo_loss,
+)
 
 Model = Callable[..., Any]
 """A `ligerzoo.models.CausalLM`, or a wrapper that passes arguments and results on."""
@@ -35,8 +43,10 @@ def _check_model(name: str, model: Any) -> None:
 
     A callable other than a module is checked by its output, see `_forward`.
     """
-    if torch.compiler.is_compiling() or not isinstance(model, nn.Module):
+    if torch.compiler.is_compiling() or (callable(model) and not isinstance(model, nn.Module)):
         return
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: got {describe(model)} for a model; expected a ligerzoo.models.CausalLM")
     if not any(_accepts_objective(type(module)) for module in model.modules()):
         raise TypeError(
             f"{name}: got a {type(model).__name__} ({type(model).__module__}); expected a ligerzoo.models.CausalLM, as "
@@ -103,15 +113,16 @@ def model_token_logps(
 
 
 def model_sequence_logps(
-    model: Model, input_ids: Tensor, labels: Tensor, *, average: bool = False, temperature: float = 1.0, **inputs: Any
-) -> Tensor:
+    model: Model, input_ids: Tensor, labels: Tensor, *, average_log_prob: bool = False, temperature: float = 1.0,
+    **inputs: Any,
+) -> Tensor:  # fmt: skip
     """Returns the log-probability of each sequence of labels under a model, differentiable.
 
     Args:
         model: a `ligerzoo.models.CausalLM`, or a wrapper around one (DDP, FSDP2).
         input_ids: (B, T) token ids.
         labels: (B, T) token ids, not shifted; -100 for ignored tokens.
-        average: divide by the number of non-ignored labels.
+        average_log_prob: divide by the number of non-ignored labels.
         temperature: divides the logits.
         inputs: other inputs of the model, such as `attention_mask`.
 
@@ -121,15 +132,8 @@ def model_sequence_logps(
     Raises:
         TypeError: the model is not a `ligerzoo.models.CausalLM`.
     """
-    logps = partial(sequence_logps, average=average, temperature=temperature)
+    logps = partial(sequence_logps, average_log_prob=average_log_prob, temperature=temperature)
     return _model_logps("model_sequence_logps", logps, model, input_ids, labels, inputs)
-
-
-def _option_names(loss: Callable[..., LossOutput]) -> set[str]:
-    """Returns the names of all arguments except hidden states, weight and target, including those of the LM head."""
-    return (inspect.signature(loss).parameters.keys() | LogpOptions.__annotations__.keys()) - {
-        "hidden", "weight", "target", "head",
-    }  # fmt: skip
 
 
 class HeadLoss(nn.Module):
@@ -142,18 +146,59 @@ class HeadLoss(nn.Module):
             head (see `LogpOptions`) override those of a model's own head.
 
     Raises:
-        TypeError: the function has no such argument.
+        TypeError: the function has no such argument, or an option has another type.
+        ValueError: an option is out of range, or the variant does not use it or requires another one.
     """
 
     function: ClassVar[Callable[..., LossOutput]]
     """The loss function."""
 
+    check_options: ClassVar[Callable[..., None]]
+    """Raises for invalid values of the function's options, as the function does."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        if unknown := sorted(options.keys() - _option_names(type(self).function)):
-            hint = option_hint(unknown[0], options[unknown[0]])
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}{hint}")
+        self._check_options(options)
         self.options = options
+
+    def _check_options(self, options: Mapping[str, Any], other_names: Collection[str] = (), remedy: str = "") -> None:
+        """Raises for unknown options and invalid values. `other_names` are those of other arguments of the call."""
+        name, function = type(self).__name__, type(self).function
+        own_names = option_names(function)
+        for option, value in options.items():
+            if option not in own_names:
+                raise unknown_option(name, option, value, [*own_names, *other_names], remedy)
+        parameters = inspect.signature(function).parameters.values()
+        values = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(options)
+        expected = inspect.signature(type(self).check_options).parameters.values()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in expected)
+        names = values.keys() if takes_all else [p.name for p in expected if p.kind is p.KEYWORD_ONLY]
+        type(self).check_options(name, **{option: values[option] for option in names})
+        check_head_values(name, options)
+
+    def _check_call(self, method: Callable[..., Any], args: Sequence[Any], inputs: Mapping[str, Any]) -> None:
+        """Raises for invalid arguments of a call of `of` or `of_teacher`, before any model runs."""
+        name, arguments = type(self).__name__, {**self.options, **inputs}
+        own = inspect.signature(method).parameters
+        remedy = ". Other inputs of the model go into model_inputs={...}"
+        self._check_options(arguments, own, remedy)
+        if "ignore_index" in arguments:
+            raise ValueError(
+                f"{name}: got ignore_index={arguments['ignore_index']!r}; expected none, models ignore labels of -100"
+            )
+        if "args" not in own:
+            return
+        parameters = list(inspect.signature(type(self).function).parameters.values())[3:]
+        positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if len(args) > len(positional):
+            names = ", ".join(["model", "input_ids", "labels", *(p.name for p in positional)])
+            raise TypeError(
+                f"{name}.of: got {3 + len(args)} positional arguments; expected {names}. "
+                "Pass the others by name, such as attention_mask=..."
+            )
+        for parameter in positional[len(args) :]:
+            if parameter.default is parameter.empty and parameter.name not in arguments:
+                raise TypeError(f"{name}.of: {parameter.name} is missing; expected a tensor, after labels or by name")
 
     def forward(self, hidden: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **inputs: Any) -> LossOutput:
         """Computes the loss of hidden states, the weight of the LM head (None for logits) and shifted targets.
@@ -195,21 +240,28 @@ class HeadLoss(nn.Module):
             `num_items` is, and reported as "aux_loss": over n microbatches it counts n times.
 
         Raises:
-            TypeError: a model is not a `ligerzoo.models.CausalLM`, or the loss has no reference model.
-            ValueError: both `reference` and `ref_logps` are given, `ignore_index` is given, or the function raises.
+            TypeError: a model is not a `ligerzoo.models.CausalLM`, the loss has no reference model, or an argument is
+                unknown or missing.
+            ValueError: both or (if the loss needs it) neither of `reference` and `ref_logps` are given, `ignore_index`
+                is given, or the function raises.
         """
         name, arguments = type(self).__name__, {**self.options, **inputs}
         _check_model(name, model)  # before the reference runs
-        if "ignore_index" in arguments:
+        if not torch.compiler.is_compiling():
+            self._check_call(self.of, args, inputs)
+        has_logps = arguments.get("ref_logps") is not None
+        if reference is None and not has_logps and self.needs_reference(arguments):
             raise ValueError(
-                f"{name}: got ignore_index={arguments['ignore_index']!r}; expected none, models ignore labels of -100"
+                f"{name}.of: got neither reference nor ref_logps; expected one of them. Pass reference=..., the model "
+                "before training. SimPO, CPO and ORPO need none"
             )
         model_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         if reference is not None:
-            if arguments.get("ref_logps") is not None:
+            if has_logps:
                 raise ValueError(f"{name}: got both reference and ref_logps; pass one of them")
-            if "ref_logps" not in _option_names(type(self).function):
+            if "ref_logps" not in option_names(type(self).function):
                 raise TypeError(f"{name} does not use a reference model; for a teacher use Distillation.of_teacher")
+            _check_model(name, reference)
             shared = ("logits_budget", "backend")
             head_options: dict[str, Any] = {option: arguments[option] for option in shared if option in arguments}
             with torch.no_grad():
@@ -224,6 +276,10 @@ class HeadLoss(nn.Module):
 
         return _loss_output(_forward(name, model, input_ids, labels=labels, objective=objective, **model_inputs))
 
+    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
+        """Returns whether `of` needs `reference` or `ref_logps`, given the loss's arguments."""
+        return False
+
     def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
         """Returns the function of (hidden, weight, target) that computes `ref_logps`, given the loss's arguments."""
         return partial(sequence_logps, temperature=arguments.get("temperature", 1.0))
@@ -236,36 +292,51 @@ class DPO(HeadLoss):
     """Direct preference optimization and its variants: `dpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(dpo_loss)
+    check_options = staticmethod(check_dpo_options)
+
+    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
+        return True
 
 
 class CPO(HeadLoss):
     """Contrastive preference optimization: `cpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(cpo_loss)
+    check_options = staticmethod(check_cpo_options)
 
 
 class SimPO(HeadLoss):
     """Simple preference optimization: `simpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(simpo_loss)
+    check_options = staticmethod(check_simpo_options)
 
 
 class ORPO(HeadLoss):
     """Odds ratio preference optimization: `orpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(orpo_loss)
+    check_options = staticmethod(check_orpo_options)
 
 
 class KTO(HeadLoss):
     """Kahneman-Tversky optimization: `kto_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(kto_loss)
+    check_options = staticmethod(check_kto_options)
+
+    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
+        return True
 
 
 class GRPO(HeadLoss):
     """Group relative policy optimization and its variants: `grpo_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(grpo_loss)
+    check_options = staticmethod(check_grpo_options)
+
+    def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
+        return bool(arguments.get("beta", 0.0) != 0)
 
     def reference_logps(self, arguments: Mapping[str, Any]) -> Callable[..., Tensor]:
         return partial(token_logps, temperature=arguments.get("temperature", 1.0))
@@ -275,12 +346,14 @@ class PPOClip(HeadLoss):
     """The policy loss of proximal policy optimization: `ppo_clip_loss`, whose keyword arguments are the options."""
 
     function = staticmethod(ppo_clip_loss)
+    check_options = staticmethod(check_ppo_options)
 
 
 class Distillation(HeadLoss):
     """Distillation from a teacher: `distillation_loss`, whose keyword arguments are the options. See `of_teacher`."""
 
     function = staticmethod(distillation_loss)
+    check_options = staticmethod(check_distillation_options)
 
     def of_teacher(
         self,
@@ -316,6 +389,8 @@ class Distillation(HeadLoss):
         """
         name = type(self).__name__
         _check_model(name, teacher)  # before the student runs
+        if not torch.compiler.is_compiling():
+            self._check_call(self.of_teacher, (), inputs)
         shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         needs_gradient = torch.is_grad_enabled()
 

@@ -59,9 +59,9 @@ OPTIONS = {
 def choice_hint(choice: Any) -> str:
     """Returns the end of an error message about an unknown variant; empty if TRL and liger-kernel lack it too."""
     if isinstance(choice, str) and choice in CHOICES:
-        return f"; use {CHOICES[choice]} instead of {choice!r} from TRL or liger-kernel"
+        return f". Use {CHOICES[choice]} instead of {choice!r} from TRL or liger-kernel"
     if isinstance(choice, str) and choice in UNSUPPORTED_CHOICES:
-        return f"; {choice!r} from TRL is not supported: {UNSUPPORTED_CHOICES[choice]}"
+        return f". {choice!r} from TRL is not supported: {UNSUPPORTED_CHOICES[choice]}"
     return ""
 
 
@@ -69,4 +69,4 @@ def option_hint(option: str, value: Any) -> str:
     """Returns the end of an error message about an unknown option and its value; empty if no other library has it."""
     if option not in OPTIONS:
         return ""
-    return f"; use {OPTIONS[option]} instead of {option!r} from TRL or liger-kernel{choice_hint(value)}"
+    return f". Use {OPTIONS[option]} instead of {option!r} from TRL or liger-kernel{choice_hint(value)}"

@@ -21,21 +21,24 @@ Shapes: B sequences, T tokens per sequence, H features, V classes, M = B T.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import cross_entropy, token_logps, token_statistics
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, uses_triton
-from ligerzoo.kernels.linear_cross_entropy import prepare_inputs
-from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, head_type, max_rows, rows_per_chunk
+from ligerzoo.kernels import cross_entropy
+from ligerzoo.kernels.autograd import under_transform
+from ligerzoo.kernels.checks import check_integer
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
+from ligerzoo.kernels.linear_cross_entropy import prepare_inputs, token_results
+from ligerzoo.kernels.loss.chunked_head import HeadInputs, Needs, check_budget, head_type, max_rows, rows_per_chunk
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients
 from ligerzoo.kernels.loss.reduction import as_targets, check_terms
 from ligerzoo.kernels.loss.row_kernel import compute_rows_, zero_results
 from ligerzoo.kernels.loss.token_loss import Terms, Upstream, reference
-from ligerzoo.losses.names import option_hint
+from ligerzoo.losses.checks import check_logits, unknown_option
 
 LossGroup = Literal["token", "sequence", "pair"]
 """What a loss sums over: tokens, sequences, or pairs of sequences b and B/2 + b of a batch."""
@@ -118,11 +121,28 @@ class ObjectiveResult(NamedTuple):
     entropy: Tensor | None
 
 
-def check_head_options(name: str, head: HeadOptions) -> None:
-    """Raises TypeError for an unknown option: `name` collects its unknown keyword arguments in `head`."""
-    for option in head.keys() - LogpOptions.__annotations__.keys():
-        hint = option_hint(option, dict(head)[option])
-        raise TypeError(f"{name}() got an unexpected keyword argument {option!r}{hint}")
+def option_names(loss: Callable[..., Any]) -> list[str]:
+    """Returns the names of all arguments except hidden states, weight and target, including those of the LM head."""
+    names = dict.fromkeys([*inspect.signature(loss).parameters, *LogpOptions.__annotations__])
+    return [name for name in names if name not in ("hidden", "weight", "target", "head")]
+
+
+def check_head_options(loss: Callable[..., Any], head: HeadOptions) -> None:
+    """Raises for unknown options of a loss, which it collects in `head`, and for invalid options of the LM head."""
+    name: str = loss.__name__
+    for option, value in dict(head).items():
+        if option not in LogpOptions.__annotations__:
+            raise unknown_option(name, option, value, option_names(loss))
+    check_head_values(name, head)
+
+
+def check_head_values(name: str, head: Mapping[str, Any]) -> None:
+    """Raises for options of the LM head that have another type or are out of range; ignores other options."""
+    given: dict[str, Any] = dict(head)
+    check_terms(name, Terms(given.get("logit_scale", 1.0), given.get("softcap"), given.get("temperature", 1.0)))
+    check_integer(name, "ignore_index", given.get("ignore_index", -100))
+    check_budget(name, given.get("logits_budget"))
+    check_backend(given.get("backend", "auto"))
 
 
 def evaluate(
@@ -139,50 +159,51 @@ def evaluate(
         head: options of the LM head.
 
     Raises:
-        TypeError: `head` has an unknown option.
         ValueError: shapes, dtypes or targets are invalid, as in `ligerzoo.kernels.token_logps`.
     """
-    check_head_options(name, head)
     if weight is None:
-        check_logits(name, hidden, head)
+        check_logits(name, hidden, head.get("bias"))
     objective = objective._replace(constants=[None if c is None else c.detach() for c in objective.constants])
     needs_gradient = any(t is not None and t.requires_grad for t in (hidden, weight, head.get("bias")))
-    is_traced = torch.compiler.is_compiling() or hidden.is_meta
+    is_traced = torch.compiler.is_compiling() or hidden.is_meta or under_transform()
     if weight is None and not is_traced:
         return _evaluate_given_logits(name, hidden, target, objective, **head)
     if weight is not None and needs_gradient and torch.is_grad_enabled() and not is_traced:
         result = _evaluate_in_one_sweep(name, hidden, weight, target, objective, **head)
         if result is not None:
             return result
-    return evaluate_by_autograd(hidden, weight, target, objective, head)
+    return evaluate_by_autograd(name, hidden, weight, target, objective, head)
 
 
 def evaluate_by_autograd(
-    hidden: Tensor, weight: Tensor | None, target: Tensor, objective: GroupObjective, head: LogpOptions
+    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, objective: GroupObjective, head: LogpOptions
 ) -> ObjectiveResult:
     """Evaluates an objective through plain autograd: the specification of `evaluate`."""
-    logps, entropy = token_logps_and_entropy(hidden, weight, target, head, with_entropy=objective.uses_entropy)
+    logps, entropy = token_logps_and_entropy(name, hidden, weight, target, head, with_entropy=objective.uses_entropy)
     loss = objective.function(logps, entropy, *objective.constants).to(logps.dtype)  # constants may be fp64
     return ObjectiveResult(loss, logps.detach(), None if entropy is None else entropy.detach())
 
 
 def token_logps_and_entropy(
-    hidden: Tensor, weight: Tensor | None, target: Tensor, head: LogpOptions, *, with_entropy: bool = False
+    name: str, hidden: Tensor, weight: Tensor | None, target: Tensor, head: LogpOptions, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the (B, T) log-probabilities of the targets, and entropies if requested; differentiable."""
     if weight is None:
-        return _logps_and_entropy_of_logits(hidden, target, with_entropy=with_entropy, **head)
-    if not with_entropy:
-        return token_logps(hidden, weight, target, **head), None
-    statistics = token_statistics(hidden, weight, target, **head)
-    return statistics.logps, statistics.entropy
+        return _logps_and_entropy_of_logits(name, hidden, target, with_entropy=with_entropy, **head)
+    terms = Terms(head.get("logit_scale", 1.0), head.get("softcap"), head.get("temperature", 1.0))
+    results = token_results(
+        name, hidden, weight, target, head.get("bias"), terms, head.get("ignore_index", -100),
+        head.get("logits_budget"), head.get("backend", "auto"), statistics=with_entropy,
+    )  # fmt: skip
+    return results.logp.view(target.shape), results.entropy.view(target.shape) if with_entropy else None
 
 
 def _logps_and_entropy_of_logits(
-    logits: Tensor, target: Tensor, *, with_entropy: bool, bias: Tensor | None = None, ignore_index: int = -100,
-    softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0, logits_budget: int | None = None,
-    backend: Backend = "auto",
+    name: str, logits: Tensor, target: Tensor, *, with_entropy: bool, bias: Tensor | None = None,
+    ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
+    logits_budget: int | None = None, backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    target = as_targets(name, target, logits.shape[-1], ignore_index)
     if not with_entropy:
         return -cross_entropy(
             logits, target, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale,
@@ -193,16 +214,6 @@ def _logps_and_entropy_of_logits(
     return results.logp.view(target.shape), results.entropy.view(target.shape)
 
 
-def check_logits(name: str, logits: Tensor, head: HeadOptions) -> None:
-    """Raises ValueError for logits that are not floating-point, or for a bias, which given logits must include."""
-    if not logits.is_floating_point() or head.get("bias") is not None:
-        raise ValueError(
-            f"{name}: weight=None with logits {tuple(logits.shape)} {logits.dtype} and "
-            f"bias={None if head.get('bias') is None else '(a tensor)'}; expected floating-point logits (B, T, V) and "
-            "bias=None"
-        )
-
-
 def _evaluate_given_logits(
     name: str, logits: Tensor, target: Tensor, objective: GroupObjective, *, bias: Tensor | None = None,
     ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0,
@@ -210,7 +221,6 @@ def _evaluate_given_logits(
 ) -> ObjectiveResult:  # fmt: skip
     """Evaluates an objective over given logits: one pass for log-probabilities, a second one for their gradient."""
     terms, shape = Terms(logit_scale, softcap, temperature), target.shape
-    check_terms(name, terms)
     x = logits.reshape(-1, logits.shape[-1])
     x = x if x.stride(-1) == 1 else x.contiguous()
     targets = as_targets(name, target, x.shape[-1], ignore_index).reshape(-1)

@@ -12,15 +12,15 @@ The files `dpo` and `reference_free` define f.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import NOT_NEGATIVE, check_num_items, check_numbers, check_tensor
+from ligerzoo.kernels.loss.reduction import as_targets
+from ligerzoo.losses.checks import check_both_or_neither, check_constants, check_tensors
 from ligerzoo.losses.logps import (
-    check_both_or_neither,
-    check_positive,
-    check_shapes,
     divisor,
     masked_mean,
     masked_sum,
@@ -38,7 +38,7 @@ class PairOptions(NamedTuple):
 
     Attributes:
         beta: scales the rewards of the metrics; the loss gets its own beta through the formula.
-        average: whether a score is divided by the number of the completion's tokens.
+        average_log_prob: whether a score is divided by the number of the completion's tokens.
         average_rewards: whether the rewards and log-probabilities of the metrics are divided so.
         ref_logps: (B,), log-probabilities of the sequences under the reference model, summed over tokens; None for 0.
         weights: (B/2,), w; None for 1.
@@ -49,7 +49,7 @@ class PairOptions(NamedTuple):
     """
 
     beta: float
-    average: bool = False
+    average_log_prob: bool = False
     average_rewards: bool = False
     ref_logps: Tensor | None = None
     weights: Tensor | None = None
@@ -57,6 +57,12 @@ class PairOptions(NamedTuple):
     nll_target: Tensor | None = None
     num_items: int | Tensor | None = None
     num_nll_items: int | Tensor | None = None
+
+
+def check_pair_options(name: str, *, nll_weight: float, num_items: Any, num_nll_items: Any) -> None:
+    """Raises for invalid options that all losses of pairs share. `name` is the loss that messages name."""
+    check_numbers(name, NOT_NEGATIVE, nll_weight=nll_weight)
+    check_num_items(name, num_items=num_items, num_nll_items=num_nll_items)
 
 
 def pair_loss(
@@ -79,12 +85,9 @@ def pair_loss(
     Raises:
         ValueError: shapes or numbers are invalid.
     """
+    check_tensors(name, hidden, weight, target, head.get("bias"))
     n_sequences, n_pairs = target.shape[0], target.shape[0] // 2
-    check_shapes(
-        name, hidden, target, ref_logps=(options.ref_logps, (n_sequences,)), weights=(options.weights, (n_pairs,)),
-        nll_target=(options.nll_target, tuple(target.shape)),
-    )  # fmt: skip
-    check_positive(name, num_items=options.num_items, num_nll_items=options.num_nll_items)
+    check_constants(name, hidden, ref_logps=(options.ref_logps, (n_sequences,)), weights=(options.weights, (n_pairs,)))
     if options.nll_weight:
         reason = "num_nll_items divides the NLL"
         check_both_or_neither(name, reason, num_items=options.num_items, num_nll_items=options.num_nll_items)
@@ -94,6 +97,10 @@ def pair_loss(
         )
     items = divisor(options.num_items, n_pairs, hidden)
     ignore_index, mask = head.get("ignore_index", -100), target_mask(target, head)
+    if options.nll_target is not None:
+        check_tensor(name, "nll_target", options.nll_target, "integer", [tuple(target.shape)], hidden.device)
+        n_classes = hidden.shape[-1] if weight is None else weight.shape[0]
+        as_targets(name, options.nll_target[:n_pairs], n_classes, ignore_index, "nll_target")
     nll_mask, nll_items = None, items
     if options.nll_weight:
         nll_target = target if options.nll_target is None else options.nll_target
@@ -114,7 +121,7 @@ def pair_loss(
     def total_loss(
         logps: Tensor, _: None, mask: Tensor, nll_mask: Tensor | None, ref_logps: Tensor, weights: Tensor | None
     ) -> Tensor:  # fmt: skip
-        losses = formula(*scores(logps, mask, ref_logps, options.average).chunk(2))
+        losses = formula(*scores(logps, mask, ref_logps, options.average_log_prob).chunk(2))
         loss = (losses if weights is None else weights[: losses.shape[0]] * losses).sum() / items
         return loss if nll_mask is None else loss - options.nll_weight * masked_sum(logps, nll_mask).sum() / nll_items
 
@@ -127,7 +134,7 @@ def pair_loss(
         for which, half in (("chosen", slice(n_pairs)), ("rejected", slice(n_pairs, None))):
             metrics[f"logits/{which}"] = logits[half].sum() / mask[half].sum().clamp(min=1)
     if extra_metrics is not None:
-        values = extra_metrics(*scores(logps, mask, ref_logps, options.average).chunk(2))
+        values = extra_metrics(*scores(logps, mask, ref_logps, options.average_log_prob).chunk(2))
         metrics |= {metric: value.sum() / max(1, n_pairs) for metric, value in values.items()}
     if nll_mask is not None:
         metrics["nll_loss"] = -masked_sum(logps, nll_mask).sum() / nll_mask.sum().clamp(min=1)

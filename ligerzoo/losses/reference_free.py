@@ -18,12 +18,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.losses.dpo import AVERAGED_VARIANTS, VARIANTS, DPOOptions, check_dpo_options
-from ligerzoo.losses.logps import check_choice
-from ligerzoo.losses.objective import LogpOptions, LossOutput
-from ligerzoo.losses.preference import PairOptions, pair_loss
+from ligerzoo.kernels.checks import ANY, NOT_NEGATIVE, check_numbers
+from ligerzoo.losses.checks import check_choice
+from ligerzoo.losses.dpo import AVERAGED_VARIANTS, VARIANTS, DPOOptions, check_formula_options
+from ligerzoo.losses.objective import LogpOptions, LossOutput, check_head_options
+from ligerzoo.losses.preference import PairOptions, check_pair_options, pair_loss
 
 CPO_VARIANTS = ("sigmoid", "hinge", "ipo")
+
+
+def check_cpo_options(
+    name: str, *, variant: str, beta: float, label_smoothing: float, nll_weight: float,
+    num_items: int | Tensor | None, num_nll_items: int | Tensor | None,
+) -> None:  # fmt: skip
+    """Raises for invalid options of `cpo_loss`. `name` is the loss that messages name."""
+    check_choice(name, CPO_VARIANTS, variant=variant)
+    check_formula_options(name, variant, DPOOptions(beta, label_smoothing))
+    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
+
+
+def check_simpo_options(
+    name: str, *, beta: float, gamma: float, label_smoothing: float, nll_weight: float,
+    num_items: int | Tensor | None, num_nll_items: int | Tensor | None,
+) -> None:  # fmt: skip
+    """Raises for invalid options of `simpo_loss`. `name` is the loss that messages name."""
+    check_formula_options(name, "sigmoid", DPOOptions(beta, label_smoothing))
+    check_numbers(name, ANY, gamma=gamma)
+    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
+
+
+def check_orpo_options(
+    name: str, *, beta: float, nll_weight: float, num_items: int | Tensor | None, num_nll_items: int | Tensor | None
+) -> None:  # fmt: skip
+    """Raises for invalid options of `orpo_loss`. `name` is the loss that messages name."""
+    check_numbers(name, NOT_NEGATIVE, beta=beta)
+    check_pair_options(name, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
 
 
 def log_odds(logps: Tensor) -> Tensor:
@@ -67,12 +96,15 @@ def cpo_loss(
         `LossOutput`: the loss and the metrics of `dpo_loss`.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, B is odd, or an option is out of range.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range.
     """
-    numbers = DPOOptions(beta, label_smoothing, 1.0)
-    check_choice("cpo_loss", CPO_VARIANTS, variant=variant)
-    check_dpo_options("cpo_loss", variant, numbers)
+    check_head_options(cpo_loss, head)
+    check_cpo_options(
+        "cpo_loss", variant=variant, beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight,
+        num_items=num_items, num_nll_items=num_nll_items,
+    )  # fmt: skip
+    numbers = DPOOptions(beta, label_smoothing)
     average = variant in AVERAGED_VARIANTS
     options = PairOptions(
         beta, average, average, weights=weights, nll_weight=nll_weight, num_items=num_items,
@@ -119,13 +151,17 @@ def simpo_loss(
         `LossOutput`: the loss and the metrics of `dpo_loss`; rewards and log-probabilities are averages over tokens.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, B is odd, or an option is out of range.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range.
     """
-    numbers = DPOOptions(beta, label_smoothing, 1.0)
-    check_dpo_options("simpo_loss", "sigmoid", numbers)
+    check_head_options(simpo_loss, head)
+    check_simpo_options(
+        "simpo_loss", beta=beta, gamma=gamma, label_smoothing=label_smoothing, nll_weight=nll_weight,
+        num_items=num_items, num_nll_items=num_nll_items,
+    )  # fmt: skip
+    numbers = DPOOptions(beta, label_smoothing)
     options = PairOptions(
-        beta, average=True, average_rewards=True, weights=weights, nll_weight=nll_weight, num_items=num_items,
+        beta, average_log_prob=True, average_rewards=True, weights=weights, nll_weight=nll_weight, num_items=num_items,
         num_nll_items=num_nll_items,
     )  # fmt: skip
     return pair_loss(
@@ -170,12 +206,14 @@ def orpo_loss(
         of log S of that difference.
 
     Raises:
-        TypeError: an option is unknown.
-        ValueError: shapes are invalid, B is odd, or an option is out of range.
+        TypeError: an option is unknown, or an argument has another type.
+        ValueError: shapes or dtypes are invalid, B is odd, or an option is out of range.
     """
+    check_head_options(orpo_loss, head)
+    check_orpo_options("orpo_loss", beta=beta, nll_weight=nll_weight, num_items=num_items, num_nll_items=num_nll_items)
     options = PairOptions(
-        beta, average=True, average_rewards=True, weights=weights, nll_weight=nll_weight, nll_target=nll_target,
-        num_items=num_items, num_nll_items=num_nll_items,
+        beta, average_log_prob=True, average_rewards=True, weights=weights, nll_weight=nll_weight,
+        nll_target=nll_target, num_items=num_items, num_nll_items=num_nll_items,
     )  # fmt: skip
 
     def odds_ratio(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

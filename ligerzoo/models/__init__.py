@@ -1,6 +1,6 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
-from ligerzoo.models.causal_lm import CausalLM, CausalLMOutput
+from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.gemma import Gemma, GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
 from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
@@ -13,8 +13,10 @@ from ligerzoo.models.ministral import Ministral, MinistralConfig
 from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 from ligerzoo.models.mistral import Mistral, MistralConfig
 from ligerzoo.models.mixtral import Mixtral, MixtralConfig
-from ligerzoo.models.mllama import Mllama, MllamaConfig, MllamaVisionConfig
+from ligerzoo.models.mllama import Mllama, MllamaConfig
+from ligerzoo.models.mllama_vision import MllamaVisionConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
+from ligerzoo.models.output import CausalLMOutput, SequenceClassifierOutput
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisionConfig
@@ -22,6 +24,7 @@ from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "GlmConfig",
     "Granite",
     "GraniteConfig",
+    "Labels",
     "Llama",
     "LlamaConfig",
     "Ministral",
@@ -73,6 +77,8 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "SequenceClassifier",
+    "SequenceClassifierOutput",
     "SmolLM3",
     "SmolLM3Config",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from ligerzoo.errors import ConfigError
+from ligerzoo.kernels.checks import describe
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_positive, is_rotary_dim, is_theta, scaling_error
 
 _LARGEST_SIZE = 2**31 - 1
@@ -47,6 +49,35 @@ def check_fields(config: Any) -> None:
             continue  # structured fields have separate checks
         if not is_valid:
             raise ConfigError("invalid value", where=name, got=repr(value), expected=expected)
+
+
+REQUIRED_FIELDS = ("vocab_size", "tie_word_embeddings", "initializer_range")
+"""Fields of every config, see `ligerzoo.models.causal_lm.CausalLMConfig`."""
+
+
+def require_config(model_class: type, config: object) -> None:
+    """Raises ConfigError unless a model's first argument is a config, that is, an object with `REQUIRED_FIELDS`."""
+    if not isinstance(config, type) and all(hasattr(config, name) for name in REQUIRED_FIELDS):
+        return
+    name, config_class = model_class.__name__, _config_class_name(model_class)
+    remedies = {
+        type: f"Create one: {name}({config_class}(...)).",
+        dict: f"Build one from the dict: {name}({config_class}(**values)).",
+        str: f"To load a checkpoint, call {name}.from_pretrained.",
+    }
+    remedy = next((remedy for kind, remedy in remedies.items() if isinstance(config, kind)), None)
+    got = f"the class {config.__name__}" if isinstance(config, type) else describe(config)
+    raise ConfigError("not a config", where=f"argument config of {name}", got=got, expected=config_class, remedy=remedy)
+
+
+def _config_class_name(model_class: type) -> str:
+    """Returns the name of a model's config class as annotated on the class or its constructor."""
+    for cls in model_class.__mro__:
+        for annotated in (cls, vars(cls).get("__init__")):
+            annotation = inspect.get_annotations(annotated).get("config") if annotated is not None else None
+            if annotation is not None:
+                return annotation if isinstance(annotation, str) else str(getattr(annotation, "__name__", annotation))
+    return "config"
 
 
 def check_positive(config: Any, *names: str) -> None:
@@ -95,6 +126,21 @@ class DecoderConfig:
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Makes the checks of the base class run even if a subclass's `__post_init__` does not call them."""
+        super().__init_subclass__(**options)
+        own: Callable[[DecoderConfig], None] | None = vars(cls).get("__post_init__")
+        if own is None or "__post_init__" in getattr(getattr(own, "__code__", None), "co_names", ()):
+            return
+        base = next(vars(base)["__post_init__"] for base in cls.__mro__[1:] if "__post_init__" in vars(base))
+
+        @wraps(own)
+        def __post_init__(self: DecoderConfig) -> None:
+            base(self)
+            own(self)
+
+        cls.__post_init__ = __post_init__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         check_fields(self)

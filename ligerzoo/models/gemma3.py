@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from ligerzoo.layers import (
     PoolingProjector,
     PreNormBlock,
     RMSNorm,
+    repeated_items,
     scatter_embeddings,
 )
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
@@ -188,6 +190,19 @@ class Gemma3(CausalLM):
         if in_image is not None:
             context.allow_bidirectional_spans(in_image)
         return x
+
+    def repeat_rows(
+        self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        """See `CausalLM.repeat_rows`. Images are listed in order, without a row dimension."""
+        rest = {name: value for name, value in modalities.items() if name != "pixel_values"}
+        repeated, images = super().repeat_rows(rest, repeats, input_ids, attention_mask), modalities.get("pixel_values")
+        if images is not None:
+            mask = input_ids == self.config.image_token_id
+            mask = mask if attention_mask is None else mask & attention_mask.bool()
+            tokens = torch.full((len(images),), self.config.mm_tokens_per_image)
+            repeated["pixel_values"] = images[repeated_items(mask, tokens, repeats)]
+        return repeated
 
     @staticmethod
     def _image_mask(token_type_ids: Tensor, x: Tensor) -> Tensor:

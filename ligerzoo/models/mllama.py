@@ -14,103 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, Unpack
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.errors import LigerzooError
 from ligerzoo.layers import (
-    MLP,
     Attention,
-    BlockStack,
     Context,
     CrossAttention,
     CrossAttentionBlock,
     Decoder,
     Embedding,
     GatedMLP,
-    GatedPreNormBlock,
     KVCache,
-    LayerNorm,
     Linear,
     LMHead,
-    PatchEmbedding,
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
     TiledVisionTower,
-    TileEmbedding,
-    TilePositionEmbedding,
     tile_cross_attention_inputs,
 )
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
-from ligerzoo.models.config import DecoderConfig, check_fields
+from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.mllama_vision import MllamaVisionConfig, are_indices, require, vision_tower
 
 _IMAGE_TOKENS = 8  # token ids with an embedding but no logit: the image token, and seven unused ones
-
-
-@dataclass(frozen=True, kw_only=True)
-class MllamaVisionConfig:
-    """Configuration of the vision tower. Defaults: those of transformers' MllamaVisionConfig.
-
-    Attributes:
-        num_global_layers: number of gated blocks, which follow the `num_hidden_layers` blocks.
-        vision_output_dim: output features of a patch: `hidden_size` times the last block and all
-            `intermediate_layers_indices`.
-        image_size: side of a tile, in pixels.
-        patch_size: side of a patch, in pixels.
-        intermediate_layers_indices: indices of the blocks, counted from 0, whose outputs are features too.
-        supported_aspect_ratios: tile arrangements, as (rows, columns), which `aspect_ratio_ids` number from 1.
-    """
-
-    hidden_size: int = 1280
-    num_hidden_layers: int = 32
-    num_global_layers: int = 8
-    attention_heads: int = 16
-    num_channels: int = 3
-    intermediate_size: int = 5120
-    vision_output_dim: int = 7680
-    image_size: int = 448
-    patch_size: int = 14
-    norm_eps: float = 1e-5
-    max_num_tiles: int = 4
-    intermediate_layers_indices: Sequence[int] = field(default_factory=lambda: [3, 7, 15, 23, 30])
-    supported_aspect_ratios: Sequence[Sequence[int]] = field(
-        default_factory=lambda: [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        c, kept, ratios, where = self, self.intermediate_layers_indices, self.supported_aspect_ratios, "vision_config, "
-        _require(
-            _are_indices(kept) and all(i < c.num_hidden_layers for i in kept),
-            where + "intermediate_layers_indices", kept, f"a list of integers from 0 to {c.num_hidden_layers - 1}",
-        )  # fmt: skip
-        _require(
-            isinstance(ratios, list | tuple) and all(map(c._is_arrangement, ratios)),
-            where + "supported_aspect_ratios", ratios, f"a list of [rows, columns], at most {c.max_num_tiles} tiles",
-        )  # fmt: skip
-        features = c.hidden_size * (1 + len(kept))
-        _require(
-            c.vision_output_dim == features, where + "vision_output_dim", c.vision_output_dim,
-            f"{features}, hidden_size * (1 + number of intermediate layers)",
-        )  # fmt: skip
-        elements = c.max_num_tiles * c.tile_length * c.hidden_size  # in one row of an embedding
-        _require(
-            elements < 2**63, where + "image_size", c.image_size, "fewer than 2^63 elements in the states of an image"
-        )
-        for name, divisor in (("hidden_size", "attention_heads"), ("image_size", "patch_size")):
-            size, parts = getattr(c, name), getattr(c, divisor)
-            _require(size % parts == 0, where + name, size, f"a multiple of {divisor}, {parts}")
-
-    def _is_arrangement(self, ratio: object) -> bool:
-        return _are_indices(ratio) and len(ratio) == 2 and 0 < ratio[0] * ratio[1] <= self.max_num_tiles
-
-    @property
-    def tile_length(self) -> int:
-        """States per tile: its patches and the class embedding."""
-        return (self.image_size // self.patch_size) ** 2 + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,15 +71,15 @@ class MllamaConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers = self.cross_attention_layers
-        _require(_are_indices(layers), "cross_attention_layers", layers, "a list of layer indices")
+        require(are_indices(layers), "cross_attention_layers", layers, "a list of layer indices")
         attending = sum(layer < self.num_hidden_layers for layer in set(layers))
-        _require(
+        require(
             attending < self.num_hidden_layers,
             "cross_attention_layers",
             layers,
             "at least one layer without cross-attention",
         )
-        _require(
+        require(
             not self.tie_word_embeddings,
             "tie_word_embeddings",
             True,
@@ -158,16 +89,6 @@ class MllamaConfig(DecoderConfig):
     @property
     def all_layers(self) -> int:
         return self.num_hidden_layers + self.vision_config.num_hidden_layers + self.vision_config.num_global_layers
-
-
-def _are_indices(value: object) -> TypeGuard[Sequence[int]]:
-    """Whether `value` is a list of integers, 0 or more."""
-    return isinstance(value, list | tuple) and all(type(number) is int and number >= 0 for number in value)
-
-
-def _require(holds: bool, where: str, got: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError("invalid value", where=where, got=repr(got)[:200], expected=expected)
 
 
 class Mllama(CausalLM):
@@ -333,7 +254,14 @@ class Mllama(CausalLM):
             return None if states is None else states.reshape(rows, -1, states.shape[-1])
         c = self.config.vision_config
         if states is not None or arrangement is None or is_tile is None:
-            raise ValueError("pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states")
+            others = {
+                "aspect_ratio_ids": arrangement, "aspect_ratio_mask": is_tile, "cross_attention_states": states,
+            }  # fmt: skip
+            given = [name for name, value in others.items() if value is not None]
+            raise ValueError(
+                "pixel_values need aspect_ratio_ids and aspect_ratio_mask, and no cross_attention_states; "
+                f"got {' and '.join(given) or 'none of them'}"
+            )
         shapes, images = [tuple(tensor.shape) for tensor in (pixels, arrangement, is_tile)], pixels.shape[1]
         expected = rows, images, c.max_num_tiles, c.num_channels, c.image_size, c.image_size
         if shapes != [expected, expected[:2], expected[:3]]:
@@ -343,27 +271,3 @@ class Mllama(CausalLM):
             )
         features = self.vision_model(pixels.flatten(0, 1), arrangement.flatten(), is_tile.flatten(0, 1))
         return self.multi_modal_projector(features).view(rows, -1, self.config.hidden_size)  # type: ignore[no-any-return]
-
-
-def vision_tower(config: MllamaVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> TiledVisionTower:
-    """Builds the vision tower, from tiles to the input features of the projector."""
-    c, arrangements = config, len(config.supported_aspect_ratios)
-
-    def norm(eps: float = c.norm_eps) -> LayerNorm:
-        return LayerNorm(c.hidden_size, eps, **factory_kwargs)
-
-    def parts() -> tuple[nn.Module, ...]:
-        attention = Attention(c.hidden_size, c.attention_heads, is_causal=False, **factory_kwargs)
-        return norm(), attention, norm(), MLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-
-    return TiledVisionTower(
-        PatchEmbedding((c.num_channels, c.patch_size, c.patch_size), c.hidden_size, **factory_kwargs),
-        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **factory_kwargs),
-        TilePositionEmbedding(arrangements, c.max_num_tiles, c.tile_length, c.hidden_size, **factory_kwargs),
-        norm(1e-5),
-        BlockStack(PreNormBlock(*parts()) for _ in range(c.num_hidden_layers)),
-        norm(1e-5),
-        TileEmbedding(arrangements, c.max_num_tiles, c.hidden_size, **factory_kwargs),
-        BlockStack(GatedPreNormBlock(*parts(), **factory_kwargs) for _ in range(c.num_global_layers)),
-        intermediate_layers=c.intermediate_layers_indices,
-    )

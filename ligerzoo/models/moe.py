@@ -21,7 +21,8 @@ class MoEConfig(DecoderConfig):
         sliding_window: tokens that a token attends to, including itself; None for full attention.
         num_experts: experts per MoE layer.
         num_experts_per_tok: experts selected for each token.
-        output_router_logits: compute the load-balancing loss, `aux_loss`, and add it to the loss.
+        output_router_logits: return the router logits, and compute the load-balancing loss, `aux_loss`, and add it to
+            the loss. The argument of `forward` with this name takes precedence.
         router_aux_loss_coef: factor of the load-balancing loss when it is added.
     """
 
@@ -88,8 +89,9 @@ class MoECausalLM(CausalLM):
     def aux_loss(self, context: Context) -> Tensor | None:
         """Returns the load-balancing loss over the tokens of this forward, padding excluded.
 
-        None unless `config.output_router_logits` is set and at least one layer uses MoE.
+        None unless the router logits were asked for, by `config.output_router_logits` or the argument of `forward`, and
+        at least one layer uses MoE.
         """
-        if not (self.config.output_router_logits and context.router_logits):
+        if not context.router_logits:
             return None
         return load_balancing_loss(context.router_logits, self.config.num_experts_per_tok, context.call_padding_mask())

@@ -20,7 +20,6 @@ from ligerzoo.layers import (
     Decoder,
     Embedding,
     GatedMLP,
-    KVCache,
     LMHead,
     PreNormBlock,
     RMSNorm,
@@ -79,17 +78,7 @@ class Phi3(CausalLM):
 
         embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
-        self._longest_for_cache = c.original_max_position_embeddings if rotary.rope_type == "longrope" else None
-
-    def new_cache(self, capacity: int | None = None) -> KVCache:
-        """Returns an empty KV cache; see `CausalLM.new_cache`.
-
-        With LongRoPE, keys cached within the original context become invalid once the sequence grows beyond it, since
-        longer sequences are rotated by other frequencies. `max_valid_length` marks that length.
-        """
-        cache = super().new_cache(capacity)
-        cache.max_valid_length = self._longest_for_cache
-        return cache
+        # With LongRoPE, longer sequences are rotated by other frequencies.
+        limit = c.original_max_position_embeddings if rotary.rope_type == "longrope" else None
+        decoder = Decoder(embedding, layers, norm(), max_valid_cache_length=limit)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ligerzoo.layers import (
     SectionedRotaryEmbedding,
     VisionTower,
     grid_positions,
+    repeated_items,
     scatter_embeddings,
 )
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_rotary_dim
@@ -200,9 +201,11 @@ class VisionLM(CausalLM):
             if patches is None and grid is None:
                 continue
             if patches is None or grid is None or x.is_floating_point():
+                given = [name for name, value in (("patches", patches), ("grids", grid)) if value is not None]
+                given.append("inputs_embeds" if x.is_floating_point() else "input_ids")
                 raise ValueError(
                     "images and videos need patches (pixel_values*), their grids (*_grid_thw) and input_ids; "
-                    "got only some of them"
+                    f"got only some of them: {', '.join(given)}"
                 )
             mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
             tokens = grid // grid.new_tensor([1, m, m])
@@ -210,6 +213,30 @@ class VisionLM(CausalLM):
             grids.append(Grids(mask, tokens, interval))
         self._set_positions(context, grids)
         return embeddings
+
+    def repeat_rows(
+        self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        """See `CausalLM.repeat_rows`. Images and videos are listed in order, without a row dimension."""
+        repeated, c = dict(modalities), self.config
+        kinds = (
+            (c.image_token_id, "pixel_values", "image_grid_thw", ()),
+            (c.video_token_id, "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts", "frame_interval")),
+        )
+        for token_id, patches, grid_name, intervals in kinds:
+            grid = repeated.get(grid_name)
+            if grid is None or repeated.get(patches) is None:
+                continue
+            mask = input_ids == token_id if attention_mask is None else (input_ids == token_id) & attention_mask.bool()
+            sizes = grid.prod(1)
+            items = repeated_items(mask, sizes // self.visual.merge_size**2, repeats)
+            pieces = repeated[patches].split(sizes.tolist())
+            repeated[patches], repeated[grid_name] = torch.cat([pieces[item] for item in items]), grid[items]
+            for name in intervals:
+                if repeated.get(name) is not None:
+                    repeated[name] = torch.as_tensor(repeated[name])[items]
+        types = repeated.get("mm_token_type_ids")
+        return repeated if types is None else {**repeated, "mm_token_type_ids": types.repeat_interleave(repeats, 0)}
 
     def _set_positions(self, context: Context, grids: list[Grids]) -> None:
         cache, token_positions = context.cache, context.token_positions()

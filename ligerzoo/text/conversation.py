@@ -43,7 +43,8 @@ class Conversation:
         self.tokenizer, self._processor = tokenizer, processor
         if not tokenizer.chat_templates:
             raise TokenizerError(
-                "the tokenizer has no chat template, so the model was not trained to chat",
+                "no chat template, so the model was not trained to chat",
+                where="tokenizer",
                 remedy="Use `ligerzoo generate`, or load the model's instruction-tuned variant.",
             )
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

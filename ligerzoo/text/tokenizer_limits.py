@@ -19,6 +19,7 @@ from ligerzoo.errors import TokenizerError
 
 MAX_GROWTH = 128  # XLM-RoBERTa has 72, one of the largest: character table, a rule for spaces, Metaspace
 MAX_CHARACTERS = 2**27  # of a text after all rules
+MAX_ENTRIES = 2**14  # values in a section of rules, at any depth; the library takes up to 50 us for each
 MAX_STAGES = 64
 MAX_TOKEN = 2**11  # characters of a token; the longest in use are runs of about a hundred spaces
 MAX_ADDED = 2**22  # characters of all added tokens; Gemma 3 has 6,400 tokens with 2**16
@@ -55,6 +56,8 @@ class Limits:
             TokenizerError: a limit is exceeded.
             Exception: the content is malformed; raised by the tokenizers library.
         """
+        for section in _SEQUENCES:
+            _check_entries(content.get(section), f"{where}: {section}")
         rules = _rules(content)
         growth: dict[str, float] = {}
         for section, stages in rules.items():
@@ -99,6 +102,17 @@ class Limits:
                 expected=f"at most {math.floor(MAX_CHARACTERS / self.decoding)} for this decoder",
                 remedy="Decode the ids in parts.",
             )
+
+
+def _check_entries(section: object, where: str) -> None:
+    """Raises TokenizerError if a section of the file has too many entries, whatever they mean."""
+    count, pending = 1, [section]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping | list):
+            count += len(value)
+            _check(count, MAX_ENTRIES, "entries", where)
+            pending += value.values() if isinstance(value, Mapping) else value
 
 
 def _rules(content: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ligerzoo.errors import ConfigError, ImageError, TokenizerError
 from ligerzoo.files.atomic import reading_directory, replace_files
-from ligerzoo.text import tokenizer as tokenizer_files
-from ligerzoo.text.tokenizer import PaddingSide, Tokenizer
+from ligerzoo.text import tokenizer_files
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.text.tokenizer_files import PaddingSide
 from ligerzoo.vision import read_image, read_video
 from ligerzoo.vision.family import PreprocessedMedia, ProcessorFamily, media_token_id
 from ligerzoo.vision.files import FILE_NAMES, ProcessorFiles
@@ -279,7 +280,7 @@ def family_of(files: ProcessorFiles) -> type[ProcessorFamily]:
             where=where,
             got=repr(name),
             expected=f"one of {', '.join(family.model_type for family in FAMILIES)}",
-            remedy="Load a model that reads text only with ligerzoo.Tokenizer.",
+            remedy="Pass no images, and load a model that reads text only with ligerzoo.Tokenizer.",
         )
     settings = files.image_settings()
     image_processor = settings.string("image_processor_type")

@@ -2,12 +2,13 @@ import dataclasses
 
 import pytest
 
-from ligerzoo import convert
+from ligerzoo import convert, models
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
-from ligerzoo.convert.architecture import is_beyond_last_layer, is_rotary_buffer
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
 from ligerzoo.convert.weights import Layout, Rename
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM, Llama
+from ligerzoo.models.config import field_types
 
 ROUTER = (Rename("mlp.router", "mlp.gate"),)
 BARE = (("model.", ""),)
@@ -18,6 +19,20 @@ def test_each_model_type_has_a_converter() -> None:
         architecture = architecture_of(model_type)
         assert architecture.model_type == model_type
         assert architecture_for(architecture.model_class) is architecture
+
+
+def test_each_architecture_is_exported() -> None:
+    classes = {cls for model_type in MODEL_TYPES for cls in classes_of(architecture_of(model_type))}
+    missing = {cls.__name__ for cls in classes} - {*models.__all__}
+    assert not missing, f"import these in ligerzoo/models/__init__.py and add them to its __all__: {sorted(missing)}"
+    assert all(getattr(models, cls.__name__) is cls for cls in classes)
+
+
+def classes_of(architecture: Architecture) -> list[type]:
+    """The model class, its config class and the classes of nested configs."""
+    config_class = architecture.config_class
+    nested = [hint for hint in field_types(config_class).values() if dataclasses.is_dataclass(hint)]
+    return [architecture.model_class, config_class, *nested]
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "", None, 5, ["llama"], "../llama", "fields"])
@@ -89,7 +104,7 @@ def test_new_model_gets_the_first_prefixes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, is_extra",
     [
         ("vision_tower.vision_model.head.probe", True),
         ("model.vision_tower.head.mlp.fc1.bias", True),
@@ -98,8 +113,8 @@ def test_new_model_gets_the_first_prefixes() -> None:
         ("language_model.head.probe", False),
     ],
 )
-def test_extra_tensors_of_gemma3(name: str, known: bool) -> None:
-    assert architecture_of("gemma3").is_extra_tensor(name) == known
+def test_extra_tensors_of_gemma3(name: str, is_extra: bool) -> None:
+    assert architecture_of("gemma3").is_extra_tensor(name) == is_extra
     assert not architecture_of("llama").is_extra_tensor(name)
 
 
@@ -119,7 +134,7 @@ def test_layout_with_most_stored_parameters(stored: list[str], expected: Layout)
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, is_buffer",
     [
         ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
         ("rotary_emb.inv_freq", True),
@@ -128,8 +143,8 @@ def test_layout_with_most_stored_parameters(stored: list[str], expected: Layout)
         ("model.xrotary_emb.inv_freq", False),
     ],
 )
-def test_rotary_buffers(name: str, known: bool) -> None:
-    assert is_rotary_buffer(name) == known
+def test_rotary_buffers(name: str, is_buffer: bool) -> None:
+    assert is_rotary_buffer(name) == is_buffer
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ligerzoo import hub
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.hub import Origin, _config_json
+from ligerzoo.hub import Origin, loading
+from ligerzoo.hub.saving import config_entries
 from tests.models.tiny import Tiny
 from tests.models.zoo import CHECKPOINTS
 
@@ -39,8 +39,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 def value_of(config: Any, name: str) -> Any:
     """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
-    places = [(part, n) for part in (config.get_text_config(), config) for n in RENAMED.get(name, (name,))]
-    return next((value for part, n in places if (value := getattr(part, n, None)) is not None), None)
+    fields = [(part, n) for part in (config.get_text_config(), config) for n in RENAMED.get(name, (name,))]
+    return next((value for part, n in fields if (value := getattr(part, n, None)) is not None), None)
 
 
 def has(config: Any, name: str) -> bool:
@@ -162,7 +162,7 @@ def test_changed_fields_replace_inherited_entries(row: Tiny) -> None:
                 changed = dataclasses.replace(config, **{field.name: value})
                 model.config = changed
                 if changed != config:
-                    again = architecture.config_from_hf(json.loads(_config_json(model, model.origin)))
+                    again = architecture.config_from_hf(config_entries(model, model.origin, model.dtype))
                     assert settled(again) == settled(changed), field.name
 
 
@@ -174,8 +174,8 @@ def test_invalid_values_of_entries(model_type: str) -> None:
     """Each value gives a model that can be built, or a ConfigError."""
     architecture = architecture_of(model_type)
     config = next(row.config for row in CHECKPOINTS if row.config["model_type"] == model_type)
-    known = {field.name for field in dataclasses.fields(architecture.config_from_hf(config))}
-    for name in sorted((known | config.keys()) - {"architectures", "model_type", "num_hidden_layers"}):
+    fields = {field.name for field in dataclasses.fields(architecture.config_from_hf(config))}
+    for name in sorted((fields | config.keys()) - {"architectures", "model_type", "num_hidden_layers"}):
         for value in NONSENSE:
             with contextlib.suppress(ConfigError):
                 read = architecture.config_from_hf(with_entries(config, **{name: value}))
@@ -206,8 +206,7 @@ IGNORED = {
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",
-    "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_parameters", "rope_type",
-    "torch_dtype", "type",
+    "num_hidden_layers", "num_local_experts", "original_max_position_embeddings", "rope_type", "torch_dtype",
 }  # fmt: skip
 """Entries whose value has no effect in some tested config.json."""
 
@@ -236,8 +235,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
     """Returns a function that reads config.json as loading does."""
 
     def read(raw: Mapping[str, Any]) -> Any:
-        monkeypatch.setattr(hub, "read_json", lambda path: raw)
-        return hub._read_config(Path("config.json"))[2]
+        monkeypatch.setattr(loading, "read_json", lambda path: raw)
+        return loading._read_config(Path("config.json"))[2]
 
     return read
 
@@ -259,6 +258,46 @@ def test_falsy_values_do_not_count_as_missing(model_type: str, read: Callable[[M
                     continue
                 assert name in IGNORED, (path, falsy)
                 assert got == read(changed(row.config, path, ...)) == read(row.config), (path, falsy)
+
+
+SPELLINGS = [
+    ("rope_scaling", "rope_parameters"), ("rope_type", "type"), ("num_experts", "num_local_experts"),
+    ("image_token_id", "image_token_index"), ("num_attention_heads", "attention_heads"),
+]  # fmt: skip
+"""Names of one value in config.json, of which some architectures accept either."""
+
+
+def kind_of(value: Any) -> type:
+    return float if type(value) is int else type(value)
+
+
+@every_type
+def test_both_spellings_of_an_entry_must_be_valid(model_type: str, read: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Also the one over which the other takes precedence."""
+
+    def config_or_error(raw: Mapping[str, Any]) -> Any:
+        try:
+            return read(raw)
+        except ConfigError:
+            return ConfigError
+
+    tested = set()
+    for row in (row for row in CHECKPOINTS if row.config["model_type"] == model_type):
+        for path, value in entries_in(row.config):
+            for names in (names for names in SPELLINGS if path[-1] in names and value is not None):
+                first, second = ((*path[:-1], name) for name in names)
+                both = changed(changed(row.config, first, value), second, value)
+                without = changed(both, first, ...), changed(both, second, ...)
+                neither = config_or_error(changed(without[0], second, ...))
+                if any(config_or_error(raw) in (ConfigError, neither) for raw in without):
+                    continue  # not two spellings in this architecture
+                tested.add(names)
+                for invalid in (first, second):
+                    for wrong in [*FALSY, "x", 3, ["x"], {"x": 3}]:
+                        if kind_of(wrong) is not kind_of(value):
+                            with pytest.raises(ConfigError):
+                                read(changed(both, invalid, wrong))
+    assert ("rope_scaling", "rope_parameters") in tested or model_type not in ("llama", "qwen2_vl")
 
 
 @pytest.mark.parametrize("falsy", FALSY, ids=repr)

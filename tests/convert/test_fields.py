@@ -86,6 +86,30 @@ def test_stored_dtype(raw: dict[str, Any], dtype: torch.dtype | None) -> None:
     assert stored_dtype(raw) == dtype
 
 
+@pytest.mark.parametrize("wrong", ["", "7.0", [], {}, False, [7.0]])
+def test_spellings_of_one_value_have_one_type(wrong: object) -> None:
+    for name, function in (
+        ("rope_theta", rope_fields),
+        ("original_max_position_embeddings", rope_fields),
+        ("partial_rotary_factor", lambda raw: partial_rotary_factor(raw, 0.5)),
+    ):
+        for outer, inner in ((wrong, 7.0), (7, wrong)):
+            with pytest.raises(
+                ConfigError, match=f"{name}: invalid value; got .*; expected no entry or .*, as in {name}"
+            ):
+                function({name: outer, "rope_scaling": {**LINEAR, name: inner}})
+        function({name: 7, "rope_scaling": {**LINEAR, name: 7.0}})
+    for key in ("rope_scaling", "rope_parameters"):
+        if wrong != {}:
+            with pytest.raises(ConfigError, match=f"{key}: not an object"):
+                rope_fields({"rope_scaling": LINEAR, "rope_parameters": LINEAR, key: wrong})
+    if not isinstance(wrong, str):
+        with pytest.raises(
+            ConfigError, match=r"torch_dtype: invalid value; got .*; expected no entry or a string, as in dtype"
+        ):
+            stored_dtype({"dtype": "float32", "torch_dtype": wrong})
+
+
 @pytest.mark.parametrize("wrong", ["int8", "float8_e4m3fn", "", "nonsense", 16, ["float16"], None, torch.int64])
 def test_dtypes_that_are_not_of_weights(wrong: object) -> None:
     with pytest.raises(ConfigError, match=r"here: not a dtype of weights.*float32 or float16 or bfloat16 or float64"):

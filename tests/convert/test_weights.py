@@ -227,7 +227,7 @@ def test_random_layout_round_trip(table: tuple[Layout, Tensors]) -> None:
 @settings(deadline=None)
 @given(tables())
 def test_slice_is_a_whole_tensor_on_one_side(table: tuple[Layout, Tensors]) -> None:
-    """`hub._match` limits the number of slices by this."""
+    """`hub.matching.match_tensors` limits the number of slices by this."""
     layout, ours = table
     pieces = list(layout.slices(shapes_of(ours)))
     whole_of_ours = [piece.name for piece in pieces if not piece.index]
@@ -486,7 +486,7 @@ def test_tensors_that_do_not_match_the_layout(
 
     disk = LAYOUTS[layout](ours())
     change(disk)
-    monkeypatch.setattr(hub.Checkpoint, "read", read)
+    monkeypatch.setattr(hub.loading.Checkpoint, "read", read)
     with pytest.raises(CheckpointError, match=message) as caught:
         Toy.from_pretrained(write(tmp_path, disk, **entries))
     assert str(tmp_path) in str(caught.value)

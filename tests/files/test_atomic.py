@@ -5,11 +5,13 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -470,7 +472,38 @@ def test_interrupt_while_reading_is_raised_unchanged(old: Path) -> None:
         read(old, lambda: replace(old), error=KeyboardInterrupt)
 
 
-# Kills, interrupts and faults at every line and system call
+def test_second_interrupt_during_the_deletion(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmtree, deletions = shutil.rmtree, []
+
+    def interrupted_rmtree(path: Path, **options: Any) -> None:
+        deletions.append(path)
+        if len(deletions) == 1:
+            signal.raise_signal(signal.SIGINT)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted_rmtree)
+    with pytest.raises(KeyboardInterrupt), replacing_directory(old, keep=keep_none):
+        signal.raise_signal(signal.SIGINT)
+    assert len(deletions) > 1
+    assert only_entry(old.parent) == "old"
+    assert contents(old) == {"a": "old a", "b": "old b"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_save_continues_if_the_interrupt_handler_raises_nothing(old: Path) -> None:
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        with replacing_directory(old, keep=keep_none) as temporary:
+            signal.raise_signal(signal.SIGINT)
+            fill(temporary, a="new a", c="new c")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert received == [signal.SIGINT]
+    assert contents(old) == NEW
+
+
+# Kills, interrupts and faults at every line, instruction and system call
 
 FAULTS = """
 import contextlib, fcntl, os, shutil, signal, sys, warnings
@@ -550,6 +583,44 @@ while status:
 assert lines > 30, lines
 expected = {before or "nothing", "new"} | ({"nothing"} if scenario == "two renames" and fault == "kill" else set())
 assert seen == expected or step > 1 and seen <= expected, seen
+"""
+
+AT_EVERY_INSTRUCTION = """
+FILES = atomic.__file__, contextlib.__file__, shutil.__file__, signal.__file__, "<string>"
+
+def interrupt_at(number):
+    executed = 0
+    def trace(frame, event, argument):
+        nonlocal executed
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        executed += 1
+        if executed == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    sys.settrace(trace)
+
+instructions, seen, status = 0, set(), -1
+while status:
+    prepare()
+    instructions += step
+    child = os.fork()
+    if child == 0:
+        interrupt_at(instructions)
+        try:
+            save("new")
+        except KeyboardInterrupt:
+            os._exit(1)  # before objects that the traceback holds are finalized
+        sys.settrace(None)
+        os._exit(0 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 2)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, 256), (status, instructions)
+    seen.add(version())
+    assert version() in (before, "new"), (version(), instructions)
+    assert set(os.listdir(parent)) <= {"set"}, (os.listdir(parent), instructions)
+assert instructions > 1000, instructions
+assert seen == {before, "new"}, seen
 """
 
 AT_EVERY_CALL = """
@@ -638,6 +709,12 @@ def test_kill_or_interrupt_at_any_line_leaves_old_or_new_files(
 ) -> None:
     """A save killed between two renames leaves no directory; the next save restores it."""
     run_faults(AT_EVERY_LINE, tmp_path / "directory", scenario, fault, step)
+
+
+@pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scenario", ["exchange", "two renames", "first"])
+def test_interrupt_at_any_instruction_leaves_no_slot(tmp_path: Path, scenario: str, step: int) -> None:
+    run_faults(AT_EVERY_INSTRUCTION, tmp_path / "directory", scenario, "interrupt", step)
 
 
 @pytest.mark.parametrize("fault", ["error", "interrupt before", "interrupt after"])

@@ -694,7 +694,7 @@ def test_hostile_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_json_path_that_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such file"):
+    with pytest.raises(CheckpointError, match=r"no such file; got an empty directory. Pass the directory of a whole"):
         read_json(tmp_path / "missing.json")
     with pytest.raises(CheckpointError, match="not a regular file; got a directory"):
         read_json(tmp_path)

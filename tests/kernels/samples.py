@@ -134,6 +134,20 @@ def _activation_backward(device: str) -> Samples:
     ]
 
 
+def _decode_attention(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    index = torch.tensor([1, 2], device=device)
+    none = {"first": None, "last": None, "padding_mask": None, "fallback": None, "scale": 1.0, "softcap": None}
+    return [
+        {"q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), **none},
+        {"q": half(2, 4, 16), "keys": half(2, 70, 2, 16).transpose(1, 2), "values": half(2, 2, 70, 16), **none},
+        {
+            "q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), "first": index, "last": index + 60,
+            "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5, "softcap": 2.0,
+        },
+    ]  # fmt: skip
+
+
 def _softmax_forward(device: str) -> Samples:
     t = partial(new, device=device)
     return [{"x": t(5, 33)}, {"x": transposed(t(2, 3, 33)).half()}, {"x": t(0, 33)}]
@@ -197,6 +211,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "glu_backward": _glu_backward,
     "activation_forward": _activation_forward,
     "activation_backward": _activation_backward,
+    "decode_attention": _decode_attention,
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
     "experts_forward": _experts_forward,

@@ -55,9 +55,11 @@ def test_activated_values_are_not_saved(device: str, monkeypatch: pytest.MonkeyP
     assert saved == [t.data_ptr() for t in inputs]
 
 
-@pytest.mark.parametrize("trainable, made", [("x", [64, 64]), ("x weight", [64, 64, 64, 17]), ("weight", [64, 17])])
+@pytest.mark.parametrize(
+    "trainable, allocations", [("x", [64, 64]), ("x weight", [64, 64, 64, 17]), ("weight", [64, 17])]
+)
 def test_frozen_inputs_allocate_nothing(
-    trainable: str, made: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+    trainable: str, allocations: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of dy, dx, the activated values and dweight, backward allocates only those that are needed."""
     launch_nothing(monkeypatch, "activation")
@@ -67,7 +69,7 @@ def test_frozen_inputs_allocate_nothing(
     upstream = torch.ones_like(z)
     with Recorder() as recorder:
         torch.autograd.grad(z, trainable_inputs, upstream)
-    assert recorder.allocated == [rows * 33 * 4 for rows in made]
+    assert recorder.allocated == [rows * 33 * 4 for rows in allocations]
 
 
 def test_autocast_rounds_activated_values_but_not_inputs(device: str) -> None:

@@ -8,12 +8,12 @@ import torch
 import torch.utils._python_dispatch
 
 from ligerzoo.kernels import dispatch, swiglu
+from ligerzoo.kernels.autograd import once_differentiable
 from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     as_rows,
     autocast,
     next_power_of_2,
-    once_differentiable,
     uses_triton,
 )
 from tests.kernels.machine import DTYPES, ON_GPU, needs_triton

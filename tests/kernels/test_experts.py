@@ -163,7 +163,6 @@ def test_frozen_inputs_allocate_nothing(device: str) -> None:
         {"x": torch.ones(5, 33, dtype=torch.float16)},
         {"expert_ids": torch.zeros(4, 2, dtype=torch.int64)},
         {"expert_ids": torch.zeros(5, dtype=torch.int64)},
-        {"expert_ids": torch.zeros(5, 2)},
         {"expert_weights": torch.ones(5, 3)},
         {"gate_up": torch.ones(3, 33, 33)},
         {"gate_up": torch.ones(3, 34, 33, dtype=torch.float16)},
@@ -177,6 +176,12 @@ def test_mismatched_shapes_and_dtypes(change: dict[str, Tensor]) -> None:
     inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
     with pytest.raises(ValueError, match=r"experts_mlp: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\)"):
         experts_mlp(**(inputs | change))
+
+
+def test_expert_ids_of_a_floating_dtype() -> None:
+    x, _, *others = make(5, 33, 17, 3, 2, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"experts_mlp: expert_ids has dtype torch\.float32; expected an integer"):
+        experts_mlp(x, torch.zeros(5, 2), *others)
 
 
 def test_an_unknown_activation() -> None:

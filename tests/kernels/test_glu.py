@@ -130,7 +130,7 @@ def test_glu_linear_does_not_save_the_product(device: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "trainable, made",
+    "trainable, allocations",
     [
         ("gate up", [1, 1, 1]),  # dy, dgate, dup
         ("gate", [1, 1]),
@@ -141,7 +141,7 @@ def test_glu_linear_does_not_save_the_product(device: str, monkeypatch: pytest.M
     ],
 )
 def test_frozen_inputs_allocate_nothing(
-    trainable: str, made: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+    trainable: str, allocations: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch_nothing(monkeypatch, "glu")
     shapes = {"gate": (64, 33), "up": (64, 33), "weight": (17, 33)}
@@ -151,7 +151,7 @@ def test_frozen_inputs_allocate_nothing(
     upstream = torch.ones_like(z)
     with Recorder() as recorder:
         torch.autograd.grad(z, trainable_inputs, upstream)
-    assert recorder.allocated == [64 * 33 * 4 if activations else 17 * 33 * 4 for activations in made]
+    assert recorder.allocated == [64 * 33 * 4 if activations else 17 * 33 * 4 for activations in allocations]
 
 
 @pytest.mark.parametrize("frozen", ["gate", "up"])

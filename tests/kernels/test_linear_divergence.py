@@ -349,7 +349,7 @@ def test_the_meta_device() -> None:
 
 @pytest.mark.parametrize("option", ["student_softcap", "teacher_softcap"])
 def test_a_softcap_that_is_not_positive(option: str) -> None:
-    with pytest.raises(ValueError, match=rf"linear_tvd: {option}=0.0; expected more than 0, or None"):
+    with pytest.raises(ValueError, match=rf"linear_tvd: {option}=0.0; expected a positive number, or None"):
         linear_tvd(*make(7, 17, 33), **{option: 0.0})
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.layers import (
+    MLP,
     Attention,
     Context,
     Decoder,
@@ -152,3 +153,32 @@ def test_custom_decoder_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.1 < 2 < losses[0]
+
+
+# Inputs of another size
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("layer", [Attention(H, 2), GatedMLP(H, 12), MLP(H, 12), LMHead(H, 20)], ids=repr)
+def test_inputs_with_another_number_of_features(layer: nn.Module, compiled: bool) -> None:
+    x = torch.randn(2, 3, H + 1)
+    inputs = (x, Context(x)) if isinstance(layer, Attention) else (x,)
+    name = type(layer).__name__
+    message = rf"{name}: the input has shape \(2, 3, 9\); expected 8 features in the last dimension, the layer's hid"
+    with pytest.raises(ValueError, match=message):
+        layer(*inputs)
+    if compiled:
+        valid = tuple(Context(x[..., :H]) if isinstance(t, Context) else t[..., :H] for t in inputs)
+        expected = layer(*valid)
+        torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(*valid), expected)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"logits_budget": "256"}, "LMHead: logits_budget='256'; expected an integer of MiB, 0 or more"),
+    ({"softcap": 0.0}, "LMHead: softcap=0.0; expected a positive number, or None"),
+    ({"logit_scale": None}, "LMHead: logit_scale=None; expected a finite number"),
+    ({"backend": "tritn"}, "backend='tritn'; expected .* Did you mean 'triton'"),
+])  # fmt: skip
+def test_options_of_the_head(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        LMHead(H, 20, **options)

@@ -137,11 +137,11 @@ def _kto_cases(c: dict[str, Tensor]) -> Iterator[Case]:
 def _grpo_cases(c: dict[str, Tensor]) -> Iterator[Case]:
     old, ref = {"old_logps": c["old"]}, {"ref_logps": c["ref"], "beta": 0.2}
     variants = {
-        variant: {"variant": variant, **({"epsilon_high": 0.3} if variant == "cispo" else {})}
+        variant: {"variant": variant, **{"cispo": {"epsilon_high": 0.3}, "dr_grpo": {"max_length": 9}}.get(variant, {})}
         for variant in grpo.VARIANTS
     }
-    options: list[dict[str, Any]] = [{"max_length": 9, **variant, **old} for variant in variants.values()]
-    options += [{"max_length": 9, **variant, **ref, "correction": c["correction"]} for variant in variants.values()]
+    options: list[dict[str, Any]] = [{**variant, **old} for variant in variants.values()]
+    options += [{**variant, **ref, "correction": c["correction"]} for variant in variants.values()]
     options += [
         {},
         {**old, "epsilon": 0.1, "epsilon_high": 0.4, "delta": 1.5},

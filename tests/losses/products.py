@@ -218,7 +218,9 @@ def _dpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
     formula = partial(oracles.DPO[variant], b=choice["beta"], e=e)
     if variant == "discopop":
         formula = partial(oracles.discopop, b=choice["beta"], tau=choice["discopop_tau"])
-    options = {option: choice[option] for option in ("variant", "average_log_prob", "discopop_tau")}
+    options = {option: choice[option] for option in ("variant", "average_log_prob")}
+    if variant == "discopop":
+        options["discopop_tau"] = choice["discopop_tau"]
     average = choice["average_log_prob"] or variant == "ipo"
     return _pairs(draw, choice, formula, average, False, {**options, "label_smoothing": e})
 
@@ -285,6 +287,16 @@ def _kto(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
     return options, oracle
 
 
+_POLICY_OPTIONS = ("epsilon", "epsilon_high", "delta", "sapo_temperatures", "vespo_shapes", "max_length")
+"""Options that only some variants of GRPO use, and refuse elsewhere; below, which."""
+
+_CLIPPED = ("epsilon", "epsilon_high", "delta")
+_USED_OPTIONS = {
+    "grpo": _CLIPPED, "bnpo": _CLIPPED, "dapo": _CLIPPED, "dr_grpo": (*_CLIPPED, "max_length"), "gspo": _CLIPPED,
+    "luspo": _CLIPPED, "cispo": ("epsilon_high",), "sapo": ("sapo_temperatures",), "vespo": ("vespo_shapes",),
+}  # fmt: skip
+
+
 def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
     shape, variant, items = draw.target.shape, choice["variant"], _items(choice)
     advantages = draw.normal(*(shape if choice["token_advantages"] else shape[:1]))
@@ -302,6 +314,9 @@ def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
         "num_tokens": 9 if items is not None else None, "sapo_temperatures": choice["sapo_temperatures"],
         "vespo_shapes": choice["vespo_shapes"],
     }  # fmt: skip
+    for option in _POLICY_OPTIONS:
+        if option not in _USED_OPTIONS[variant]:
+            del scalars[option]
     tensors = {"advantages": advantages, "old_logps": old, "ref_logps": reference, "correction": correction}
     options = {**scalars, **tensors, "with_entropy": choice["entropy"] == "metrics"}
 
@@ -360,7 +375,9 @@ def _distillation(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
         options |= {"teacher_logits": teacher_logits}
     else:
         options |= {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
-    names = ("divergence", "beta", "temperature", "soft_weight", "hard_weight")
+    names = ["divergence", "soft_weight", "hard_weight"]
+    names += ["beta"] if choice["divergence"] == "jsd" else []
+    names += ["temperature"] if choice["divergence"] != "cosine" else []
     items = _items(choice)
     options |= {**{name: choice[name] for name in names}, "num_items": items}
     mask, divergence = draw.target != IGNORED, choice["divergence"]

@@ -38,12 +38,12 @@ def test_every_architecture(model_type: str, tmp_path: Path, device: str) -> Non
     if aux_loss is not None:
         expected = expected + model.aux_loss_weight * aux_loss
     expected_gradients = gradients_of(model, expected)
-    loss, metrics = losses.DPO(nll_weight=0.5).of(model, input_ids, labels)
+    loss, metrics = losses.CPO(nll_weight=0.5).of(model, input_ids, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert_close(gradients_of(model, loss), expected_gradients)
     assert metrics["logps/chosen"].item() == pytest.approx(logps[:2].sum().item() / 2, rel=1e-4)
     mask = torch.ones_like(input_ids)
-    assert_same([losses.DPO(nll_weight=0.5).of(model, input_ids, labels, attention_mask=mask).loss], [loss], 1e-5)
+    assert_same([losses.CPO(nll_weight=0.5).of(model, input_ids, labels, attention_mask=mask).loss], [loss], 1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])

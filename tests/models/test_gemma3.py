@@ -62,9 +62,11 @@ def model(tmp_path_factory: pytest.TempPathFactory, device: str) -> Gemma3:
 
 
 def prompt_for(model: Gemma3, rows: list[Row], side: str = "left") -> Prompt:
-    made = prompt(rows, model.config, side)
-    pixels = None if made.pixels is None else made.pixels.to(model.device)
-    return Prompt(made.ids.to(model.device), made.mask.to(model.device), made.types.to(model.device), pixels)
+    cpu_prompt = prompt(rows, model.config, side)
+    pixels = None if cpu_prompt.pixels is None else cpu_prompt.pixels.to(model.device)
+    return Prompt(
+        cpu_prompt.ids.to(model.device), cpu_prompt.mask.to(model.device), cpu_prompt.types.to(model.device), pixels
+    )
 
 
 def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
@@ -330,8 +332,8 @@ def test_new_model(tmp_path: Path) -> None:
         num_key_value_heads=1, head_dim=8, vision_config=vision, mm_tokens_per_image=4, image_token_id=98,
         initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
-    made = Gemma3(config)
-    for name, parameter in made.named_parameters():
+    model = Gemma3(config)
+    for name, parameter in model.named_parameters():
         std = parameter.std().item()
         if name.endswith("bias") or parameter.ndim == 1:
             is_layer_norm = "layernorm" in name and name.startswith("vision_tower.")
@@ -339,15 +341,15 @@ def test_new_model(tmp_path: Path) -> None:
             assert (parameter == one).all(), name
         else:
             assert 0.2 < std < 0.4, name
-    made.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert Gemma3.from_pretrained(tmp_path).config == config
     theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     names = {"language_model.model.norm.weight", "language_model.lm_head.weight"}
     names |= {"vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"}
     assert names <= stored_tensors(tmp_path).keys()
-    p = prompt_for(made, [["image", 20]])
-    assert_close(made(p.ids, **p.images).logits, theirs_on(theirs, p).logits, "logits")
+    p = prompt_for(model, [["image", 20]])
+    assert_close(model(p.ids, **p.images).logits, theirs_on(theirs, p).logits, "logits")
 
 
 def test_messages_to_answer(tmp_path: Path, device: str) -> None:

@@ -67,15 +67,15 @@ def model(pair: tuple[Mllama, PreTrainedModel]) -> Mllama:
 
 
 def prompt_for(model: Mllama, rows: list[Row], side: str = "left") -> Prompt:
-    made = prompt(rows, vars(model.config.vision_config), side)
-    vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
-    return Prompt(made.ids.to(model.device), made.mask.to(model.device), vision)
+    cpu_prompt = prompt(rows, vars(model.config.vision_config), side)
+    vision = {name: tensor.to(model.device) for name, tensor in cpu_prompt.vision.items()}
+    return Prompt(cpu_prompt.ids.to(model.device), cpu_prompt.mask.to(model.device), vision)
 
 
 def labels_for(p: Prompt, vocab_size: int) -> Tensor:
     """Labels of text tokens, except the first, which padding would predict."""
-    wanted = (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.ids < vocab_size)
-    return p.ids.masked_fill(~wanted | (torch.rand(p.ids.shape) < 0.2).to(p.ids.device), -100)
+    has_label = (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.ids < vocab_size)
+    return p.ids.masked_fill(~has_label | (torch.rand(p.ids.shape) < 0.2).to(p.ids.device), -100)
 
 
 @pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
@@ -94,15 +94,17 @@ def test_logits_loss_and_gradients(models: tuple[Mllama, PreTrainedModel], rows:
     assert_close(loss, expected.loss, "loss")
     loss.backward()
     expected.loss.backward()
-    wanted = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), wanted)
-    assert got.keys() == wanted.keys()
-    assert (len(wanted) == len(list(theirs.parameters()))) == bool(p.vision)
-    gates = [name for name, gradient in wanted.items() if gradient.shape == (1,)]
-    for name in wanted.keys() - gates:
-        assert_close(got[name], wanted[name], f"gradient of {name}")
+    expected_gradients = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), expected_gradients)
+    assert got.keys() == expected_gradients.keys()
+    assert (len(expected_gradients) == len(list(theirs.parameters()))) == bool(p.vision)
+    gates = [name for name, gradient in expected_gradients.items() if gradient.shape == (1,)]
+    for name in expected_gradients.keys() - gates:
+        assert_close(got[name], expected_gradients[name], f"gradient of {name}")
     if gates:  # sums over all features and tokens, which nearly cancel: compared to the largest
-        assert_close(torch.cat([got[name] for name in gates]), torch.cat([wanted[name] for name in gates]), "gates")
+        assert_close(
+            torch.cat([got[name] for name in gates]), torch.cat([expected_gradients[name] for name in gates]), "gates"
+        )
 
 
 @torch.no_grad()
@@ -179,10 +181,10 @@ def test_large_images(tmp_path: Path, device: str) -> None:
     with torch.no_grad():
         assert_close(ours(p.ids, **p.vision).logits, expected.logits, "logits")
     expected.loss.backward()
-    got, wanted = all_gradients(ours, input_ids=p.ids, labels=labels, **p.vision), gradients(theirs)
-    for name, gradient in under_their_names(ours, got, wanted).items():
+    got, expected_gradients = all_gradients(ours, input_ids=p.ids, labels=labels, **p.vision), gradients(theirs)
+    for name, gradient in under_their_names(ours, got, expected_gradients).items():
         if gradient.numel() > 1:
-            assert_close(gradient, wanted[name], f"gradient of {name}")
+            assert_close(gradient, expected_gradients[name], f"gradient of {name}")
 
 
 # Cross-attention masks
@@ -415,8 +417,8 @@ def test_compiled(device: str) -> None:
 
 def test_new_model(tmp_path: Path) -> None:
     """Initializes all weights, tower included, with image gates of 0, and saves in the format of the hub."""
-    made = small()
-    for name, parameter in made.named_parameters():
+    model = small()
+    for name, parameter in model.named_parameters():
         if name.startswith("vision_model.global_transformer.") and name.endswith("_gate"):
             assert parameter.any(), name
         elif name.endswith(("bias", "gate")):
@@ -425,16 +427,16 @@ def test_new_model(tmp_path: Path) -> None:
             assert (parameter == 1).all(), name
         else:
             assert 0.2 < parameter.std().item() < 0.4, name
-    made.save_pretrained(tmp_path)
-    assert Mllama.from_pretrained(tmp_path).config == made.config
+    model.save_pretrained(tmp_path)
+    assert Mllama.from_pretrained(tmp_path).config == model.config
     theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     names = {"language_model.lm_head.weight", "language_model.model.layers.1.cross_attn_mlp_gate"}
     assert names <= stored_tensors(tmp_path).keys()
-    p = prompt_for(made, IMAGES)
-    assert_close(made(p.ids, **p.vision).logits, theirs(input_ids=p.ids, **p.vision).logits, "logits")
+    p = prompt_for(model, IMAGES)
+    assert_close(model(p.ids, **p.vision).logits, theirs(input_ids=p.ids, **p.vision).logits, "logits")
     blank = p.vision | {"pixel_values": torch.zeros_like(p.vision["pixel_values"])}
-    assert torch.equal(made(p.ids, **p.vision).logits, made(p.ids, **blank).logits)
+    assert torch.equal(model(p.ids, **p.vision).logits, model(p.ids, **blank).logits)
 
 
 # From an image file to an answer

@@ -79,9 +79,9 @@ def reference(hub_row: Tiny) -> Any:
 
 
 def prompt_for(model: VisionLM, rows: list[Row], side: str = "left") -> Prompt:
-    made = prompt(rows, vars(model.config.vision_config), side)
-    vision = {name: tensor.to(model.device) for name, tensor in made.vision.items()}
-    return Prompt(made.ids.to(model.device), made.mask.to(model.device), vision)
+    cpu_prompt = prompt(rows, vars(model.config.vision_config), side)
+    vision = {name: tensor.to(model.device) for name, tensor in cpu_prompt.vision.items()}
+    return Prompt(cpu_prompt.ids.to(model.device), cpu_prompt.mask.to(model.device), vision)
 
 
 def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
@@ -91,10 +91,10 @@ def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
 
 def labels_for(p: Prompt) -> Tensor:
     """Labels of text tokens, except the first, which padding would predict."""
-    wanted = (
+    has_label = (
         (p.mask == 1) & (p.mask.roll(1, 1) == 1) & (p.types == 0) & (torch.rand(p.ids.shape) < 0.8).to(p.ids.device)
     )
-    return p.ids.masked_fill(~wanted, -100)
+    return p.ids.masked_fill(~has_label, -100)
 
 
 @every_prompt
@@ -113,11 +113,11 @@ def test_logits_loss_and_gradients(models: tuple[VisionLM, PreTrainedModel], row
     assert_close(loss, expected.loss, "loss")
     loss.backward()
     expected.loss.backward()
-    wanted = gradients(theirs)
-    got = under_their_names(ours, gradients(ours), wanted)
-    assert got.keys() == wanted.keys()
-    assert any("visual" in name for name in wanted) == bool(p.vision)
-    for name, gradient in wanted.items():
+    expected_gradients = gradients(theirs)
+    got = under_their_names(ours, gradients(ours), expected_gradients)
+    assert got.keys() == expected_gradients.keys()
+    assert any("visual" in name for name in expected_gradients) == bool(p.vision)
+    for name, gradient in expected_gradients.items():
         assert_close(got[name], gradient, f"gradient of {name}")
 
 
@@ -230,25 +230,25 @@ def test_positions_as_in_transformers_4(model: VisionLM, rows: list[Row]) -> Non
     intervals = (speed * seconds.item() for seconds in p.vision.get("second_per_grid_ts", []))
     expected: list[list[tuple[int, int, int]]] = []
     for row in rows:
-        made: list[tuple[int, int, int]] = []
+        row_positions: list[tuple[int, int, int]] = []
         for piece in row:
-            start = max(map(max, made), default=-1) + 1
+            start = max(map(max, row_positions), default=-1) + 1
             if isinstance(piece, int):
-                made += [(i, i, i) for i in range(start, start + piece)]
+                row_positions += [(i, i, i) for i in range(start, start + piece)]
             else:
                 kind, (t, h, w) = piece
                 interval = next(intervals, 1) if kind == VIDEO else 1
                 times = [start + int(i * interval) for i in range(t)]
-                made += [(time, start + j, start + k) for time in times for j in range(h) for k in range(w)]
-        expected.append(made)
+                row_positions += [(time, start + j, start + k) for time in times for j in range(h) for k in range(w)]
+        expected.append(row_positions)
     model.frames_advance = True
     try:
         got, offset = positions(model, p)
     finally:
         del model.frames_advance
-    for i, made in enumerate(expected):
-        assert got[:, i, p.mask[i] == 1].T.tolist() == [list(position) for position in made]
-        assert offset[i].item() == max(map(max, made)) + 1 - len(made)
+    for i, row_positions in enumerate(expected):
+        assert got[:, i, p.mask[i] == 1].T.tolist() == [list(position) for position in row_positions]
+        assert offset[i].item() == max(map(max, row_positions)) + 1 - len(row_positions)
 
 
 @torch.no_grad()
@@ -262,13 +262,13 @@ def test_adjacent_images(model: VisionLM) -> None:
 @torch.no_grad()
 def test_given_position_ids(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
-    wanted = model(p.ids, p.mask, **p.vision).logits
+    expected = model(p.ids, p.mask, **p.vision).logits
     own, _ = positions(model, p)
-    assert torch.equal(model(p.ids, p.mask, own, **p.vision).logits, wanted)
+    assert torch.equal(model(p.ids, p.mask, own, **p.vision).logits, expected)
     plain = model(
         p.ids, p.mask, p.mask.cumsum(1) - 1, **p.vision
     ).logits  # token positions, which the model extends to three axes
-    assert torch.equal(plain, wanted)
+    assert torch.equal(plain, expected)
     with pytest.raises(ValueError, match=r"position_ids has shape \(4, .*expected \(B, T\) or \(3, B, T\)"):
         model(p.ids, p.mask, own[[0, 0, 1, 2]], **p.vision)
 
@@ -276,9 +276,9 @@ def test_given_position_ids(model: VisionLM) -> None:
 @torch.no_grad()
 def test_under_another_default_device(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
-    wanted = model(p.ids, p.mask, **p.vision).logits
+    expected = model(p.ids, p.mask, **p.vision).logits
     with torch.device("meta"):
-        assert torch.equal(model(p.ids, p.mask, **p.vision).logits, wanted)
+        assert torch.equal(model(p.ids, p.mask, **p.vision).logits, expected)
 
 
 # Caches and packed rows
@@ -442,8 +442,8 @@ def test_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     """Initializes all weights, tower included, and saves in the format of the hub."""
     architecture = architecture_of(hub_row.config["model_type"])
     config = dataclasses.replace(architecture.config_from_hf(hub_row.config), initializer_range=0.3)
-    made: Any = architecture.model_class(config)
-    for name, parameter in made.named_parameters():
+    model: Any = architecture.model_class(config)
+    for name, parameter in model.named_parameters():
         std = parameter.std().item()
         if name.endswith("bias"):
             assert not parameter.any(), name
@@ -451,13 +451,13 @@ def test_new_model(hub_row: Tiny, tmp_path: Path) -> None:
             assert (parameter == 1).all(), name
         else:
             assert 0.2 < std < 0.4, name
-    made.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     assert AutoModel.from_pretrained(tmp_path).config == config
     theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     assert "visual.blocks.0.attn.qkv.weight" in stored_tensors(tmp_path)
     ids = torch.arange(9)[None]
-    assert_close(made(ids).logits, theirs(ids).logits, "logits")
+    assert_close(model(ids).logits, theirs(ids).logits, "logits")
 
 
 # Refusals

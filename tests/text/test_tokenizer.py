@@ -187,7 +187,7 @@ def token_object(content: str, **flags: bool) -> dict[str, Any]:
 def test_ids_and_texts_equal_transformers(directories: dict[str, Path], kind: str, add_special_tokens: bool) -> None:
     ours, theirs = Tokenizer.from_pretrained(directories[kind]), AutoTokenizer.from_pretrained(directories[kind])
     for text in TEXTS:
-        ids = ours.encode(text, add_special_tokens)
+        ids = ours.encode(text, add_special_tokens=add_special_tokens)
         assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
         for skip in (False, True):
             expected = theirs.decode(ids, skip_special_tokens=skip)
@@ -225,7 +225,7 @@ def test_batches_equal_transformers(directories: dict[str, Path], kind: str, pad
     for name in ("input_ids", "attention_mask"):
         assert got[name].dtype == torch.int64
         assert torch.equal(got[name], expected[name])
-        assert ours(texts, padding_side=padding_side)[name] == expected[name].tolist()
+        assert ours(texts, padding=True, padding_side=padding_side)[name] == expected[name].tolist()
 
 
 TOKEN_CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -312,7 +312,7 @@ def test_padding_needs_a_token_only_when_texts_differ_in_length(tokenizers: dict
     tokenizer = tokenizers["unigram"]
     assert tokenizer(["a", "a"])["attention_mask"] == [[1] * len(tokenizer.encode("a"))] * 2
     with pytest.raises(TokenizerError, match="neither a pad_token nor an eos_token"):
-        tokenizer(["a", "a longer text"])
+        tokenizer(["a", "a longer text"], padding=True)
 
 
 @pytest.mark.parametrize("text", ["half a pair \ud83d", b"bytes", None, 3])
@@ -680,6 +680,27 @@ def test_rules_that_multiply_a_text_are_refused_before_they_run(
         Tokenizer({"tokenizer.json": json.dumps(content).encode()}, "here")
 
 
+@pytest.mark.parametrize(
+    "section, stage",
+    [
+        ("post_processor", template([TEXT] * 10**5)),
+        ("post_processor", template([TEXT, *[SPECIAL] * 10**5])),
+        ("post_processor", template([TEXT]) | {"pair": [TEXT] * 10**5}),
+        ("post_processor", template([TEXT], ids=10**5)),
+        ("post_processor", template([TEXT]) | {"special_tokens": {str(i): {} for i in range(10**5)}}),
+        ("post_processor", repeated(repeated(template([TEXT] * 100), 10, "processors"), 10, "processors")),
+        ("decoder", repeated({"type": "Fuse"}, 10**5, "decoders")),
+    ],
+)
+def test_many_rules_are_refused_before_the_library_reads_them(
+    backends: dict[str, str], monkeypatch: pytest.MonkeyPatch, section: str, stage: dict[str, Any]
+) -> None:
+    monkeypatch.delattr(Backend, "from_str")
+    content = json.dumps({**json.loads(backends["qwen"]), section: stage}).encode()
+    with pytest.raises(TokenizerError, match=rf"^here/tokenizer\.json: {section}: exceeds the limit; got .* entries"):
+        Tokenizer({"tokenizer.json": content}, "here")
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("lengths", [[10**5], [2000] * 3000])
 def test_added_tokens_that_are_too_long_are_refused(backends: dict[str, str], file: str, lengths: list[int]) -> None:
@@ -708,6 +729,7 @@ def test_rules_of_well_known_tokenizers_are_allowed(backends: dict[str, str]) ->
         {"normalizer": bert},
         {"normalizer": clip, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES]}},
         {"post_processor": template([SPECIAL, TEXT, SPECIAL])},
+        {"post_processor": template([TEXT, *[SPECIAL] * 1000]) | {"pair": [TEXT, *[SPECIAL] * 1000]}},
         {"normalizer": {"type": "Sequence", "normalizers": [replace(letter, "x") for letter in "abcdefghij" * 5]}},
     ]
     for entries in rules:

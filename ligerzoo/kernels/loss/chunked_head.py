@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import check_integer
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, multiprocessors
 from ligerzoo.kernels.loss import ragged_gemm
 from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradAccumulator
@@ -43,6 +44,11 @@ class Needs(NamedTuple):
     bias: bool = False
 
 
+def head_flops(hidden: Tensor, weight: Tensor, needs: Needs) -> int:
+    """Counts the operations of a head's products, with those of ignored rows: logits, dhidden and dweight."""
+    return 2 * hidden.shape[0] * weight.numel() * (1 + needs.hidden + needs.weight)
+
+
 _logits_budget = 512
 
 
@@ -50,21 +56,23 @@ def set_logits_budget(mebibytes: int) -> None:
     """Sets the default `logits_budget`: how many MiB of logits exist at a time (initially 512; at least one row).
 
     Raises:
+        TypeError: `mebibytes` is not an integer.
         ValueError: `mebibytes` is negative.
     """
     global _logits_budget
-    _logits_budget = _check_budget(mebibytes)
+    check_integer("set_logits_budget", "mebibytes", mebibytes, 0, " of MiB")
+    _logits_budget = mebibytes
 
 
-def _check_budget(budget: int) -> int:
-    if budget < 0:
-        raise ValueError(f"logits budget: got {budget} MiB; expected 0 or more")
-    return budget
+def check_budget(name: str, logits_budget: int | None) -> None:
+    """Raises unless the budget is None or an integer, 0 or more."""
+    if logits_budget is not None:
+        check_integer(name, "logits_budget", logits_budget, 0, " of MiB")
 
 
 def max_rows(n_classes: int, bytes_per_logit: int, budget: int | None) -> int:
     """Returns the number of rows whose logits fit the budget; possibly 0."""
-    budget = _logits_budget if budget is None else _check_budget(budget)
+    budget = _logits_budget if budget is None else budget
     return budget * 2**20 // (max(1, n_classes) * bytes_per_logit)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels for the formulas of `token_divergence`: one program computes one row.
 
-Forward makes two passes over both rows: the first for the softmaxes' normalizers, the second for D and S. Backward
-makes one, from the saved normalizers and S.
+Forward makes two passes over both rows: the first for the softmaxes' normalizers, the second for D, S and L. Backward
+makes one, from the saved normalizers, S and L.
 """
 
 from __future__ import annotations
@@ -70,10 +70,20 @@ def _part_and_slope(log_p, log_q, beta, DIVERGENCE: tl.constexpr, EXACT: tl.cons
 
 
 @jit
-def _log_probabilities_at(row_ptr, cols, n_cols, scale, softcap, maximum, log_sum, inverse_temperature):
-    """Returns the log-probabilities, -inf beyond the last column, and the slopes of the transformed logits."""
-    x, slope = load_softcapped(row_ptr, cols, n_cols, scale, softcap)
-    return (x - maximum) * inverse_temperature - log_sum, slope
+def _load_log_probabilities(
+    student_ptr, teacher_ptr, cols, n_cols, student_max, student_log, teacher_max, teacher_log, inverse_temperature,
+    student_scale, student_softcap, teacher_scale, teacher_softcap,
+):  # fmt: skip
+    """Returns (log p, log q, the slope of the student's transformed logits). The logs are -inf beyond the last column.
+
+    Args:
+        student_max, student_log: the maximum of a row's transformed logits, and the log of the sum of exponentials.
+    """
+    x, slope = load_softcapped(student_ptr, cols, n_cols, student_scale, student_softcap)
+    y, _ = load_softcapped(teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap)
+    log_q = (x - student_max) * inverse_temperature - student_log
+    log_p = (y - teacher_max) * inverse_temperature - teacher_log
+    return log_p, log_q, slope
 
 
 @jit
@@ -81,7 +91,10 @@ def _statistics(
     student_ptr, teacher_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
     teacher_softcap, n_cols, DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns (D, the student's maximum and log of its sum of exponentials, the teacher's two, S) of a row."""
+    """Returns (D, the student's maximum and log of its sum of exponentials, the teacher's two, S, L) of a row.
+
+    For tvd, S and L are U / (U + L) and L / (U + L). Otherwise L is 0.
+    """
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     student_max, student_sum = max_and_sum_exp(
         student_ptr, student_scale, student_softcap, inverse_temperature, n_cols, BLOCK
@@ -92,43 +105,56 @@ def _statistics(
     student_log, teacher_log = tl.log(student_sum), tl.log(teacher_sum)
     parts = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
+    lower = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        log_q, _ = _log_probabilities_at(
-            student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
-        )
-        log_p, _ = _log_probabilities_at(
-            teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap, teacher_max, teacher_log, inverse_temperature
-        )
-        part, slope, _ = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
+        log_p, log_q, _ = _load_log_probabilities(
+            student_ptr, teacher_ptr, start + tl.arange(0, BLOCK), n_cols, student_max, student_log, teacher_max,
+            teacher_log, inverse_temperature, student_scale, student_softcap, teacher_scale, teacher_softcap,
+        )  # fmt: skip
+        part, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
         parts += part
-        slopes += slope
+        if DIVERGENCE == "tvd":
+            slopes += 0.5 * q + slope
+            lower += 0.5 * q - slope
+        else:
+            slopes += slope
     # The log is NaN for a row without a softmax. Comparisons may have dropped the NaN from the sums, so add it.
     nan_or_zero = 0.0 * (student_log + teacher_log)
+    slope_sum, lower_sum = tl.sum(slopes, axis=0) + nan_or_zero, 0.0
+    if DIVERGENCE == "tvd":
+        lower_sum = tl.sum(lower, axis=0) + nan_or_zero
+        total = slope_sum + lower_sum
+        slope_sum, lower_sum = slope_sum / total, lower_sum / total
     return (
-        tl.sum(parts, axis=0) + nan_or_zero, student_max, student_log, teacher_max, teacher_log,
-        tl.sum(slopes, axis=0) + nan_or_zero,
+        tl.sum(parts, axis=0) + nan_or_zero, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum,
     )  # fmt: skip
 
 
 @jit
+def _change(slope, q, slope_sum, lower_sum, DIVERGENCE: tl.constexpr):
+    """Returns s - q S, or for tvd u L - l U, where u or l is 0 unless s is 0."""
+    if DIVERGENCE == "tvd":
+        tie = 0.5 * (lower_sum - slope_sum)
+        return q * tl.where(slope > 0.0, lower_sum, tl.where(slope < 0.0, -slope_sum, tie))
+    else:
+        return slope - q * slope_sum
+
+
+@jit
 def _store_gradient(
-    student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, upstream,
-    inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
+    student_ptr, teacher_ptr, out_ptr, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum,
+    upstream, inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
     DIVERGENCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = (student_ptr.dtype.element_ty == tl.float32) or (teacher_ptr.dtype.element_ty == tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        log_q, transform_slope = _log_probabilities_at(
-            student_ptr, cols, n_cols, student_scale, student_softcap, student_max, student_log, inverse_temperature
-        )
-        log_p, _ = _log_probabilities_at(
-            teacher_ptr, cols, n_cols, teacher_scale, teacher_softcap, teacher_max, teacher_log, inverse_temperature
-        )
+        log_p, log_q, transform_slope = _load_log_probabilities(
+            student_ptr, teacher_ptr, cols, n_cols, student_max, student_log, teacher_max, teacher_log,
+            inverse_temperature, student_scale, student_softcap, teacher_scale, teacher_softcap,
+        )  # fmt: skip
         _, slope, q = _part_and_slope(log_p, log_q, beta, DIVERGENCE, EXACT)
-        # For tvd, s = 1/2 q sign(q - p): factoring out q avoids the cancellation in s - q S.
-        change = q * (0.5 * _sign(slope) - slope_sum) if DIVERGENCE == "tvd" else slope - q * slope_sum
+        change = _change(slope, q, slope_sum, lower_sum, DIVERGENCE)
         gradient = upstream * inverse_temperature * change * transform_slope
         tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
@@ -149,18 +175,19 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(target_ptr + row) == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        tl.store(statistics_ptr + row * 5 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 5)
+        tl.store(statistics_ptr + row * 6 + tl.arange(0, 8), 0.0, mask=tl.arange(0, 8) < 6)
     else:
-        loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
+        loss, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum = _statistics(
             student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, inverse_temperature, beta,
             student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
         tl.store(loss_ptr + row, loss)
-        tl.store(statistics_ptr + row * 5, student_max)
-        tl.store(statistics_ptr + row * 5 + 1, student_log)
-        tl.store(statistics_ptr + row * 5 + 2, teacher_max)
-        tl.store(statistics_ptr + row * 5 + 3, teacher_log)
-        tl.store(statistics_ptr + row * 5 + 4, slope_sum)
+        tl.store(statistics_ptr + row * 6, student_max)
+        tl.store(statistics_ptr + row * 6 + 1, student_log)
+        tl.store(statistics_ptr + row * 6 + 2, teacher_max)
+        tl.store(statistics_ptr + row * 6 + 3, teacher_log)
+        tl.store(statistics_ptr + row * 6 + 4, slope_sum)
+        tl.store(statistics_ptr + row * 6 + 5, lower_sum)
 
 
 @kernel
@@ -175,11 +202,11 @@ def _backward_kernel(
     else:
         _store_gradient(
             student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, dstudent_ptr + row * n_cols,
-            tl.load(statistics_ptr + row * 5), tl.load(statistics_ptr + row * 5 + 1),
-            tl.load(statistics_ptr + row * 5 + 2), tl.load(statistics_ptr + row * 5 + 3),
-            tl.load(statistics_ptr + row * 5 + 4), tl.load(upstream_ptr + row * upstream_stride).to(tl.float32),
-            inverse_temperature, beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols,
-            DIVERGENCE, BLOCK,
+            tl.load(statistics_ptr + row * 6), tl.load(statistics_ptr + row * 6 + 1),
+            tl.load(statistics_ptr + row * 6 + 2), tl.load(statistics_ptr + row * 6 + 3),
+            tl.load(statistics_ptr + row * 6 + 4), tl.load(statistics_ptr + row * 6 + 5),
+            tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature, beta, student_scale,
+            student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
 
 
@@ -200,7 +227,7 @@ def _loss_and_gradient_kernel(
         tl.store(loss_ptr + row, 0.0)
         _store_zeros(student_row_ptr, n_cols, BLOCK)
     else:
-        loss, student_max, student_log, teacher_max, teacher_log, slope_sum = _statistics(
+        loss, student_max, student_log, teacher_max, teacher_log, slope_sum, lower_sum = _statistics(
             student_row_ptr, teacher_row_ptr, inverse_temperature, beta, student_scale, student_softcap, teacher_scale,
             teacher_softcap, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
@@ -208,8 +235,8 @@ def _loss_and_gradient_kernel(
         tl.debug_barrier()  # all warps must have read the row before one overwrites a part of it
         _store_gradient(
             student_row_ptr, teacher_row_ptr, student_row_ptr, student_max, student_log, teacher_max, teacher_log,
-            slope_sum, tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature, beta,
-            student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
+            slope_sum, lower_sum, tl.load(upstream_ptr + row * upstream_stride).to(tl.float32), inverse_temperature,
+            beta, student_scale, student_softcap, teacher_scale, teacher_softcap, n_cols, DIVERGENCE, BLOCK,
         )  # fmt: skip
 
 
@@ -220,8 +247,8 @@ def _block(n_cols: int) -> tuple[int, int]:
 
 
 class ForwardResults(NamedTuple):
-    """Each token's loss, and five numbers for backward: the student's maximum and log of its sum of exponentials, the
-    teacher's two, and S."""
+    """Each token's loss, and six numbers for backward: the student's maximum and log of its sum of exponentials, the
+    teacher's two, S and L."""
 
     loss: Tensor
     statistics: Tensor
@@ -229,7 +256,7 @@ class ForwardResults(NamedTuple):
 
 def _forward_fake(student: Tensor, target: Tensor) -> ForwardResults:
     loss = student.new_empty(target.shape, dtype=torch.float32)
-    return ForwardResults(loss, student.new_empty((*target.shape, 5), dtype=torch.float32))
+    return ForwardResults(loss, student.new_empty((*target.shape, 6), dtype=torch.float32))
 
 
 @register("divergence_forward", fake=_forward_fake)

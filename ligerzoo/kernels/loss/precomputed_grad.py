@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import FusedFunction, RecordedContext, once_differentiable, under_transform
 from ligerzoo.kernels.dispatch import (
     accumulation_dtype,
     cdiv,
     multiprocessors,
-    once_differentiable,
     uses_triton,
 )
 from ligerzoo.kernels.jit import kernel, tl
@@ -65,7 +65,7 @@ def _is_private() -> bool:
     return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-class _PrecomputedGradient(torch.autograd.Function):
+class _PrecomputedGradient(FusedFunction):
     """Returns 0. Backward returns a gradient that exists already, times the upstream one."""
 
     @staticmethod
@@ -81,11 +81,19 @@ class _PrecomputedGradient(torch.autograd.Function):
         gradient, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
         is_last = not needs_dispatch(gradient, factor) and not torch._C._autograd._get_current_graph_task_keep_graph()
-        if not (is_last and ctx.can_reuse):
+        if not (is_last and ctx.can_reuse) or isinstance(ctx, RecordedContext):  # for one of several samples
             return scaled(gradient, factor, ctx.dtype), None, None
         _scale(gradient, factor, gradient)
         torch.autograd.graph.increment_version(gradient)  # autograd raises an error if this node runs again
         return gradient, None, None
+
+
+def precomputes_gradients() -> bool:
+    """Whether a forward should compute gradients for `attach_gradients`.
+
+    Not without gradients, nor under a transform of torch.func: only backward knows which gradients it needs.
+    """
+    return torch.is_grad_enabled() and not under_transform()
 
 
 def attach_gradients(loss: Tensor, *gradients: tuple[Tensor | None, Tensor], factor: Tensor | None = None) -> Tensor:

@@ -10,6 +10,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.autograd import any_true, innermost, requires_gradient
+from ligerzoo.kernels.checks import (
+    ANY,
+    FRACTION,
+    POSITIVE,
+    check_floats,
+    check_num_items,
+    check_numbers,
+    check_optional_floats,
+    check_optional_numbers,
+    kind_of,
+    require_tensor,
+)
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.kernels.loss.token_loss import Terms
 
@@ -17,40 +30,50 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def check_target(name: str, target: Tensor, tokens: torch.Size) -> None:
-    """Raises ValueError unless the targets are integers of shape `tokens`."""
-    if target.shape != tokens or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+    """Raises unless the targets are a tensor of integers of shape `tokens`."""
+    check_target_dtype(name, target)
+    if target.shape != tokens:
         raise ValueError(
-            f"{name}: target has shape {tuple(target.shape)} and dtype {target.dtype}; "
-            f"expected shape {tuple(tokens)} and an integer dtype"
+            f"{name}: target has shape {tuple(target.shape)}; expected {tuple(tokens)}, one token id for each token"
         )
 
 
-def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int) -> Tensor:
-    """Returns the targets in int64.
+def check_target_dtype(name: str, target: Tensor, argument: str = "target") -> None:
+    """Raises unless the targets are a tensor of integers."""
+    require_tensor(name, argument, target, "a tensor of integers")
+    if kind_of(target) != "integer":
+        raise ValueError(f"{name}: {argument} has dtype {target.dtype}; expected token ids of an integer dtype")
+
+
+def as_targets(name: str, target: Tensor, n_classes: int, ignore_index: int, argument: str = "target") -> Tensor:
+    """Returns the targets, which messages call `argument`, in int64.
 
     Raises:
+        TypeError: it is not a tensor.
         ValueError: the dtype is not an integer, or a target is neither in [0, n_classes) nor `ignore_index`. On a GPU
             the values are checked only if LIGERZOO_DEBUG=1, because the check is a host sync. Without it, the loss and
             gradient of such a token are NaN.
     """
-    check_target(name, target, target.shape)
+    check_target_dtype(name, target, argument)
     if (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
         wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
-        if bool(wrong.any()):
-            position = tuple(int(i) for i in wrong.nonzero()[0])
+        if any_true(wrong):
+            invalid = innermost(torch.where(wrong, target.long(), ignore_index))
+            index = (invalid != ignore_index).nonzero()[0].tolist()
             raise ValueError(
-                f"{name}: the target at {position} is {int(target[position])}; "
+                f"{name}: {argument}{index if index else ''} is {int(invalid[tuple(index)])}; "
                 f"expected 0 to {n_classes - 1}, or ignore_index={ignore_index}"
             )
     return target.long()
 
 
 def check_class_weight(name: str, class_weight: Tensor | None, n_classes: int) -> None:
-    """Raises ValueError unless the class weights are None or have shape (V,) and require no gradient."""
-    if class_weight is not None and (class_weight.shape != (n_classes,) or class_weight.requires_grad):
+    """Raises unless the class weights are None, or a tensor of shape (V,) that requires no gradient."""
+    check_optional_floats(name, class_weight=class_weight)
+    if class_weight is not None and (class_weight.shape != (n_classes,) or requires_gradient(class_weight)):
         raise ValueError(
             f"{name}: class_weight has shape {tuple(class_weight.shape)} and requires_grad="
-            f"{class_weight.requires_grad}; expected shape {(n_classes,)} and requires_grad=False"
+            f"{requires_gradient(class_weight)}; expected shape {(n_classes,)} and requires_grad=False"
         )
 
 
@@ -60,10 +83,12 @@ def as_token_weight(
     """Returns the token weights in the losses' dtype, 0 for ignored tokens.
 
     Raises:
-        ValueError: the shape is not the targets'.
+        TypeError: it is not a tensor.
+        ValueError: the dtype is not floating-point, or the shape is not the targets'.
     """
     if token_weight is None:
         return None
+    check_floats(name, token_weight=token_weight)
     if token_weight.shape != target.shape:
         raise ValueError(
             f"{name}: token_weight has shape {tuple(token_weight.shape)}; "
@@ -73,14 +98,11 @@ def as_token_weight(
 
 
 def check_terms(name: str, terms: Terms) -> None:
-    """Raises ValueError for a temperature, softcap or label smoothing out of range."""
-    for what, number, fits, expected in (
-        ("temperature", terms.temperature, terms.temperature > 0, "more than 0"),
-        ("softcap", terms.softcap, terms.softcap is None or terms.softcap > 0, "more than 0, or None"),
-        ("label_smoothing", terms.label_smoothing, 0 <= terms.label_smoothing <= 1, "0 to 1"),
-    ):
-        if not fits:
-            raise ValueError(f"{name}: {what}={number}; expected {expected}")
+    """Raises unless scale, softcap, temperature, label smoothing and z-loss are numbers in their ranges."""
+    check_numbers(name, POSITIVE, temperature=terms.temperature)
+    check_optional_numbers(name, POSITIVE, softcap=terms.softcap)
+    check_numbers(name, FRACTION, label_smoothing=terms.label_smoothing)
+    check_numbers(name, ANY, logit_scale=terms.scale, z_loss=terms.z_loss)
 
 
 def denominator(
@@ -111,9 +133,7 @@ def denominator(
         ValueError: the reduction is unknown, `num_items` is given for another reduction than "mean", or it is not
             positive.
     """
-    has_dimensions = isinstance(num_items, Tensor) and num_items.dim() > 0
-    if has_dimensions or (isinstance(num_items, int | float) and num_items <= 0):
-        raise ValueError(f"{name}: num_items={num_items!r}; expected a positive number or a 0-d tensor")
+    check_num_items(name, num_items=num_items)
     match reduction:
         case "none" if num_items is None:
             return None

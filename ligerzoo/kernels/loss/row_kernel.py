@@ -27,24 +27,11 @@ from ligerzoo.kernels.loss.token_loss import (
     reference,
     reference_gradient,
 )
-from ligerzoo.kernels.math import fast_exp, softcapped
+from ligerzoo.kernels.math import fast_exp, load_softcapped
 
 ROW_TILE = 64
 """With a `count`, the gradient is zeroed in the ignored rows up to the next multiple of this. Matrix products over the
 valid rows may then read whole tiles of rows."""
-
-
-@jit
-def _load_logits(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED: tl.constexpr):
-    """Returns (x, dx/dz) in these columns; x is -inf beyond the last column."""
-    if MASKED:
-        z = tl.load(row_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    else:
-        z = tl.load(row_ptr + cols).to(tl.float32)
-    x, slope = softcapped(z, scale, softcap, inverse_temperature)
-    if MASKED:
-        x = tl.where(cols < n_cols, x, -float("inf"))
-    return x, slope
 
 
 @jit
@@ -65,7 +52,7 @@ def _update_statistics(
     """Updates each lane's running statistics with GROUP adjacent columns: the maximum m, the sum of exp(x - m), the sum
     of exp(x - m) (x - m), the column of the maximum, and the sum of w (x - anchor)."""
     cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x, _ = _load_logits(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+    x, _ = load_softcapped(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
     new_maximum = tl.maximum(maximum, tl.max(x, axis=1))
     # A lane with only -inf so far would compute inf - inf.
     pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
@@ -126,7 +113,7 @@ def _store_gradient(
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     cols = start + tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x, slope = _load_logits(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
+    x, slope = load_softcapped(row_ptr, cols, n_cols, scale, softcap, inverse_temperature, MASKED)
     gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)
     if SMOOTHING:
         gradient -= c * _class_weights(class_weight_ptr, cols, n_cols)
@@ -188,7 +175,7 @@ def _rows_kernel(
     if valid:
         in_vocabulary = (target >= 0) & (target < n_cols)
         y = tl.where(in_vocabulary, target, 0)
-        x_y, slope_y = _load_logits(row_ptr, y, n_cols, scale, softcap, inverse_temperature, False)
+        x_y, slope_y = load_softcapped(row_ptr, y, n_cols, scale, softcap, inverse_temperature, False)
         x_y = tl.where(in_vocabulary, x_y, float("nan"))
         w_y = _class_weights(class_weight_ptr, y, n_cols)
         mean_weight = 1.0 if mean_weight_ptr is None else tl.load(mean_weight_ptr)
@@ -295,7 +282,7 @@ def _columns_kernel(
         entropy, a = tl.load(coefficient_ptr + 2 * n_rows + rows), tl.load(coefficient_ptr + 3 * n_rows + rows)
         b, c = tl.load(coefficient_ptr + 4 * n_rows + rows), tl.load(coefficient_ptr + 5 * n_rows + rows)
         grad_entropy = tl.load(coefficient_ptr + 6 * n_rows + rows)
-        x, slope = _load_logits(
+        x, slope = load_softcapped(
             logits_ptr + rows * logits_stride, across, n_cols, scale, softcap, inverse_temperature, True
         )
         gradient = _gradient_without_target(x, m, s, entropy, a, grad_entropy, ENTROPY)

@@ -16,6 +16,13 @@ Each is a sum D = sum_v f_v, with slopes s_v = df_v/dlog q_v:
 
     dstudent_v = (s_v - q_v S) / T,   S = sum_v s_v.
 
+Where almost all of q is above p, or below, the two terms for tvd cancel. They are replaced by an equal difference of
+which only one term is not 0, unless p = q. With u = q / 2 + s, l = q / 2 - s, and their sums U and L:
+
+    dstudent_v = (u_v L - l_v U) / ((U + L) T).
+
+U + L is 1. The division corrects the rounding error of the softmax's normalizer.
+
 A scale and a softcap transform the logits of each side first, see `softcap`; dstudent is multiplied by their slope.
 
 The terms q - p and p - q sum to 0. With them no f is negative and the rounding errors of the normalization cancel, so a
@@ -126,6 +133,13 @@ def reference_loss_and_gradient_(
     ignored = target == options.ignore_index
     log_p, log_q, transform_slope = _log_probabilities(student, teacher, options)
     parts, slopes = _parts(log_p, log_q, options.divergence, options.beta)
-    gradient = (slopes - log_q.exp() * slopes.sum(-1, keepdim=True)) * (upstream / options.temperature)[:, None]
+    q = log_q.exp()
+    if options.divergence == "tvd":
+        upper, lower = 0.5 * q + slopes, 0.5 * q - slopes
+        upper_sum, lower_sum = upper.sum(-1, keepdim=True), lower.sum(-1, keepdim=True)
+        change = (upper * lower_sum - lower * upper_sum) / (upper_sum + lower_sum)
+    else:
+        change = slopes - q * slopes.sum(-1, keepdim=True)
+    gradient = change * (upstream / options.temperature)[:, None]
     student.copy_((gradient * transform_slope).masked_fill(ignored[:, None], 0.0))
     return parts.sum(-1).masked_fill(ignored, 0.0)

@@ -1,0 +1,267 @@
+"""Parses the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ligerzoo import __version__
+from ligerzoo.cli import commands
+from ligerzoo.errors import did_you_mean
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+Command = Callable[[argparse.Namespace], int]
+
+MODEL_HELP = 'checkpoint in Hugging Face format: a directory, or a hub id such as "org/name"'
+
+
+def number_in_range(
+    number_type: Callable[[str], Any], expected: str, is_valid: Callable[[Any], bool]
+) -> Callable[[str], Any]:
+    """Returns an argparse type that checks a number before anything is loaded."""
+
+    def parse_number(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if is_valid(number := number_type(text)):
+                return number
+        raise argparse.ArgumentTypeError(f"got {text[:50]!r}; expected {expected}")
+
+    return parse_number
+
+
+def stop_text(text: str) -> str:
+    """An argparse type: a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("got ''; expected a text that is not empty")
+    return text
+
+
+COUNT = number_in_range(int, "an integer from 0 to 2**31 - 1", lambda number: 0 <= number < 2**31)
+TOP_K = number_in_range(int, "an integer from 1 to 2**31 - 1", lambda number: 0 < number < 2**31)
+SEED = number_in_range(int, "an integer from 0 to 2**63 - 1", lambda number: 0 <= number < 2**63)
+POSITIVE = number_in_range(float, "a positive number", lambda number: 0 < number < math.inf)
+TOP_P = number_in_range(float, "a number greater than 0 and at most 1", lambda number: 0 < number <= 1)
+MIN_P = number_in_range(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line. `run` of the result is the function that runs the command.
+
+    Args:
+        arguments: the command line without the program name. None uses `sys.argv`.
+
+    Raises:
+        SystemExit: the arguments are invalid, or ask for help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="ligerzoo",
+        description="Load, run and convert transformer checkpoints in Hugging Face format.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""\
+examples:
+  ligerzoo demo                                    see what ligerzoo does, in a minute, with a small built-in model
+  ligerzoo info HuggingFaceTB/SmolLM2-135M         show a checkpoint's size and memory before downloading its weights
+  ligerzoo generate --help                         show the options of a command
+
+exit codes:
+  0 success, 1 failure (with one line on standard error), 2 invalid arguments, 130 interrupted
+
+environment:
+  HF_HOME sets the directory for downloads. HF_HUB_OFFLINE=1 forbids network access.
+  Run `hf auth login` to use gated repositories.""",
+    )
+    parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add_command in (add_info, add_generate, add_chat, add_convert, add_demo):
+        add_command(subparsers)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        nearest = did_you_mean(unknown[0].partition("=")[0], options.parser._option_string_actions)
+        remedy = nearest or f"`{options.parser.prog} --help` lists the options."
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}. {remedy}")
+    if options.run is commands.demo and options.seed is not None and not options.vision:
+        options.parser.error("argument --seed: only allowed with --vision")
+    return options
+
+
+def add_parser(subparsers: Subparsers, run: Command, summary: str, epilog: str) -> argparse.ArgumentParser:
+    """Adds the parser of a command, named after the function that runs it."""
+    parser = subparsers.add_parser(
+        run.__name__,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=epilog,
+    )
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def add_info(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.info,
+        "show the architecture, parameters, memory, files and tokenizer of a checkpoint",
+        epilog="""\
+examples:
+  ligerzoo info HuggingFaceTB/SmolLM2-135M
+  ligerzoo info path/to/checkpoint
+  ligerzoo info --architectures
+
+Reads the configs, the tokenizer and the headers of the weight files only.""",
+    )
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    subject.add_argument("--architectures", action="store_true", help="list all supported architectures instead")
+    add_revision_option(parser)
+
+
+def add_generate(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.generate,
+        "continue a text, or answer a question about images",
+        epilog="""\
+examples:
+  ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "The capital of France is" --max-new-tokens 20
+  ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
+  ligerzoo generate path/to/checkpoint --prompt - < prompt.txt
+  ligerzoo generate Qwen/Qwen2-VL-2B-Instruct --image cat.png --prompt "What is the cat doing?"
+
+Without a sampling option, each token is the most likely one, and the output is always the same.
+
+With --image, the prompt is a question. The chat template formats the images and the question as one user message, and
+only the answer is printed. Without a chat template, the prompt must contain one placeholder token for each image.""",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help='text to continue; "-" reads standard input')
+    add_image_option(parser, "image to ask about; may be repeated")
+    add_generation_options(parser, max_new_tokens=128)
+
+
+def add_chat(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.chat,
+        "chat with a model, one line at a time",
+        epilog="""\
+examples:
+  ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
+  ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct --system "Answer in one sentence." --temperature 0.7
+  printf 'What is a liger?\\nHow big is one?\\n' | ligerzoo chat HuggingFaceTB/SmolLM2-360M-Instruct
+  ligerzoo chat Qwen/Qwen2-VL-2B-Instruct --image cat.png
+
+The model must have a chat template. The conversation ends with the input. If the model reads images, the line
+  /image FILE
+adds an image to the next question. Repeat it to add several.""",
+    )
+    add_model_arguments(parser)
+    add_image_option(parser, "image for the first question; may be repeated")
+    parser.add_argument("--system", metavar="TEXT", help="system message: instructions for the whole conversation")
+    add_generation_options(parser, max_new_tokens=1024)
+
+
+def add_convert(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.convert,
+        "write a checkpoint with other file sizes, another dtype, or ligerzoo's tensor names",
+        epilog="""\
+examples:
+  ligerzoo convert HuggingFaceTB/SmolLM2-135M smollm2                        copy, byte for byte
+  ligerzoo convert HuggingFaceTB/SmolLM2-135M smollm2-fp32 --dtype float32
+  ligerzoo convert path/to/checkpoint small-files --max-shard-size 500MB
+  ligerzoo convert path/to/checkpoint native-names --to native
+
+Also copies the tokenizer and the processor. The model's files appear at once, when all of them are complete.""",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("target", metavar="TARGET", type=Path, help="new or empty directory")
+    parser.add_argument(
+        "--to", choices=("hf", "native"), default="hf", help="tensor names: Hugging Face's (default) or ligerzoo's"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a weight file (default: %(default)s)"
+    )
+    add_dtype_option(parser)
+
+
+def add_demo(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.demo,
+        "load, run, train, save and check a small model, without network or GPU",
+        epilog="""\
+examples:
+  ligerzoo demo
+  ligerzoo demo --text my_module.py
+  ligerzoo demo --vision --seed 7
+
+The models are part of the package: a Llama trained on Python's standard library and, with --vision, a Qwen2-VL trained
+to describe drawings of shapes and digits. The demo checks each of its steps. The exit code is 1 if a check fails.""",
+    )
+    subject = parser.add_mutually_exclusive_group()
+    subject.add_argument("--text", type=Path, metavar="FILE", help="text to train on, at least about 10,000 characters")
+    subject.add_argument(
+        "--vision", action="store_true", help="run the demo of a model that reads images (needs Pillow)"
+    )
+    parser.add_argument("--seed", type=SEED, help="seed of the drawings (with --vision)")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_revision_option(parser)
+
+
+def add_revision_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+
+
+def add_image_option(parser: argparse.ArgumentParser, description: str) -> None:
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=description)
+
+
+def add_dtype_option(parser: argparse.ArgumentParser) -> None:
+    names = ("auto", "float32", "bfloat16", "float16", "float64")
+    parser.add_argument("--dtype", choices=names, default="auto", help="dtype of the weights (default: as stored)")
+
+
+def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument(
+        "--max-new-tokens",
+        type=COUNT,
+        default=max_new_tokens,
+        metavar="N",
+        help="largest number of new tokens (default: %(default)s)",
+    )
+    add_dtype_option(parser)
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
+    parser.add_argument(
+        "--stop", action="append", type=stop_text, metavar="TEXT", help="stop after this text; may be repeated"
+    )
+    sampling = parser.add_argument_group("sampling", "The first four options enable sampling.")
+    sampling.add_argument(
+        "--temperature", type=POSITIVE, metavar="T", help="less than 1: more predictable; greater than 1: more varied"
+    )
+    sampling.add_argument("--top-k", type=TOP_K, metavar="K", help="sample from the K most likely tokens")
+    sampling.add_argument(
+        "--top-p", type=TOP_P, metavar="P", help="sample from the most likely tokens with total probability P"
+    )
+    sampling.add_argument(
+        "--min-p", type=MIN_P, metavar="P", help="drop tokens less than P times as likely as the most likely one"
+    )
+    sampling.add_argument("--seed", type=SEED, help="seed of the random numbers that sampling draws")
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=POSITIVE,
+        default=1.0,
+        metavar="R",
+        help="greater than 1: make tokens that have occurred less likely",
+    )

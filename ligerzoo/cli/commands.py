@@ -1,0 +1,215 @@
+"""The commands: each takes the parsed arguments, prints its results and returns an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ligerzoo.errors import LigerzooError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ligerzoo.models import CausalLM
+    from ligerzoo.text.conversation import Conversation
+    from ligerzoo.text.tokenizer import Tokenizer
+
+    Inputs = dict[str, torch.Tensor]
+
+
+def standard_input() -> TextIO:
+    """Returns standard input; raises LigerzooError if it is closed."""
+    if sys.stdin is None:
+        raise LigerzooError(
+            "standard input is closed", remedy="Pass the text with --prompt, or redirect a file or pipe."
+        )
+    return sys.stdin
+
+
+def info(options: argparse.Namespace) -> int:
+    """Prints what a checkpoint contains and needs, or all architectures."""
+    from ligerzoo.info import describe, describe_architectures
+
+    print(describe_architectures() if options.architectures else describe(options.model, revision=options.revision))
+    return 0
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Prints a prompt and its continuation, or the answer to a question about images."""
+    prompt = standard_input().read() if options.prompt == "-" else options.prompt
+    inputs, tokenizer = prepare_images(prompt, options) if options.image else prepare_text(prompt, options)
+    model = load_model(options)
+    print_continuation(
+        model, tokenizer, inputs, options, random_generator(model, options), skip_prompt=bool(options.image)
+    )
+    return 0
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Answers the lines of standard input."""
+    from ligerzoo.text.conversation import Conversation
+    from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
+
+    loaded = load_processor_or_tokenizer(options.model, revision=options.revision)
+    tokenizer, processor = (loaded.tokenizer, loaded) if isinstance(loaded, Processor) else (loaded, None)
+    conversation = Conversation(tokenizer, processor, system=options.system)
+    for file in options.image:
+        conversation.add_image(file)
+    model = load_model(options)
+    generator = random_generator(model, options)
+    images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
+    for line in input_lines("Ctrl-D ends the conversation." + images):
+        command, _, file = line.partition(" ")
+        if command == "/image":
+            add_image(file.strip(), conversation)
+        else:
+            inputs = conversation.ask(line)
+            conversation.add_answer(print_continuation(model, tokenizer, inputs, options, generator))
+    return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Writes a checkpoint to a new directory."""
+    from ligerzoo import hub
+    from ligerzoo.files.locate import locate_files
+    from ligerzoo.vision.processor import load_processor_or_tokenizer
+
+    target: Path = options.target
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        remedy = "Choose another directory; convert never overwrites files."
+        raise LigerzooError("already exists", where=target, expected="a new or empty directory", remedy=remedy)
+    preprocessor = None
+    if (locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
+        preprocessor = load_processor_or_tokenizer(options.model, revision=options.revision)
+    model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
+    hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
+    if preprocessor is not None:
+        preprocessor.save_pretrained(target)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(f"{target}: {len(list(target.iterdir()))} files, {size:,} bytes")
+    return 0
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Runs the text demo or the vision demo."""
+    if options.vision:
+        from ligerzoo.demo import vision as demo_vision
+
+        return demo_vision.run(options.seed)
+    from ligerzoo.demo.text import run
+
+    return run(options.text)
+
+
+def load_model(options: argparse.Namespace) -> CausalLM:
+    """Loads the model in the dtype and on the device of the options."""
+    from ligerzoo.hub import AutoModel
+
+    return AutoModel.from_pretrained(
+        options.model, revision=options.revision, dtype=options.dtype, device=find_device(options.device)
+    )
+
+
+def prepare_text(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:
+    """Returns the model inputs of a text to continue."""
+    from ligerzoo.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
+    return tokenizer([prompt], return_tensors="pt"), tokenizer
+
+
+def prepare_images(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:
+    """Returns the model inputs of a question about images; without a chat template, of a text with placeholders."""
+    from ligerzoo.text.conversation import Conversation
+    from ligerzoo.vision.processor import Processor
+
+    processor = Processor.from_pretrained(options.model, revision=options.revision)
+    if not processor.tokenizer.chat_templates:
+        return processor(prompt, images=options.image), processor.tokenizer
+    conversation = Conversation(processor.tokenizer, processor)
+    for file in options.image:
+        conversation.add_image(file)
+    return conversation.ask(prompt), processor.tokenizer
+
+
+def find_device(name: str | None) -> torch.device:
+    """Returns the device with this name. None returns the first GPU or, without one, the CPU.
+
+    Raises:
+        LigerzooError: the device does not exist, or is the meta device.
+    """
+    import torch
+
+    from ligerzoo.device import available_device
+
+    device = available_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), where="--device")
+    if device.type == "meta":
+        raise LigerzooError(
+            "the meta device has no memory for weights", where="--device", got=name, expected="cpu or cuda"
+        )
+    return device
+
+
+def random_generator(model: CausalLM, options: argparse.Namespace) -> torch.Generator | None:
+    """Returns a random number generator with the seed of the options, or None."""
+    import torch
+
+    return None if options.seed is None else torch.Generator(model.device).manual_seed(options.seed)
+
+
+def print_continuation(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    inputs: Inputs,
+    options: argparse.Namespace,
+    generator: torch.Generator | None,
+    skip_prompt: bool = True,
+) -> str:
+    """Prints the model's continuation of a prompt during generation, and returns it."""
+    from ligerzoo.generate import TextStreamer
+
+    tokenizer.check_ids(inputs["input_ids"], len(model.get_parameter("model.embed_tokens.weight")))
+    names = ("temperature", "top_k", "top_p", "min_p")
+    sampling: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    ids = model.generate(
+        **{name: tensor.to(model.device) for name, tensor in inputs.items()},
+        max_new_tokens=options.max_new_tokens,
+        do_sample=bool(sampling),
+        **sampling,
+        repetition_penalty=options.repetition_penalty,
+        stop_strings=options.stop,
+        tokenizer=tokenizer,
+        generator=generator,
+        streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt),
+    )
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def add_image(file: str, conversation: Conversation) -> None:
+    """Adds an image to the next question. On a terminal an error is printed, and the conversation continues."""
+    try:
+        if not file:
+            raise LigerzooError("no file name", where="/image", expected="/image FILE")
+        conversation.add_image(Path(file).expanduser())
+    except LigerzooError as error:
+        if not sys.stdin.isatty():
+            raise
+        print(error, file=sys.stderr)
+
+
+def input_lines(hint: str) -> Iterator[str]:
+    """Yields the lines of standard input that are not blank. On a terminal, prints a hint first and prompts."""
+    prompt = ""
+    if standard_input().isatty():
+        import readline  # noqa: F401  # gives input() editing and a history
+
+        prompt = "you> "
+        print(hint, file=sys.stderr)
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input(prompt).strip():
+                yield line

@@ -1,0 +1,131 @@
+"""Converter for sequence classifiers: the decoder's entries and tensors, the labels, and `score.weight`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from ligerzoo.convert.architecture import CLASSIFIER_SUFFIX, Architecture, is_classifier
+from ligerzoo.convert.fields import object_entry
+from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
+
+LABEL_OPTIONS = ("num_labels", "id2label", "label2id", "problem_type")
+"""Entries of config.json about the labels, and arguments of `from_pretrained` that take precedence over them."""
+
+_MAX_LABELS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierArchitecture(Architecture):
+    """Sequence classifiers whose decoder is that of a causal language model.
+
+    Attributes:
+        causal_lm: the architecture of the causal language model.
+        labels: what the model predicts.
+    """
+
+    causal_lm: Architecture
+    labels: Labels = field(default_factory=Labels)
+
+    def describes(self, raw: Mapping[str, Any]) -> bool:
+        return raw.get("model_type") == self.model_type and is_classifier(raw)
+
+    def build(
+        self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None
+    ) -> SequenceClassifier:
+        causal_lm = self.causal_lm.build(config, device=device)
+        names = [name for name in causal_lm.state_dict() if not name.startswith(("model.", "lm_head."))]
+        if names or type(causal_lm).embed is not LanguageModel.embed:
+            raise ConfigError(
+                "a sequence classifier has a decoder only", where=type(causal_lm).__name__,
+                got=f"parameters outside the decoder, {first_names(names)}" if names else "a method `embed`",
+                remedy="Models that read images cannot be classifiers, nor classes of your own with further parts.",
+            )  # fmt: skip
+        with torch.device(device or torch.get_default_device()):
+            return SequenceClassifier(config, causal_lm.model, self.labels)
+
+    def config_to_hf(self, config: Any) -> dict[str, Any]:
+        labels = {"id2label": self.labels.id2label, "label2id": self.labels.label2id}
+        if self.labels.problem_type is not None:
+            labels["problem_type"] = self.labels.problem_type
+        return {**super().config_to_hf(config), **labels}
+
+
+def classifier_architecture(causal_lm: Architecture, labels: Labels) -> ClassifierArchitecture:
+    """Returns the architecture of sequence classifiers with these labels and the decoder of `causal_lm`."""
+    inherited = {field.name: getattr(causal_lm, field.name) for field in fields(Architecture)}
+    hf_class = causal_lm.classifier_class or causal_lm.hf_class.removesuffix("ForCausalLM") + CLASSIFIER_SUFFIX
+    own = {"hf_class": hf_class, "model_class": SequenceClassifier, "causal_lm": causal_lm, "labels": labels}
+    return ClassifierArchitecture(**inherited | own)
+
+
+def read_classifier(
+    causal_lm: Architecture, raw: Mapping[str, Any], options: Mapping[str, Any]
+) -> ClassifierArchitecture:
+    """Returns the architecture that loads a checkpoint as a sequence classifier.
+
+    The checkpoint is a classifier's, which must have a head, or a causal language model's, whose head is left out.
+
+    Args:
+        causal_lm: the architecture that config.json names.
+        raw: config.json.
+        options: those of `LABEL_OPTIONS` that the user gives.
+
+    Raises:
+        ConfigError: the entries or options are invalid or contradict each other.
+    """
+    architecture = classifier_architecture(causal_lm, read_labels(raw, options))
+    if is_classifier(raw):
+        return architecture
+    return replace(architecture, optional=frozenset({"score.weight"}), unused=frozenset({"lm_head.weight"}))
+
+
+def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:
+    """Returns the labels from config.json, or from options, which take precedence.
+
+    Without names, or if `num_labels` is given and has another value than there are names, they are LABEL_0, LABEL_1 and
+    so on; there are two if no entry says otherwise, as in transformers.
+
+    Raises:
+        ConfigError: an entry or option is invalid, or the options contradict each other.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    stored = {name: raw[name] for name in LABEL_OPTIONS if raw.get(name) is not None}
+    if given.keys() & {"num_labels", "id2label", "label2id"}:
+        stored = {name: value for name, value in stored.items() if name in ("id2label", "problem_type")}
+    entries = {**stored, **given}
+    names = _names(entries)
+    number = entries.get("num_labels")
+    if number is not None and (type(number) is not int or not 1 <= number <= _MAX_LABELS):
+        raise ConfigError(
+            "not a number of labels", where="num_labels", got=repr(number)[:200], expected=f"1 to {_MAX_LABELS:,}"
+        )
+    if number is not None and names is not None and len(names) != number:
+        if given.keys() & {"id2label", "label2id"}:
+            raise ConfigError("differs from the number of names", where="num_labels", got=number, expected=len(names))
+        names = None
+    if names is None:
+        names = [f"LABEL_{index}" for index in range(2 if number is None else number)]
+    return Labels(tuple(names), entries.get("problem_type"))
+
+
+def _names(entries: Mapping[str, Any]) -> list[str] | None:
+    """Returns the names of the labels from `id2label`, or else from `label2id`."""
+    by_index = {str(index): name for index, name in object_entry(entries, "id2label").items()}
+    by_name = {name: str(index) for name, index in object_entry(entries, "label2id").items()}
+    if not by_index:
+        by_index = {index: name for name, index in by_name.items()}
+    expected = [str(index) for index in range(len(by_index))]
+    if by_index.keys() != set(expected):
+        raise ConfigError(
+            "invalid indices of labels", where="id2label", got=first_names(list(by_index)),
+            expected=f"0 to {len(by_index) - 1}",
+        )  # fmt: skip
+    if any(by_index.get(index) != name for name, index in by_name.items()):
+        raise ConfigError("contradicts id2label", where="label2id", got=repr(entries["label2id"])[:200])
+    return [by_index[index] for index in expected] or None

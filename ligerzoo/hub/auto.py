@@ -1,0 +1,139 @@
+"""`AutoModel`: models of any architecture."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from ligerzoo import convert
+from ligerzoo.convert import architecture_for_config
+from ligerzoo.convert.fields import parse_dtype
+from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
+from ligerzoo.convert.weights import Rule
+from ligerzoo.device import available_device
+from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.sequence_classifier import SequenceClassifier
+
+
+class AutoModel:
+    """Loads and builds models of any architecture, and registers new ones."""
+
+    from_pretrained = CausalLM.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    ) -> CausalLM:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of an architecture in ligerzoo.models, or of a registered class.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
+                does not pass it on to all of its modules.
+        """
+        make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
+        given: dict[str, Any] = {}
+        if device is not None:
+            given["device"] = available_device(device)
+        if dtype is not None:
+            given["dtype"] = parse_dtype(dtype, where="argument dtype")
+        _refuse_without_factory_kwargs(make, given)
+        model = make(config, **given)
+        _refuse_mixed_weights(model, given)
+        return model
+
+    @staticmethod
+    def register(
+        config_class: type, model_class: type[CausalLM], model_type: str, *, layout: tuple[Rule, ...] = ()
+    ) -> None:
+        """Makes a class of your own save, load and show in `ligerzoo info` like those of ligerzoo.models.
+
+        Registration lasts as long as the process. Register the same classes before you load their checkpoints.
+
+        Args:
+            config_class: config of the model: a frozen dataclass with fields that JSON can represent. If it extends
+                `ligerzoo.models.config.DecoderConfig`, the types of its values are checked.
+            model_class: a subclass of CausalLM that is built as `model_class(config)`.
+            model_type: `model_type` in config.json.
+            layout: rules of `ligerzoo.convert.weights` for tensors that checkpoints store under other names or shapes.
+                The default stores each parameter under its own name, or as the nearest base class in ligerzoo.models.
+
+        Raises:
+            ConfigError: An argument is invalid, or the name or a class is in use already.
+        """
+        convert.register(config_class, model_class, model_type=model_type, layout=layout)
+
+
+class AutoModelForSequenceClassification:
+    """Loads and builds sequence classifiers and reward models with the decoder of any architecture."""
+
+    from_pretrained = SequenceClassifier.from_pretrained
+
+    @staticmethod
+    def from_config(
+        config: Any,
+        *,
+        num_labels: int | None = None,
+        id2label: Mapping[int, str] | None = None,
+        label2id: Mapping[str, int] | None = None,
+        problem_type: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> SequenceClassifier:
+        """Builds a model with random weights.
+
+        Args:
+            config: config of a text architecture in ligerzoo.models, or of a registered class.
+            num_labels: number of labels; 1 for a reward model. Default: as many as there are names, or 2.
+            id2label: the name of each label by its index. Default: LABEL_0, LABEL_1, ...
+            label2id: the index of each label by its name.
+            problem_type: see `ligerzoo.models.sequence_classifier.Labels`.
+            device: device of the weights. Defaults to torch's default device.
+            dtype: dtype of the weights, also as a string such as "bfloat16". Defaults to torch's default dtype.
+
+        Raises:
+            ConfigError: The config's class belongs to no model class, or to one that reads images; or the labels are
+                invalid.
+        """
+        options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
+        architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
+        dtype = torch.get_default_dtype() if dtype is None else parse_dtype(dtype, where="argument dtype")
+        device = None if device is None else available_device(device)
+        return architecture.build(config, device=device).to(dtype)
+
+
+def _refuse_without_factory_kwargs(make: Callable[..., CausalLM], given: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a constructor does not accept the given factory arguments (device and dtype)."""
+    parameters = inspect.signature(make).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    missing = [name for name in given if name not in parameters]
+    if missing and not takes_all:
+        raise ConfigError(
+            "unknown argument of the constructor", where=f"{make.__name__}.__init__", got=" and ".join(missing),
+            expected="**factory_kwargs, passed on to every layer",
+            remedy="Add it, or build the model without them and move it with model.to(...).",
+        )  # fmt: skip
+
+
+def _refuse_mixed_weights(model: CausalLM, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless all parameters have the given dtype and type of device."""
+    for argument, expected in given.items():
+        others: dict[str, list[str]] = {}
+        for name, parameter in model.named_parameters():
+            value = parameter.dtype if argument == "dtype" else parameter.device.type
+            if value != (expected if argument == "dtype" else expected.type):
+                others.setdefault(str(value), []).append(name)
+        if others:
+            raise ConfigError(
+                f"parameters that do not have the given {argument}", where=type(model).__name__,
+                got="; ".join(f"{value} in {first_names(names, 4)}" for value, names in others.items()),
+                expected=f"{expected} in all", remedy="Pass **factory_kwargs to these modules in the constructor.",
+            )  # fmt: skip

@@ -1,0 +1,328 @@
+"""Loads models in Hugging Face format, from directories and the Hugging Face hub.
+
+Loading reads config.json, compares all tensors that it implies with the headers of the safetensors files, builds the
+model on the meta device and assigns the stored tensors one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ligerzoo.convert import architecture_for, architecture_of
+from ligerzoo.convert.architecture import Architecture, is_classifier
+from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
+from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
+from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
+from ligerzoo.device import available_device
+from ligerzoo.errors import CheckpointError, ConfigError, first_names
+from ligerzoo.files.atomic import reading_directory
+from ligerzoo.files.checkpoint import Checkpoint, read_json
+from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
+from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
+from ligerzoo.hub.origin import Origin
+from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.models.sequence_classifier import SequenceClassifier
+
+Model = TypeVar("Model", bound=LanguageModel)
+
+
+def load(
+    name_or_path: str | Path,
+    model_class: type[Model],
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    strict: bool = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    **overrides: Any,
+) -> Model:
+    """Loads a model from a checkpoint, in evaluation mode.
+
+    On a CPU, in the stored dtype, the weights are private views of memory-mapped files: loading copies only experts
+    that are stored one by one. For a GPU, each tensor is copied to the device directly from the file.
+
+    Args:
+        name_or_path: directory, or id of a repository on the hub ("org/name"), of which config.json,
+            generation_config.json and the safetensors files of the model are downloaded.
+        model_class: expected class, or a subclass of your own. `CausalLM` accepts all.
+        dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
+        device: device of the weights. Defaults to torch's default device.
+        strict: False loads a checkpoint into an extended class. Parameters that the files lack keep the initialization
+            of the constructor, and tensors that the model lacks are left out. A warning and `model.origin` list them.
+            A tensor with another shape stays an error.
+        revision: branch, tag or commit on the hub.
+        token: access token for private and gated repositories. Defaults to the token stored by `hf auth login`.
+        cache_dir: directory of the downloaded files. Defaults to the hub library's cache.
+        local_files_only: use cached files only, without network access.
+        overrides: values of config fields, which take precedence over config.json.
+
+    Raises:
+        ConfigError: config.json describes another class than `model_class`, or has invalid or unsupported entries; or
+            an override is not a field of the config, or has an invalid value.
+        CheckpointError: Files are missing or damaged; or a tensor is missing, unexpected or of another shape than
+            config.json implies; or the directory was replaced while its files were opened.
+    """
+    directory = find_checkpoint(
+        name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    device = available_device(device)
+    with contextlib.ExitStack() as files:
+        with reading_directory(directory):
+            raw, architecture, config = _read_config(directory / CONFIG_FILE, model_class, overrides)
+            has_generation_config = os.path.lexists(directory / GENERATION_FILE)
+            generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
+            checkpoint = files.enter_context(Checkpoint(directory))
+        with _blaming_overrides(overrides, raw, architecture, model_class, checkpoint):
+            model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
+            shapes = shapes_of(model.state_dict())
+            # Files may hold layers beyond config.json's, such as MTP layers. An override must not drop layers silently.
+            num_layers = None if "num_hidden_layers" in overrides else getattr(config, "num_hidden_layers", None)
+            match = match_tensors(_source(checkpoint), architecture, config, shapes, num_layers, strict=strict)
+        if dtype == "auto":
+            dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
+        dtype = parse_dtype(dtype, where="dtype")
+        weights = _read(checkpoint, match.slices, shapes, dtype, device)
+        extra_tensors = {
+            name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
+        }
+
+    weights |= {name: weights[TIED[name]] for name in match.tied}
+    if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
+        model = architecture.build(config, model_class, device)
+    weights |= {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items() if name in match.missing}
+    model.load_state_dict(weights, assign=True)
+    if match.missing or match.unexpected:
+        warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
+    raw = tie_if_equal(model, raw)
+    read_config = None if overrides else model.config
+    model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
+    model.generation_config = generation_config
+    return model.eval()
+
+
+def _read_config(
+    path: Path, model_class: type[LanguageModel] = LanguageModel, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], Architecture, Any]:
+    """Returns the content of config.json, the architecture that it names, and our config."""
+    overrides = overrides or {}
+    raw = read_json(path)
+    with _naming_source(path, overrides):
+        refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
+        refuse(raw, "is_causal", unless=(None, True))
+        stored_dtype(raw)  # raises if it is invalid
+        architecture = architecture_of(raw.get("model_type"))
+        label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
+        if label_options:
+            labels = {name: overrides[name] for name in label_options if name in overrides}
+            overrides = {name: value for name, value in overrides.items() if name not in labels}
+            architecture = read_classifier(architecture, raw, labels)
+        elif is_classifier(raw):
+            raise ConfigError(
+                "the checkpoint is a sequence classifier", where="architectures", got=raw["architectures"],
+                expected="a causal language model", remedy="Load it with AutoModelForSequenceClassification.",
+            )  # fmt: skip
+        config_class = _config_class(architecture, model_class)
+        _refuse_unknown_overrides(overrides, config_class, label_options)
+        config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
+        return raw, architecture, config
+
+
+@contextlib.contextmanager
+def _naming_source(path: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Adds the source of a field to errors about it: config.json, or an argument of `from_pretrained`."""
+    try:
+        yield
+    except ConfigError as error:
+        name = re.match(r"\w*", str(error.where))
+        where = f"argument {error.where}" if name and name[0] in overrides else f"{path}, {error.where}"
+        raise ConfigError(
+            error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
+        ) from error
+
+
+def _config_class(architecture: Architecture, model_class: type[LanguageModel]) -> type:
+    """Returns the config class to load: the architecture's, or that of a registered subclass of its model class.
+
+    Raises:
+        ConfigError: `model_class` is unrelated to the architecture.
+    """
+    if issubclass(architecture.model_class, model_class):
+        return architecture.config_class
+    if issubclass(model_class, architecture.model_class):
+        config_class = architecture_for(model_class).config_class
+        if issubclass(config_class, architecture.config_class):
+            return config_class
+    raise ConfigError(
+        "the checkpoint has another architecture",
+        where="model_type",
+        got=repr(architecture.model_type),
+        expected=model_class.__name__,
+        remedy=f"Load it with {architecture.model_class.__name__}.from_pretrained or AutoModel.from_pretrained.",
+    )
+
+
+def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
+    names = [field.name for field in dataclasses.fields(config_class)]
+    options = [
+        name for name, option in inspect.signature(load).parameters.items() if option.kind is option.KEYWORD_ONLY
+    ]
+    for name in overrides:
+        if name not in names:
+            nearest = difflib.get_close_matches(name, [*names, *options, *label_options], n=1)
+            raise ConfigError(
+                "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
+                remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
+            )  # fmt: skip
+
+
+def _build_on_meta(architecture: Architecture, config: Any, model_class: type[Model], checkpoint: Checkpoint) -> Model:
+    """Builds the model without weights.
+
+    Raises:
+        CheckpointError: The files hold fewer tensors than the config has layers. This bounds the size of the model.
+        ConfigError: The sizes are too large, or invalid together.
+    """
+    layers = getattr(config, "all_layers", 0)
+    if layers > len(checkpoint.tensors):
+        raise CheckpointError(
+            "fewer tensors than layers",
+            where=checkpoint.directory,
+            got=len(checkpoint.tensors),
+            expected=f"{layers} layers",
+        )
+    path = checkpoint.directory / CONFIG_FILE
+    try:
+        with _naming_source(path, {}):
+            model: Model = architecture.build_on_meta(config, model_class)
+            return model
+    except RuntimeError as error:  # the number of elements overflows
+        raise ConfigError("no model can be built with these sizes", where=path, got=error) from error
+
+
+@contextlib.contextmanager
+def _blaming_overrides(
+    overrides: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, model_class: type[LanguageModel],
+    checkpoint: Checkpoint,
+) -> Iterator[None]:  # fmt: skip
+    """Names the overrides in an error about the files if the files fit config.json without them."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not overrides:
+            raise
+        try:
+            config = architecture.config_from_hf(raw, _config_class(architecture, model_class))
+            shapes = shapes_of(_build_on_meta(architecture, config, model_class, checkpoint).state_dict())
+            num_layers = getattr(config, "num_hidden_layers", None)
+            match_tensors(_source(checkpoint), architecture, config, shapes, num_layers, strict=True)
+        except (CheckpointError, ConfigError):
+            raise error from None
+        changed = [name for name, value in overrides.items() if getattr(config, name) != value]
+        arguments = ", ".join(f"{name}={overrides[name]!r}" for name in changed)
+        stored = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
+        is_shape = error.what == "wrong shape"
+        raise CheckpointError(
+            error.what, where=f"argument {arguments}, {error.where}", got=error.got, expected=error.expected,
+            remedy=f"The files have {stored}, as config.json says. Leave out the argument"
+            + ("." if is_shape else ", or load with strict=False to initialize or leave out the tensors."),
+        ) from error  # fmt: skip
+
+
+def _source(checkpoint: Checkpoint) -> Source:
+    return Source(
+        checkpoint.tensors,
+        str(checkpoint.directory),
+        locate=lambda name: f"{checkpoint.directory / checkpoint.tensors[name].file}, tensor {name!r}",
+        if_missing="Compare config.json with the files: they may be of different models, or the upload incomplete. "
+        "If the class extends the saved one, load with strict=False.",
+        if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
+    )
+
+
+def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> torch.dtype:
+    """Returns the stored dtype of the embedding or the head, or of any tensor if neither is stored."""
+    part = next((part for part in slices if part.name in TIED), slices[0])
+    return checkpoint.tensors[part.stored_name].dtype
+
+
+def _read(
+    checkpoint: Checkpoint,
+    slices: Sequence[TensorSlice],
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Reads the parameters, one slice at a time."""
+    total = sum(checkpoint.tensors[name].nbytes for name in {part.stored_name for part in slices})
+    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
+
+        def read(part: TensorSlice) -> Tensor:
+            value = checkpoint.read(part.stored_name)[part.stored_index]
+            progress.update(value.nbytes)
+            return value.to(device)
+
+        return assemble(slices, shapes, read, dtype=dtype, device=device)
+
+
+def has_tensors_outside_state_dict(model: LanguageModel) -> bool:
+    """Returns whether a module holds a tensor that only its constructor can compute.
+
+    Such a tensor is a buffer that is not persistent, or a plain attribute. On the meta device it has no data.
+    """
+    persistent = model.state_dict().keys()
+    buffers = (name not in persistent for name, _ in model.named_buffers())
+    attributes = (isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())
+    return any(buffers) or any(attributes)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:
+    parts = []
+    if match.missing:
+        parts.append(f"missing parameters, which keep their initialization: {first_names(match.missing)}")
+    if match.unexpected:
+        parts.append(f"tensors that {model_class.__name__} lacks, which are left out: {first_names(match.unexpected)}")
+    return f"{directory}: {'; '.join(parts)}. model.origin.missing and model.origin.unexpected list all."
+
+
+def tie_if_equal(model: LanguageModel, raw: dict[str, Any]) -> dict[str, Any]:
+    """Ties the head to the embedding if the config says so and their weights are equal.
+
+    If they differ, the files take precedence: sets `tie_word_embeddings` to False in the model's config and in the
+    returned config.json.
+    """
+    if not (model.config.tie_word_embeddings and isinstance(model, CausalLM)):
+        return raw
+    parameters = model.state_dict()
+    head, embedding = parameters[HEAD], parameters[EMBEDDING]
+    if head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
+        model.tie_weights()
+        return raw
+    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)  # type: ignore[type-var]
+    return _untied({**raw, "tie_word_embeddings": False})
+
+
+def _untied(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets `tie_word_embeddings` to False at every level of config.json that has it."""
+    untied = {name: False if name == "tie_word_embeddings" else value for name, value in raw.items()}
+    return {name: _untied(value) if isinstance(value, Mapping) else value for name, value in untied.items()}

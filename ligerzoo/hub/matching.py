@@ -1,0 +1,129 @@
+"""Compares stored tensors with the parameters that a config implies, by name, shape and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
+from ligerzoo.convert.weights import Layout, Shape, TensorSlice
+from ligerzoo.errors import CheckpointError, first_names
+from ligerzoo.files.checkpoint import TensorInfo
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors to load, in files or in memory, and how error messages describe them.
+
+    Attributes:
+        tensors: shapes and dtypes, by stored name.
+        where: the directory or argument that holds the tensors.
+        locate: returns where a tensor is, given its stored name.
+        if_missing: remedy for missing tensors.
+        if_unexpected: remedy for an unexpected tensor.
+    """
+
+    tensors: Mapping[str, TensorInfo] | Mapping[str, Tensor]
+    where: str
+    locate: Callable[[str], str]
+    if_missing: str
+    if_unexpected: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """How the stored tensors and the parameters of a model correspond. The attributes are as in `Origin`.
+
+    Attributes:
+        slices: the slices to read.
+    """
+
+    layout: Layout
+    slices: Sequence[TensorSlice]
+    tied: frozenset[str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match_tensors(
+    source: Source, architecture: Architecture, config: Any, shapes: Mapping[str, Shape],
+    num_layers: int | None, *, strict: bool,
+) -> Match:  # fmt: skip
+    """Compares the stored tensors with the parameters that config.json implies.
+
+    Ignores tensors of layers from `num_layers` on; with None, such tensors are unexpected.
+
+    Raises:
+        CheckpointError: A stored tensor has another shape or dtype, or is incomplete; or, if `strict`, is missing or
+            unexpected.
+    """
+    layout = architecture.layout_of(source.tensors, shapes)
+
+    def is_stored(name: str) -> bool:  # checks one slice, because experts can be any number
+        return next(layout.slices_of(name, shapes)).stored_name in source.tensors
+
+    not_stored = [name for name in TIED if name in shapes and not is_stored(name)]
+    tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 and HEAD in shapes else []
+    may_lack = architecture.optional if strict else shapes
+    missing = [name for name in shapes if name in may_lack and name not in tied and not is_stored(name)]
+    left_out = {*tied, *missing}
+    needed = (part for name in shapes if name not in left_out for part in layout.slices_of(name, shapes))
+    # Each slice is a whole parameter or a whole stored tensor. More slices than there are of both cannot be stored, so
+    # no more are listed, even if config.json has billions of experts.
+    slices = list(islice(needed, len(shapes) + len(source.tensors) + 1))
+    _refuse_missing(source, slices)
+    unexpected = _check_tensors(
+        source,
+        slices,
+        is_ignored=lambda name: (
+            architecture.is_extra_tensor(name)
+            or name in architecture.unused
+            or (num_layers is not None and is_beyond_last_layer(name, num_layers))
+        ),
+        strict=strict,
+    )
+    return Match(layout, slices, frozenset(tied), tuple(missing), tuple(unexpected))
+
+
+def _refuse_missing(source: Source, slices: Sequence[TensorSlice]) -> None:
+    missing = [name for name in dict.fromkeys(part.stored_name for part in slices) if name not in source.tensors]
+    if missing:
+        raise CheckpointError(
+            "tensors are missing", where=source.where, got=f"no {first_names(missing, 5)}", remedy=source.if_missing
+        )
+
+
+def _check_tensors(
+    source: Source, slices: Sequence[TensorSlice], is_ignored: Callable[[str], bool], *, strict: bool
+) -> list[str]:
+    """Checks the names, shapes and dtypes of the stored tensors.
+
+    Returns:
+        The names of unexpected tensors, except ignored ones; empty if `strict`, because then they are errors.
+    """
+    expected = {part.stored_name: part.stored_shape for part in slices}
+    unexpected = []
+    for name, info in source.tensors.items():
+        if name not in expected:
+            if is_ignored(name):
+                continue
+            if strict:
+                raise CheckpointError("unexpected tensor", where=source.locate(name), remedy=source.if_unexpected)
+            unexpected.append(name)
+        elif tuple(info.shape) != expected[name]:
+            raise CheckpointError(
+                "wrong shape", where=source.locate(name), got=tuple(info.shape), expected=expected[name]
+            )
+        elif info.dtype not in WEIGHT_DTYPES:
+            dtypes = " or ".join(str(dtype) for dtype in WEIGHT_DTYPES)
+            raise CheckpointError("not a dtype of weights", where=source.locate(name), got=info.dtype, expected=dtypes)
+    return unexpected

@@ -1,0 +1,122 @@
+"""Saves models as directories in Hugging Face format: the inverse of loading, with the same names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.convert import architecture_of_model
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
+from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.files.checkpoint import write_checkpoint
+from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
+from ligerzoo.hub.matching import TIED
+from ligerzoo.hub.origin import Origin, is_of
+from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
+from ligerzoo.hub.state import refuse_other_names, stored_tensors
+from ligerzoo.models.language_model import LanguageModel
+
+
+def save(
+    model: LanguageModel,
+    directory: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    native: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    is_main_process: bool | None = None,
+) -> None:
+    """Writes config.json, generation_config.json and the weights in Hugging Face format. Other files are kept.
+
+    Tensors are written with the names and shapes they were loaded from, and config.json with the entries it had, except
+    for changed values. The directory is replaced in one step: a process killed at any time leaves the old checkpoint or
+    the new one.
+
+    If weights are DTensors, as with FSDP2 and tensor parallelism, all ranks must call this function. One rank writes.
+    Each rank holds its shards and one whole parameter at a time.
+
+    Args:
+        model: a model of ligerzoo.models, of a subclass, or of a registered class.
+        directory: created if it does not exist.
+        max_shard_size: maximum bytes of tensors per file, as a number or a string such as "5GB".
+        native: ignore the layout of the checkpoint that the model was loaded from, and use that of a new model.
+        state_dict: weights to save instead of those of the model, by the names of `model.state_dict()`. Without
+            DTensors, the processes that do not write may pass an empty one, as accelerate's `get_state_dict` returns.
+        is_main_process: whether this process writes the files. None means yes, or the lowest rank if weights are
+            DTensors.
+
+    Raises:
+        ConfigError: The model's class or its config class is not registered.
+        CheckpointError: The directory cannot be written, or a tensor cannot be stored, or the weights have other names
+            or shapes than those that the model's class builds.
+    """
+    state = model.state_dict() if state_dict is None else _with_both_tied_weights(state_dict, model)
+    if is_main_process is False and not is_sharded(state):
+        return
+    architecture = architecture_of_model(model)
+    _refuse_other_config(model, architecture)
+    refuse_other_names(state, model, directory)
+    origin = None if native else model.origin
+    files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
+    if model.generation_config:
+        files[GENERATION_FILE] = _json(model.generation_config)
+    tensors = stored_tensors(model, origin, state)
+    if isinstance(tensors, GatheredTensors):
+        write_gathered(directory, tensors, files, max_shard_size=max_shard_size, is_main_process=is_main_process)
+    else:
+        write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size)
+
+
+def _with_both_tied_weights(state: Mapping[str, Tensor], model: LanguageModel) -> Mapping[str, Tensor]:
+    """Adds a tied weight that a state dict has under one name only."""
+    if not model.config.tie_word_embeddings:
+        return state
+    return {**state, **{TIED[name]: state[name] for name in TIED if name in state and TIED[name] not in state}}
+
+
+def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> None:
+    """Raises ConfigError if loading would build a config with other fields."""
+    config_class: type[Any] = type(model.config)
+    names, expected = (
+        {field.name for field in dataclasses.fields(cls)} for cls in (config_class, architecture.config_class)
+    )
+    if names != expected:
+        raise ConfigError(
+            f"the config has other fields than {architecture.config_class.__name__}", where=config_class.__name__,
+            got=first_names(sorted(names - expected)) or None, expected=first_names(sorted(expected - names)) or None,
+            remedy=f'Call AutoModel.register({config_class.__name__}, {type(model).__name__}, model_type="...").',
+        )  # fmt: skip
+
+
+def config_entries(model: LanguageModel, origin: Origin | None, weight_dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the entries of config.json: those of the origin, except for changed values."""
+    architecture = architecture_of_model(model)
+    is_own = is_of(origin, architecture)
+    if origin is not None and is_own and model.config == origin.config:
+        content = dict(origin.raw_config)
+    else:
+        # Entries of our config replace the inherited ones; an entry that our config omits is dropped.
+        replaced = ALTERNATIVE_ENTRIES | {field.name for field in dataclasses.fields(model.config)}  # type: ignore[arg-type]
+        if not is_own:
+            replaced |= {"architectures", "model_type"}
+        inherited = {
+            name: value for name, value in (origin.raw_config if origin else {}).items() if name not in replaced
+        }
+        classes = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
+        content = {**classes, **inherited, **architecture.config_to_hf(model.config)}
+    dtype = stored_dtype(content)
+    if dtype != weight_dtype and not (dtype is None and origin is not None):
+        content.pop("dtype", None)
+        content["torch_dtype"] = str(weight_dtype).removeprefix("torch.")  # the spelling that every version reads
+    return content
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"

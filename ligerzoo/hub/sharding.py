@@ -1,0 +1,146 @@
+"""Parameters that are DTensors, as those of FSDP2 and tensor parallel models: gathering, sharding and saving them.
+
+All ranks must call these functions with the same parameters in the same order, because gathering communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ligerzoo.convert.weights import StoredTensors, TensorSlice
+from ligerzoo.errors import CheckpointError
+from ligerzoo.files.checkpoint import write_checkpoint, writing_order
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Returns whether a tensor is a DTensor, without the import of torch.distributed, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
+    """Returns whether a tensor is a DTensor."""
+    return any(map(is_dtensor, tensors.values()))
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Returns all of a tensor: gathers a DTensor, on the device of its mesh."""
+    if not is_dtensor(tensor):
+        return tensor
+    on_mesh: Any = tensor.detach().to(tensor.device_mesh.device_type)  # the shards may be offloaded to the CPU
+    gathered: Tensor = on_mesh.full_tensor()
+    return gathered
+
+
+def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Returns this rank's shard of a value, as a DTensor with the placements of the parameter."""
+    from torch.distributed.tensor import distribute_tensor
+
+    assert is_dtensor(parameter)
+    return distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class GatheredTensors(StoredTensors):
+    """Stored tensors of a model with DTensors. Gathers each parameter when it is accessed, and keeps the last one.
+
+    Stored tensors that are slices of one parameter, such as experts, follow each other, so it is gathered once.
+    """
+
+    def __init__(self, slices: Iterable[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(slices, tensors)
+        self._last: tuple[str, Tensor] | None = None
+
+    def parameter(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # frees the memory before the next one is gathered
+            self._last = name, full(super().parameter(name))
+        return self._last[1]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The largest mesh of a parameter."""
+        meshes = (tensor.device_mesh for tensor in self._tensors.values() if is_dtensor(tensor))
+        return max(meshes, key=lambda mesh: mesh.size())
+
+
+def write_gathered(
+    directory: str | Path,
+    tensors: GatheredTensors,
+    files: Mapping[str, str | bytes],
+    *,
+    max_shard_size: int | str,
+    is_main_process: bool | None,
+) -> None:
+    """Writes a checkpoint of DTensors, as `write_checkpoint`. One tensor at a time is whole, on every rank.
+
+    Returns when the main process has finished.
+
+    Args:
+        directory: as in `write_checkpoint`.
+        tensors: as in `write_checkpoint`.
+        files: as in `write_checkpoint`.
+        max_shard_size: as in `write_checkpoint`.
+        is_main_process: whether this process writes the files. None means the lowest rank of the mesh.
+
+    Raises:
+        CheckpointError: As `write_checkpoint`; or, in the other processes, the main process failed.
+    """
+    import torch.distributed as dist
+
+    mesh = tensors.mesh
+    if is_main_process is None:
+        is_main_process = dist.get_rank() == int(mesh.mesh.min())
+    meta = tensors.meta()
+    remaining = writing_order(meta, max_shard_size)
+    failure: Exception | None = None
+    if is_main_process:
+        try:
+            stream = _Stream(tensors, remaining)
+            write_checkpoint(directory, stream, files, max_shard_size=max_shard_size, meta=meta)
+        except Exception as error:
+            failure = error
+    for name in remaining:  # the other processes, and the main process after a failure
+        tensors[name]
+    if failure is not None:
+        _any_rank(True, mesh)
+        raise failure
+    if _any_rank(False, mesh):
+        raise CheckpointError("the main process could not save", where=directory, remedy="Its error says why.")
+
+
+class _Stream(Mapping[str, Tensor]):
+    """Accesses tensors in a given order, and removes their names from the list as they are accessed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], remaining: list[str]) -> None:
+        self._tensors, self._remaining = tensors, remaining
+
+    def __getitem__(self, name: str) -> Tensor:
+        assert name == self._remaining[0]
+        del self._remaining[0]
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _any_rank(flag: bool, mesh: DeviceMesh) -> bool:
+    """Returns whether the flag is True on a rank of the mesh."""
+    import torch.distributed as dist
+
+    value = torch.tensor(int(flag), device=mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return bool(value)

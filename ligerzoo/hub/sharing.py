@@ -1,0 +1,152 @@
+"""Builds models that share the weights of transformers' model instances."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.convert import architecture_of
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import refuse
+from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
+from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.hub.loading import has_tensors_outside_state_dict, tie_if_equal
+from ligerzoo.hub.matching import HEAD, TIED, Source, match_tensors
+from ligerzoo.hub.origin import Origin
+from ligerzoo.models.causal_lm import CausalLM
+
+_WHERE = "hf_model"
+
+
+def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
+    """Builds a model of ours from an instance of transformers' model, in the same mode (training or evaluation).
+
+    By default both share the weights, so training one trains the other, and there is no copy. A parameter that both
+    have is the same `nn.Parameter`: `requires_grad`, gradients and optimizers are shared too. A parameter that
+    transformers fuses, such as Phi3's `qkv_proj`, is a view of its rows: its memory is shared, its gradient is not. So
+    use one of the two models in a training step, and its own parameters in the optimizer.
+
+    Sharing ends if either model replaces its parameters, as `model.to(...)` does with another dtype, `to_empty`,
+    `resize_token_embeddings` and FSDP do. Move and cast `hf_model` first. Hooks, adapters and activation checkpointing
+    of `hf_model` do not apply to the new model.
+
+    Args:
+        hf_model: a causal or vision-language model of an architecture in ligerzoo.models.
+        copy: copy all weights instead. The models are then independent.
+
+    Returns:
+        The model, of the class that `hf_model.config.model_type` names. `save_pretrained` writes the hub's layout, the
+        other entries of `hf_model.config`, and its generation config.
+
+    Raises:
+        ConfigError: The architecture is not supported, or the config has an unsupported value.
+        CheckpointError: A parameter is missing, unexpected, of another shape, on another device than the first,
+            quantized, sharded, or on the meta device; or cannot be shared without a copy, and `copy` is False.
+    """
+    raw, architecture, config = _read_config(hf_model)
+    tensors: dict[str, Tensor] = hf_model.state_dict(keep_vars=True)
+    _refuse_other_tensors(tensors)
+    model = cast("CausalLM", architecture.build_on_meta(config))
+    if has_tensors_outside_state_dict(model):
+        model = architecture.build(config, device=next(iter(tensors.values())).device)
+    shapes = shapes_of(model.state_dict())
+    source = Source(
+        tensors,
+        where=_WHERE,
+        locate=lambda name: f"{_WHERE}, tensor {name!r}",
+        if_missing=f"Pass a {architecture.hf_class} without adapters.",
+        if_unexpected=f"Pass a {architecture.hf_class} without adapters.",
+    )
+    match = match_tensors(source, architecture, config, shapes, num_layers=None, strict=True)
+    by_parameter = groupby(match.slices, key=lambda part: part.name)
+    take = _copied if copy else _shared
+    weights = {name: take(list(parts), tensors, shapes) for name, parts in by_parameter}
+    weights |= {name: weights[TIED[name]] for name in match.tied}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(weights[name].requires_grad)  # load_state_dict sets that of the weight to this
+    model.load_state_dict(weights, assign=True)
+    raw = tie_if_equal(model, raw)
+    tied = frozenset({HEAD} if model.config.tie_word_embeddings else ())
+    model.origin = Origin(raw, None, architecture.layout_of_new, tied)
+    model.generation_config = _generation_config(hf_model)
+    return model.train(hf_model.training)
+
+
+def _read_config(hf_model: nn.Module) -> tuple[dict[str, Any], Architecture, Any]:
+    """Returns the entries of the config that are set, the architecture that it names, and our config."""
+    config: Any = getattr(hf_model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(
+            "not a model of transformers", where=_WHERE, got=type(hf_model).__name__,
+            expected="an instance of PreTrainedModel",
+        )  # fmt: skip
+    entries: dict[str, Any] = config.to_dict()
+    raw = {name: value for name, value in entries.items() if value is not None and not name.startswith("_")}
+    try:
+        refuse(raw, "quantization_config", unless=(None,), remedy="Load the unquantized model.")
+        refuse(raw, "is_causal", unless=(None, True))
+        architecture = architecture_of(raw.get("model_type"))
+        return raw, architecture, architecture.config_from_hf(entries)
+    except ConfigError as error:
+        raise ConfigError(
+            error.what, where=f"{_WHERE}.config, {error.where}", got=error.got, expected=error.expected,
+            remedy=error.remedy,
+        ) from error  # fmt: skip
+
+
+def _refuse_other_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for tensors that another model cannot compute with."""
+    device = next(iter(tensors.values())).device
+    for name, tensor in tensors.items():
+        where = f"{_WHERE}, tensor {name!r}"
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise CheckpointError(
+                "not a plain tensor", where=where, got=type(tensor).__name__,
+                remedy="Convert the model before it is quantized, sharded or wrapped.",
+            )  # fmt: skip
+        if tensor.is_meta:
+            raise CheckpointError("a meta tensor has no data", where=where, remedy="Load the weights first.")
+        if tensor.device != device:
+            raise CheckpointError(
+                "on another device", where=where, got=tensor.device, expected=f"{device}, that of the first tensor",
+                remedy="Load the model on one device, without device_map.",
+            )  # fmt: skip
+
+
+def _shared(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> Tensor:
+    """Returns a parameter: the same object if it is a whole tensor, or else a view of rows."""
+    part = parts[0]
+    tensor = tensors[part.stored_name]
+    whole = tensor if not part.stored_index else nn.Parameter(tensor.detach()[part.stored_index], tensor.requires_grad)
+    problem = "stored in several tensors" if len(parts) > 1 else None if whole.is_contiguous() else "not contiguous"
+    if problem:
+        raise CheckpointError(
+            f"cannot be shared: {problem}", where=f"{_WHERE}, tensor {part.stored_name!r}",
+            remedy="Copy the weights with copy=True.",
+        )  # fmt: skip
+    return whole
+
+
+def _copied(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> Tensor:
+    """Returns a parameter with its own memory."""
+    first = tensors[parts[0].stored_name]
+
+    def read(part: TensorSlice) -> Tensor:
+        return tensors[part.stored_name].detach()[part.stored_index].clone(memory_format=torch.contiguous_format)
+
+    [value] = assemble(parts, shapes, read, dtype=first.dtype, device=first.device).values()
+    return nn.Parameter(value, first.requires_grad) if first.is_floating_point() else value
+
+
+def _generation_config(hf_model: nn.Module) -> dict[str, Any]:
+    """Returns the content of generation_config.json as transformers writes it."""
+    generation_config: Any = getattr(hf_model, "generation_config", None)
+    if generation_config is None:
+        return {}
+    content: dict[str, Any] = json.loads(generation_config.to_json_string(use_diff=True))
+    return content

@@ -1,0 +1,206 @@
+"""A model's weights in memory, under the names and in the layout of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ligerzoo.convert import architecture_of_model
+from ligerzoo.convert.weights import Layout, Shape, StoredTensors, TensorSlice, assemble, shapes_of
+from ligerzoo.errors import CheckpointError, first_names
+from ligerzoo.hub.matching import EMBEDDING, HEAD, Source, match_tensors
+from ligerzoo.hub.origin import Origin, is_of
+from ligerzoo.hub.sharding import GatheredTensors, full, is_dtensor, is_sharded, shard_like
+from ligerzoo.models.language_model import LanguageModel
+
+
+def hf_state_dict(model: LanguageModel) -> dict[str, Tensor]:
+    """Returns the weights under the names and in the shapes that `save_pretrained` writes.
+
+    Made for sending weights to another library, such as vLLM, and for the checkpoints of trainers. Tensors share memory
+    with the parameters, except those that concatenate several parameters, such as Phi3's `qkv_proj`: they are copies. A
+    tied weight is returned once, unless the checkpoint that the model was loaded from stores it twice.
+
+    If parameters are DTensors, all ranks must call this function, and each gets copies of all weights. To hold one
+    weight at a time, use `iterate_hf_state_dict`.
+
+    Raises:
+        ConfigError: The model's class is not registered.
+        CheckpointError: The model has other tensors than its class builds, such as adapters.
+    """
+    return dict(iterate_hf_state_dict(model))
+
+
+def iterate_hf_state_dict(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """Yields the items of `hf_state_dict` one at a time, such as for vLLM's `load_weights`.
+
+    If parameters are DTensors, each is gathered when it is needed. All ranks must then exhaust the iterator.
+
+    Raises:
+        ConfigError: As `hf_state_dict`.
+        CheckpointError: As `hf_state_dict`.
+    """
+    state = model.state_dict()
+    refuse_other_names(state, model, "hf_state_dict")
+    yield from stored_tensors(model, model.origin, state).items()
+
+
+def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> None:
+    """Copies weights with the names and shapes of a Hugging Face checkpoint into the parameters, in place.
+
+    Parameters keep their identity, dtype, device and sharding, so optimizers and FSDP remain valid. Accepts each layout
+    that `from_pretrained` accepts. All checks come first: an error leaves the model unchanged.
+
+    Args:
+        model: a model of ligerzoo.models, of a subclass, or of a registered class. If its parameters are DTensors, all
+            ranks must call this function.
+        state: tensors by name, on any device, in any dtype of weights. All parameters are required. A tied weight may
+            be given once, or twice with equal values. Tensors that checkpoints contain although the model does not use
+            them, such as rotary frequencies, are ignored.
+
+    Raises:
+        ConfigError: The model's class is not registered.
+        CheckpointError: A tensor is missing, unexpected, without data, or has the wrong shape or dtype; or a tied
+            weight is given twice with different values; or the model is on the meta device, or has other tensors than
+            its class builds, such as adapters.
+    """
+    parameters: dict[str, Tensor] = model.state_dict()
+    refuse_other_names(parameters, model, "load_hf_state_dict")
+    _refuse_other_values(state)
+    architecture = architecture_of_model(model)
+    shapes = shapes_of(parameters)
+    source = Source(
+        state,
+        where="state",
+        locate=lambda name: f"state, tensor {name!r}",
+        if_missing="Give all weights of the model; hf_state_dict() returns their names and shapes.",
+        if_unexpected="Leave it out, or load the weights into a model that has it.",
+    )
+    match = match_tensors(source, architecture, model.config, shapes, num_layers=None, strict=True)
+    slices = match.slices
+    if match.missing:
+        raise CheckpointError(
+            "tensors are missing", where="state", got=f"no {first_names(match.missing)}", remedy=source.if_missing
+        )
+    _refuse_parameters_without_data(parameters)
+    if _shares_head(model):
+        _refuse_different_tied_weights(state, slices)
+    with torch.no_grad():
+        for name, parts in groupby(slices, key=lambda part: part.name):
+            _copy(parts, state, parameters[name])
+
+
+def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where: str | Path) -> None:
+    """Raises CheckpointError if modules were replaced, such as by adapters: the result could not be loaded.
+
+    Args:
+        state: the state dict of the model.
+        model: a model of ligerzoo.models, of a subclass, or of a registered class.
+        where: directory or function, for the error message.
+    """
+    architecture = architecture_of_model(model)
+    expected = shapes_of(architecture.build_on_meta(model.config, type(model)).state_dict())
+    if state.keys() != expected.keys():
+        raise CheckpointError(
+            "tensors differ from those of the architecture", where=where,
+            got=first_names(sorted(state.keys() - expected.keys())) or None,
+            expected=first_names(sorted(expected.keys() - state.keys())) or None,
+            remedy="Merge adapters into the weights and remove parametrizations first.",
+        )  # fmt: skip
+    for name, shape in shapes_of(state).items():
+        if shape != expected[name]:
+            raise CheckpointError(
+                "wrong shape",
+                where=f"{where}, parameter {name!r}",
+                got=shape,
+                expected=f"{expected[name]}, as in the config",
+            )
+
+
+def stored_tensors(model: LanguageModel, origin: Origin | None, state: Mapping[str, Tensor]) -> StoredTensors:
+    """Returns the tensors to save by their stored names, in the layout of the origin, or else that of a new model.
+
+    A tied weight is saved once, unless the origin stored it twice. Other parameters that share memory are saved under
+    each of their names.
+
+    Args:
+        model: the model.
+        origin: the checkpoint that determines the layout; None for the layout of a new model.
+        state: all tensors of the model, by parameter name.
+    """
+    architecture = architecture_of_model(model)
+    if not is_of(origin, architecture):
+        origin = None
+    layout = origin.layout if origin else architecture.layout_of_new
+    tensors = dict(state)
+    if _is_tied(model, state):
+        for name in origin.tied if origin else (HEAD,):
+            del tensors[name]
+    extra_tensors = origin.extra_tensors if origin else {}
+    slices = [*layout.slices(shapes_of(tensors)), *Layout().slices(shapes_of(extra_tensors))]
+    kind = GatheredTensors if is_sharded(tensors) else StoredTensors
+    return kind(slices, {**tensors, **extra_tensors})
+
+
+def _shares_head(model: LanguageModel) -> bool:
+    """Returns whether the head and the embedding are the same parameter."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _is_tied(model: LanguageModel, state: Mapping[str, Tensor]) -> bool:
+    """Returns whether the config ties the head to the embedding, and their weights are equal."""
+    if not model.config.tie_word_embeddings or HEAD not in state:
+        return False
+    if is_sharded(state):  # a comparison of DTensors would communicate
+        return _shares_head(model)
+    head, embedding = state[HEAD], state[EMBEDDING]
+    return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
+
+
+def _refuse_other_values(state: Mapping[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                "not a tensor", where=f"state, tensor {name!r}", got=type(tensor).__name__, expected="a torch.Tensor"
+            )
+        if tensor.is_meta:
+            raise CheckpointError("a meta tensor has no data", where=f"state, tensor {name!r}")
+
+
+def _refuse_parameters_without_data(parameters: Mapping[str, Tensor]) -> None:
+    if empty := [name for name, parameter in parameters.items() if parameter.is_meta]:
+        raise CheckpointError(
+            "parameters on the meta device hold no data", where="model", got=first_names(empty),
+            remedy='Call to_empty(device="cpu") and tie_weights() first, or build the model on a device.',
+        )  # fmt: skip
+
+
+def _refuse_different_tied_weights(state: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
+    given = [part.stored_name for part in slices if part.name in (HEAD, EMBEDDING)]
+    if len(given) == 2 and not torch.equal(*(full(state[name]) for name in given)):
+        raise CheckpointError(
+            "tied weights have different values", where=f"state, tensors {given[0]!r} and {given[1]!r}",
+            expected="equal tensors, or one of them",
+            remedy="For independent weights, build the model with tie_word_embeddings=False.",
+        )  # fmt: skip
+
+
+def _copy(parts: Iterable[TensorSlice], state: Mapping[str, Tensor], parameter: Tensor) -> None:
+    """Copies the slices of stored tensors that make up a parameter. With a DTensor, each rank copies its shard."""
+
+    def read(part: TensorSlice) -> Tensor:
+        return full(state[part.stored_name])[part.stored_index].to(parameter.device)
+
+    if not is_dtensor(parameter):
+        for part in parts:
+            parameter[part.index].copy_(read(part))
+        return
+    parts = list(parts)
+    shapes: dict[str, Shape] = {part.name: tuple(parameter.shape) for part in parts}
+    [value] = assemble(parts, shapes, read, dtype=parameter.dtype, device=parameter.device).values()
+    parameter.copy_(shard_like(parameter, value))

@@ -1,0 +1,172 @@
+"""`apply`: ligerzoo's kernels in one instance of a transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from ligerzoo.integrations.kernels.attention import recognize_attention
+from ligerzoo.integrations.kernels.experts import recognize_experts
+from ligerzoo.integrations.kernels.layers import recognize_layer
+from ligerzoo.integrations.kernels.loss import HEAD, recognize_causal_lm
+from ligerzoo.integrations.kernels.mlps import recognize_mlp
+from ligerzoo.integrations.kernels.norms import recognize_norm
+from ligerzoo.integrations.kernels.replace import Replacement, difference, reason_to_keep, signature
+from ligerzoo.integrations.kernels.report import ModuleReport, Report
+from ligerzoo.integrations.kernels.whole_model import change, run_model
+
+Recognize = Callable[[nn.Module], Replacement | str | None]
+
+NO_KERNEL = "no kernel replaces this class"
+
+
+def apply(
+    hf_model: nn.Module,
+    norm: bool = True,
+    rope: bool = True,
+    mlp: bool = True,
+    loss: bool = True,
+    experts: bool = True,
+    attention: bool = False,
+    check: bool = True,
+) -> Report:
+    """Replaces modules of one transformers model by ligerzoo's kernels, in place.
+
+    Modules are recognized by their structure and class name, so that families that are not listed in
+    docs/kernels-in-transformers.md are replaced as far as their modules are outcomes. Parameters, their names and
+    `state_dict` do not change; nor do the classes of transformers, and all other models. On a CPU the replaced
+    modules compute with the references of the kernels, in plain torch.
+
+    In training with labels, a replaced causal language model returns no logits, unless `logits_to_keep` asks for them.
+
+    Args:
+        hf_model: a `PreTrainedModel`, or a module around one such as a `PeftModel`. Its weights are loaded, and not
+            yet sharded.
+        norm: replace RMSNorm and LayerNorm, and the addition before a norm within a decoder layer.
+        rope: replace the rotation of queries and keys.
+        mlp: replace MLPs.
+        loss: replace the head and the loss of causal language models.
+        experts: replace the experts of mixtures.
+        attention: replace transformers' "sdpa" attention by `ligerzoo.layers.attend`.
+        check: compare each kind of replaced module with the module itself, on random input, and the logits and the loss
+            of the model on 16 random tokens with those before. A module that differs is kept.
+
+    Returns:
+        What was replaced, what was kept and why. Its `undo` restores the model.
+
+    Raises:
+        TypeError: `hf_model` contains no `PreTrainedModel`.
+        ValueError: the model is sharded over processes by tensor parallelism, or parameters are on the meta device.
+        RuntimeError: the results of the model have changed. All modules have been restored.
+    """
+    _check_model(hf_model)
+    before = run_model(hf_model) if check else "Not compared with the model before: check=False."
+    application = _Application(hf_model, check)
+    application.replace_each(recognize_norm, "norm", norm)
+    application.replace_each(recognize_mlp, "mlp", mlp)
+    application.replace_each(recognize_experts, "experts", experts)
+    application.replace_attention(rope, attention)
+    application.replace_each(recognize_layer, "norm", norm)
+    application.replace_losses(loss)
+    report = application.report(before if isinstance(before, str) else "The results of the model are the same.")
+    if not isinstance(before, str):
+        changed = change(before, run_model(hf_model))
+        if changed:
+            report.undo()
+            raise RuntimeError(
+                f"apply: {type(hf_model).__name__}: {changed}; expected the same results. All modules have been "
+                "restored. Switch parts off one by one (norm=False, rope=False, ...) to find the cause, and report it"
+            )
+    return report
+
+
+def _check_model(model: nn.Module) -> None:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
+        raise TypeError(f"apply: hf_model is a {type(model).__name__}; expected a transformers model, or one around it")
+    sizes = {getattr(module, "_tp_size", None) for module in models} - {None, 1}
+    if sizes:
+        raise ValueError(f"apply: the model is sharded over {sizes.pop()} processes (tp_plan); expected a whole model")
+    unloaded = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if unloaded:
+        raise ValueError(
+            f"apply: {len(unloaded)} parameters are on the meta device ({unloaded[0]}, ...); expected weights. "
+            "Call apply after loading them"
+        )
+
+
+class _Application:
+    """Replaces modules of one model, and records what happened to each."""
+
+    def __init__(self, model: nn.Module, check: bool) -> None:
+        self.model = model
+        self.check = check
+        self.modules = list(model.named_modules())
+        self.instances: list[nn.Module] = []
+        self.kernels: dict[nn.Module, str] = {}
+        self.reasons: dict[nn.Module, str] = {}
+        self.differences: dict[Any, str | None] = {}
+
+    def replace_each(self, recognize: Recognize, option: str, enabled: bool) -> None:
+        """Replaces the modules that a function recognizes; `option` is the argument of `apply` that enables it."""
+        outcomes: dict[Any, Replacement | str | None] = {}
+        for _name, module in self.modules:
+            key = signature(module) if next(module.children(), None) is None else module
+            if key not in outcomes:
+                outcomes[key] = recognize(module)
+            self.replace(module, outcomes[key], option, enabled)
+
+    def replace_attention(self, rope: bool, attention: bool) -> None:
+        """Replaces parts of the attention modules."""
+        for name, module in self.modules:
+            found = recognize_attention(module, self.model, name, rope, attention)
+            self.replace(module, found, "rope", rope or attention)
+
+    def replace_losses(self, enabled: bool) -> None:
+        """Replaces the causal language models, and their heads."""
+        for _name, module in self.modules:
+            found = recognize_causal_lm(module)
+            self.replace(module, found, "loss", enabled)
+            if module in self.kernels and isinstance(module, PreTrainedModel):
+                head = module.get_output_embeddings()
+                self.replace(head, HEAD, "loss", enabled)
+
+    def replace(self, module: nn.Module, found: Replacement | str | None, option: str, enabled: bool) -> None:
+        """Replaces a module, or records the reason to keep it."""
+        if found is None or module in self.kernels:
+            return
+        reason = f"{option}=False" if not enabled else reason_to_keep(module)
+        if reason is None:
+            reason = found if isinstance(found, str) else self.difference(module, found)
+        if reason is not None:
+            self.reasons[module] = reason
+            return
+        assert isinstance(found, Replacement)
+        module.__class__ = found.class_for(module)
+        self.instances.append(module)
+        self.kernels[module] = found.kernel
+
+    def difference(self, module: nn.Module, found: Replacement) -> str | None:
+        """Returns how the replacement differs from the module; compares modules of the same structure once."""
+        if not self.check or found.inputs is None:
+            return None
+        key = signature(module)
+        if key not in self.differences:
+            self.differences[key] = difference(module, found)
+        return self.differences[key]
+
+    def report(self, check: str) -> Report:
+        """Returns the report of all modules."""
+        entries = [
+            ModuleReport(
+                name,
+                type(module).__name__,
+                self.kernels.get(module),
+                None if module in self.kernels else self.reasons.get(module, NO_KERNEL),
+            )
+            for name, module in self.modules
+        ]
+        return Report(entries, check, self.instances)

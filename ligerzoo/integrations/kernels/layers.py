@@ -1,0 +1,201 @@
+"""Decoder layers of transformers' models: the residual addition before a norm and the norm in one kernel.
+
+Each class is one residual pattern, recognized by the names of the submodules. The check replaces attention and MLP by
+stand-ins, which also record the arguments they receive.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.integrations.kernels.norms import KernelRMSNorm, add_and_normalize
+from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, class_of, difference_of, random_like
+
+
+class KernelDecoderLayer(KernelModule):
+    """Base class of the residual patterns.
+
+    Attributes:
+        kernel_parameters: names of the positional parameters of the original forward, after the hidden states.
+    """
+
+    kernel_parameters: tuple[str, ...]
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    @classmethod
+    def kernel_members(cls, original: type[nn.Module], **options: Any) -> dict[str, Any]:
+        """Returns the names of the parameters of the original forward."""
+        names = tuple(inspect.signature(original.forward).parameters)
+        return {"kernel_parameters": names[2:]}
+
+    def _attend(self, hidden_states: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        named = {**dict(zip(self.kernel_parameters, arguments, strict=False)), **named}
+        return self.self_attn(hidden_states=hidden_states, **named)[0]  # type: ignore[no-any-return]
+
+    def _feed_forward(self, hidden_states: Tensor) -> Tensor:
+        output = self.mlp(hidden_states)
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]  # or scores too
+
+
+class KernelPreNormLayer(KernelDecoderLayer):
+    """`x += attention(norm(x)); x += mlp(norm(x))`."""
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """hidden_states: (B, T, H) -> (B, T, H)."""
+        attended = self._attend(self.input_layernorm(hidden_states), arguments, named)
+        normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
+        return hidden_states + self._feed_forward(normalized)
+
+
+class KernelScaledPreNormLayer(KernelPreNormLayer):
+    """`x += s * attention(norm(x)); x += s * mlp(norm(x))` (Granite)."""
+
+    residual_multiplier: float
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """hidden_states: (B, T, H) -> (B, T, H)."""
+        attended = self._attend(self.input_layernorm(hidden_states), arguments, named) * self.residual_multiplier
+        normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
+        return hidden_states + self._feed_forward(normalized) * self.residual_multiplier
+
+
+class KernelDropoutPreNormLayer(KernelPreNormLayer):
+    """`x += dropout(attention(norm(x))); x += dropout(mlp(norm(x)))` (Phi-3)."""
+
+    resid_attn_dropout: nn.Module
+    resid_mlp_dropout: nn.Module
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """hidden_states: (B, T, H) -> (B, T, H)."""
+        attended = self.resid_attn_dropout(self._attend(self.input_layernorm(hidden_states), arguments, named))
+        normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
+        return hidden_states + self.resid_mlp_dropout(self._feed_forward(normalized))  # type: ignore[no-any-return]
+
+
+class KernelSandwichLayer(KernelDecoderLayer):
+    """`x += norm(attention(norm(x))); x += norm(mlp(norm(x)))` (Gemma 2 and 3, GLM-4-0414).
+
+    Attributes:
+        kernel_norms: names of the norms after attention, before the MLP and after the MLP.
+    """
+
+    kernel_norms: tuple[str, str, str]
+    input_layernorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """hidden_states: (B, T, H) -> (B, T, H)."""
+        after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.kernel_norms)
+        attended = after_attention(self._attend(self.input_layernorm(hidden_states), arguments, named))
+        normalized, hidden_states = add_and_normalize(attended, hidden_states, before_mlp)
+        return hidden_states + after_mlp(self._feed_forward(normalized))  # type: ignore[no-any-return]
+
+
+GEMMA_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GLM_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+PRE_NORM = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
+PATTERNS: dict[frozenset[str], tuple[type[KernelDecoderLayer], dict[str, Any], str]] = {
+    PRE_NORM: (KernelPreNormLayer, {}, "post_attention_layernorm"),
+    PRE_NORM | {"resid_attn_dropout", "resid_mlp_dropout"}: (KernelDropoutPreNormLayer, {}, "post_attention_layernorm"),
+    frozenset({"input_layernorm", "self_attn", "mlp", *GEMMA_NORMS}): (
+        KernelSandwichLayer,
+        {"kernel_norms": GEMMA_NORMS},
+        GEMMA_NORMS[1],
+    ),
+    frozenset({"input_layernorm", "self_attn", "mlp", *GLM_NORMS}): (
+        KernelSandwichLayer,
+        {"kernel_norms": GLM_NORMS},
+        GLM_NORMS[1],
+    ),
+}
+"""The residual pattern of each set of submodules, its constants, and the norm that the addition is fused with."""
+
+
+def recognize_layer(module: nn.Module) -> Replacement | str | None:
+    """Returns the replacement of a decoder layer, or why it has none; None for other modules.
+
+    The norms of the layer must have been replaced before.
+    """
+    if not type(module).__name__.endswith("DecoderLayer"):
+        return None
+    children = frozenset(name for name, _child in module.named_children())
+    if children not in PATTERNS:
+        return "no kernel for its residual pattern"
+    mixin, options, norm = PATTERNS[children]
+    if hasattr(module, "residual_multiplier"):
+        mixin = KernelScaledPreNormLayer
+    if not isinstance(getattr(module, norm), KernelRMSNorm):
+        return f"{norm} is not a replaced RMS norm"
+    replacement = Replacement(mixin, "add_rms_norm", options)
+    return _difference(module, replacement) or replacement
+
+
+class _Attention(nn.Module):
+    """Replaces attention in the check, and records its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: list[dict[str, Any]] = []
+
+    def forward(self, *arguments: Any, hidden_states: Tensor, **named: Any) -> tuple[Tensor, None]:
+        self.received.append({"positional": arguments, **named})
+        return hidden_states.roll(1, dims=1) * 1.5, None
+
+
+class _MLP(nn.Module):
+    """Replaces an MLP in the check, or a mixture that returns router scores too."""
+
+    def __init__(self, returns_scores: bool) -> None:
+        super().__init__()
+        self.returns_scores = returns_scores
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        output = hidden_states.roll(1, dims=-1) * 0.5
+        return (output, None) if self.returns_scores else output
+
+
+def _difference(module: nn.Module, replacement: Replacement) -> str | None:
+    """Returns how the replacement differs, in its results or in what it passes to attention."""
+    differences = [_difference_with(module, replacement, _MLP(scores)) for scores in (False, True)]
+    return None if None in differences else differences[0]
+
+
+def _difference_with(module: nn.Module, replacement: Replacement, mlp: _MLP) -> str | None:
+    weight = next(module.get_submodule("input_layernorm").parameters())
+    x = random_like(weight, 1, 8, weight.shape[-1])
+    named = {
+        "attention_mask": object(),
+        "position_ids": object(),
+        "past_key_values": None,
+        "use_cache": False,
+        "position_embeddings": object(),
+        "another_argument": object(),
+    }
+    attention = _Attention()
+    own = {name: module.get_submodule(name) for name in ("self_attn", "mlp")}
+    training = module.training
+    try:
+        module.self_attn, module.mlp = attention, mlp
+        module.training = False  # neither activation checkpointing nor a cache
+        with torch.no_grad():
+            expected = type(module).forward(module, x, **named)
+            with class_of(module, replacement.class_for(module)):
+                actual = type(module).forward(module, x, **named)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        return f"its forward fails on random input: {error}"
+    finally:
+        module.training = training
+        for name, child in own.items():
+            setattr(module, name, child)
+    theirs, ours = attention.received
+    if theirs != ours:
+        return f"it passes {', '.join(theirs)} to attention, the kernel's layer passes {', '.join(ours)}"
+    return difference_of(actual, expected)

@@ -1,0 +1,132 @@
+"""MLPs of transformers' models: the activation fused with the product of the gate and with the down projection.
+
+Three structures are known: separate gate and up projections, both in one (Phi-3, GLM-4), and no gate (vision towers).
+The projections are called as modules, so that adapters on them keep working.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, random_like
+from ligerzoo.kernels import activation_linear, glu, glu_linear
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation
+from ligerzoo.layers.plain import is_plain
+
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+"""Attributes under which MLPs and experts store their activation."""
+
+
+class KernelMLP(KernelModule):
+    """Base class: `down(a(gate) * up)`."""
+
+    kernel_activation: Activation
+    kernel_projections: tuple[str, ...]
+    down_proj: nn.Module
+
+    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
+        down = self.down_proj
+        if is_plain(down, nn.Linear):
+            return glu_linear(gate, up, down.weight, down.bias, activation=self.kernel_activation)  # type: ignore[arg-type]
+        return down(glu(gate, up, activation=self.kernel_activation))  # type: ignore[no-any-return]
+
+
+class KernelGatedMLP(KernelMLP):
+    """`ligerzoo.kernels.glu_linear` after separate gate and up projections."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., H) -> (..., H)."""
+        return self._down(self.gate_proj(x), self.up_proj(x))
+
+
+class KernelFusedGateMLP(KernelMLP):
+    """`ligerzoo.kernels.glu_linear` after one projection to gate and up."""
+
+    gate_up_proj: nn.Module
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: (..., H) -> (..., H)."""
+        return self._down(*self.gate_up_proj(hidden_states).chunk(2, dim=-1))
+
+
+class KernelUngatedMLP(KernelModule):
+    """`ligerzoo.kernels.activation_linear` after the first projection."""
+
+    kernel_activation: Activation
+    kernel_projections: tuple[str, ...]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: (..., H) -> (..., O)."""
+        first, second = (self.get_submodule(name) for name in self.kernel_projections)
+        x: Tensor = first(hidden_states)
+        if is_plain(second, nn.Linear):
+            return activation_linear(x, second.weight, second.bias, activation=self.kernel_activation)  # type: ignore[arg-type]
+        return second(ACTIVATIONS[self.kernel_activation](x))  # type: ignore[no-any-return]
+
+
+class Structure(NamedTuple):
+    """The names of an MLP's projections, in the order in which they are applied, and what computes them."""
+
+    projections: tuple[str, ...]
+    mixin: type[KernelModule]
+    kernel: str
+
+
+STRUCTURES = (
+    Structure(("gate_proj", "up_proj", "down_proj"), KernelGatedMLP, "glu_linear"),
+    Structure(("gate_up_proj", "down_proj"), KernelFusedGateMLP, "glu_linear"),
+    Structure(("fc1", "fc2"), KernelUngatedMLP, "activation_linear"),
+    Structure(("linear_fc1", "linear_fc2"), KernelUngatedMLP, "activation_linear"),
+)
+
+
+def recognize_mlp(module: nn.Module) -> Replacement | str | None:
+    """Returns the replacement of an MLP, or why it has none; None for other modules."""
+    children = {name for name, _child in module.named_children()} - set(ACTIVATION_NAMES)
+    structure = next((candidate for candidate in STRUCTURES if children == set(candidate.projections)), None)
+    if structure is None:
+        return "its projections have no known names" if type(module).__name__.endswith("MLP") else None
+    name = activation_of(module)
+    if name is None:
+        return f"no kernel for its activation, {_activation_name(module)}"
+    options = {"kernel_activation": name, "kernel_projections": structure.projections}
+    return Replacement(structure.mixin, f"{structure.kernel} ({name})", options, partial(_inputs, structure))
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """Returns the name of the module's activation; None if no kernel computes it."""
+    function = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
+    if function is None:
+        return None
+    x = torch.linspace(-30, 30, 601)
+    with torch.no_grad():
+        y = function(x)
+    return next(
+        (name for name, reference in ACTIVATIONS.items() if torch.allclose(reference(x), y, rtol=0, atol=1e-6)), None
+    )
+
+
+def _activation_name(module: nn.Module) -> str:
+    function = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
+    if function is None:
+        return "which has no known name"
+    return type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__name__", repr(function))
+
+
+def _inputs(structure: Structure, module: nn.Module) -> tuple[Tensor]:
+    """Rows whose activations have standard deviations of 1 and 30, where a clamped activation differs."""
+    projection = module.get_submodule(structure.projections[0])
+    weight = next(p for p in projection.parameters() if p.ndim == 2)
+    features = getattr(projection, "in_features", weight.shape[-1])
+    x = random_like(weight, 8, features)
+    with torch.no_grad():
+        x = x / projection(x).float().std().clamp(min=1e-3).to(x.dtype)
+    x[4:] *= 30
+    return (x[None],)

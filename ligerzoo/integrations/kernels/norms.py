@@ -1,0 +1,145 @@
+"""RMSNorm and LayerNorm of transformers' models, with the fused kernels.
+
+The families differ in the constant added to the weight, in where they round, and in the name of epsilon. A norm is
+recognized by its results for random inputs and weights, in fp32 and in bf16.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, class_of, difference_of
+from ligerzoo.kernels import add_rms_norm, layer_norm, rms_norm
+from ligerzoo.layers.plain import is_plain
+
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+"""Attributes under which norms store epsilon."""
+
+
+class KernelRMSNorm(KernelModule):
+    """`ligerzoo.kernels.rms_norm` with the module's weight."""
+
+    kernel_eps: float
+    kernel_weight_offset: float
+    kernel_round_before_scale: bool
+
+    def _norm_options(self) -> dict[str, Any]:
+        return {
+            "weight": getattr(self, "weight", None),
+            "eps": self.kernel_eps,
+            "weight_offset": self.kernel_weight_offset,
+            "round_before_scale": self.kernel_round_before_scale,
+        }
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: (..., H) -> (..., H)."""
+        return rms_norm(hidden_states, **self._norm_options())
+
+    def kernel_add(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of the sum, and the sum."""
+        return add_rms_norm(hidden_states, residual, **self._norm_options())
+
+
+class KernelLayerNorm(KernelModule):
+    """`ligerzoo.kernels.layer_norm` with the module's weight and bias."""
+
+    kernel_eps: float
+    kernel_weight_offset: float
+    weight: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: (..., H) -> (..., H)."""
+        weight = self.weight + self.kernel_weight_offset if self.kernel_weight_offset else self.weight
+        return layer_norm(input, weight, getattr(self, "bias", None), self.kernel_eps)
+
+
+def add_and_normalize(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Returns `(norm(hidden_states + residual), hidden_states + residual)`; in one kernel if nothing wraps the norm."""
+    if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
+        return norm.kernel_add(hidden_states, residual)
+    summed = residual + hidden_states
+    return norm(summed), summed
+
+
+def recognize_norm(module: nn.Module) -> Replacement | str | None:
+    """Returns the replacement of a norm, or why it has none; None for other modules."""
+    if "Norm" not in type(module).__name__:
+        return None
+    if next(module.children(), None) is not None:
+        return "it has submodules"
+    required = [
+        parameter
+        for parameter in list(inspect.signature(type(module).forward).parameters.values())[1:]
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    if len(required) != 1:
+        return f"its forward takes {', '.join(parameter.name for parameter in required)}, not only hidden states"
+    parameters = dict(module.named_parameters(recurse=False))
+    if set(parameters) - {"weight", "bias"} or any(p.ndim != 1 for p in parameters.values()):
+        return "its parameters are not a weight and a bias of one dimension"
+    eps = next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
+    if eps is None:
+        return "it has no epsilon under a known name"
+    matches = [candidate for candidate in _candidates(parameters, float(eps)) if _computes(module, candidate)]
+    return matches[0] if matches else "its results on random input are not those of an RMS or layer norm"
+
+
+def _candidates(parameters: dict[str, nn.Parameter], eps: float) -> list[Replacement]:
+    if not parameters:
+        options = {"kernel_eps": eps, "kernel_weight_offset": 0.0, "kernel_round_before_scale": True}
+        return [Replacement(KernelRMSNorm, "rms_norm", options)]
+    layer_norms = [
+        Replacement(KernelLayerNorm, "layer_norm", {"kernel_eps": eps, "kernel_weight_offset": offset})
+        for offset in (0.0, 1.0)
+    ]
+    if "bias" in parameters:
+        return layer_norms
+    rms_norms = [
+        Replacement(
+            KernelRMSNorm,
+            "rms_norm",
+            {"kernel_eps": eps, "kernel_weight_offset": offset, "kernel_round_before_scale": rounds},
+        )
+        for offset, rounds in product((0.0, 1.0), (True, False))
+    ]
+    return rms_norms + layer_norms
+
+
+def _computes(module: nn.Module, candidate: Replacement) -> bool:
+    """Whether the module computes what `candidate` does, for random weights in fp32 and bf16.
+
+    In bf16 the results of the two ways to round differ in many elements, by one ulp.
+    """
+    for dtype, ulps, mismatches in ((torch.float32, 16.0, 1.0), (torch.bfloat16, 1.0, 0.02)):
+        weights, x = _random_weights_and_input(module, dtype)
+        try:
+            with torch.no_grad():
+                expected = functional_call(module, weights, (x,))
+                with class_of(module, candidate.class_for(module)):
+                    actual = functional_call(module, weights, (x,))
+        except (RuntimeError, ValueError, TypeError):  # a candidate may not support the module's parameters
+            return False
+        if difference_of(actual, expected, ulps) or (actual != expected).float().mean().item() > mismatches:
+            return False
+    return True
+
+
+def _random_weights_and_input(module: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights far from 1, and rows of which half are so small that epsilon matters."""
+    parameter = next(module.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    weights = {name: random(*p.shape).to(dtype) for name, p in module.named_parameters()}
+    x = random(8, 32 if parameter is None else parameter.shape[0])
+    x[4:] *= 1e-3
+    return weights, x.to(dtype)

@@ -1,0 +1,90 @@
+"""What `apply` replaced in a model, what it kept, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What `apply` did with one module.
+
+    Args:
+        name: the name of the module in the model; "" for the model itself.
+        class_name: the name of its class.
+        kernel: the kernel that it computes with; None if it was kept.
+        reason: why it was kept; None if it was replaced.
+    """
+
+    name: str
+    class_name: str
+    kernel: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `apply`. `print(report)` shows it with equal modules of all layers in one line.
+
+    Args:
+        modules: one entry per module of the model.
+        check: how the model as a whole was compared with itself before.
+    """
+
+    modules: Sequence[ModuleReport]
+    check: str
+    _instances: list[nn.Module] = field(default_factory=list, repr=False)
+
+    @property
+    def replaced(self) -> list[ModuleReport]:
+        """The modules that compute with a kernel."""
+        return [module for module in self.modules if module.kernel is not None]
+
+    @property
+    def kept(self) -> list[ModuleReport]:
+        """The modules that compute as before."""
+        return [module for module in self.modules if module.kernel is None]
+
+    def undo(self) -> None:
+        """Gives all replaced modules their own class again. Does nothing the second time.
+
+        Raises:
+            RuntimeError: a replaced module has been wrapped since, for instance by `fully_shard`. Nothing is undone.
+        """
+        wrapped = {type(module).__name__ for module in self._instances if "kernel_original" not in vars(type(module))}
+        if wrapped:
+            raise RuntimeError(
+                f"Report.undo: replaced modules have another class now ({', '.join(sorted(wrapped))}); "
+                "expected the class that apply gave them. Call undo before sharding or wrapping the model"
+            )
+        while self._instances:
+            module = self._instances.pop()
+            vars(module).pop("kernel_defers", None)
+            module.__class__ = vars(type(module))["kernel_original"]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} of {len(self.modules)} modules replaced. {self.check}", "", "replaced:"]
+        lines += _table([(m.name, m.class_name, m.kernel or "") for m in self.replaced]) or ["  nothing"]
+        lines += ["", "kept:"]
+        lines += _table([(m.name, m.class_name, m.reason or "") for m in self.kept]) or ["  nothing"]
+        return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Returns aligned lines, one for all modules whose names differ in layer numbers only."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for name, class_name, text in rows:
+        row = (re.sub(r"\b\d+\b", "*", name) or "(the model)", class_name, text)
+        counts[row] = counts.get(row, 0) + 1
+    if not counts:
+        return []
+    cells = [(f"{count} x", *row) for row, count in counts.items()]
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    return [
+        "  " + "  ".join([row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2]), row[3]])
+        for row in cells
+    ]

@@ -1,0 +1,5 @@
+"""Ligerzoo models in transformers: `wrap` and auto classes. Needs transformers, which `[integrations]` installs."""
+
+from ligerzoo.integrations.transformers.auto import AutoModelForCausalLM as AutoModelForCausalLM
+from ligerzoo.integrations.transformers.auto import AutoModelForImageTextToText as AutoModelForImageTextToText
+from ligerzoo.integrations.transformers.model import wrap as wrap

@@ -1,0 +1,43 @@
+"""Auto classes with transformers' names that load ligerzoo models and wrap them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ligerzoo
+from ligerzoo.errors import ConfigError
+from ligerzoo.integrations.transformers.model import WrappedCausalLM, wrap
+
+
+class AutoModelForCausalLM:
+    """Loads the model of any checkpoint of the zoo, wrapped as transformers' models are."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedCausalLM:
+        """Returns `wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options))`.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name").
+            options: see `ligerzoo.AutoModel.from_pretrained`.
+        """
+        return wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options))
+
+
+class AutoModelForImageTextToText(AutoModelForCausalLM):
+    """`AutoModelForCausalLM` for vision-language models."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedCausalLM:
+        """See `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            ConfigError: the checkpoint is of a text model.
+        """
+        model = super().from_pretrained(name_or_path, **options)
+        if not model.model.zoo_model.modalities:
+            raise ConfigError(
+                "the checkpoint is of a text model", where=name_or_path, got=model.config.model_type,
+                expected="a vision-language model", remedy="Load it with AutoModelForCausalLM.",
+            )  # fmt: skip
+        return model

@@ -1,0 +1,157 @@
+"""A model without its head, as transformers calls it: token ids to final hidden states."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ligerzoo.convert import architecture_for
+from ligerzoo.convert.weights import Layout
+from ligerzoo.errors import LigerzooError
+from ligerzoo.integrations.transformers.cache import GenerationCache
+from ligerzoo.integrations.transformers.fused import fuse, fused_rules
+from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import tokens_or_embeddings
+from ligerzoo.models.output import layer_outputs
+
+_HEADS = ("lm_head", "score")
+_UNUSED = ("cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Inputs that transformers' generation and collators pass and that other inputs imply."""
+
+
+@dataclass
+class BackboneOutput(MoeModelOutputWithPast):
+    """Output of `Backbone`.
+
+    Attributes:
+        aux_loss: 0-d load-balancing loss, if `output_router_logits` was set.
+        segment_start: (B or 1, T), index of the first token of each token's segment; None for rows that are not packed.
+    """
+
+    aux_loss: Tensor | None = None
+    segment_start: Tensor | None = None
+
+
+class Backbone(nn.Module):
+    """All of a ligerzoo model but its head, under the names that modules have in transformers.
+
+    A text model's children are those of the decoder: `embed_tokens`, `layers`, `norm`. Otherwise the decoder is
+    `language_model`, and other parts, such as the vision tower, keep their names.
+
+    Args:
+        model: the model. Its parameters are shared.
+        config: transformers' config of the model.
+
+    Attributes:
+        zoo_model: the model without its head; not a child. A module that is replaced here, such as by PEFT, is replaced
+            there as well.
+        names: names of the parameters in the wrapper, as the layout of a checkpoint.
+    """
+
+    zoo_model: CausalLM
+    names: Layout
+    is_text_only: bool
+
+    def __init__(self, model: CausalLM, config: Any) -> None:
+        super().__init__()
+        self.__dict__["zoo_model"] = headless = _sharing_weights(model)
+        for name in headless._modules.keys() & _HEADS:
+            del headless._modules[name]
+        rules = fused_rules(architecture_for(type(model)))
+        fuse(headless, rules)
+        self.config = config
+        self.is_text_only = len(headless._modules) == 1
+        parts = dict(headless.model.named_children() if self.is_text_only else headless.named_children())
+        for name, module in parts.items():
+            self.add_module("language_model" if name == "model" else name, module)
+        prefixes = [(f"{name}.", f"model.{'language_model' if name == 'model' else name}.") for name in parts]
+        self.names = Layout(rules, () if self.is_text_only else tuple(prefixes))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            owner: nn.Module = self.zoo_model.model if self.is_text_only else self.zoo_model
+            setattr(owner, "model" if name == "language_model" else name, value)
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether activation checkpointing is enabled."""
+        return self.zoo_model.model.gradient_checkpointing
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Returns the embedding of the tokens."""
+        return self.zoo_model.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the embedding of the tokens."""
+        owner = self if self.is_text_only else self.zoo_model.model
+        owner.embed_tokens = value
+
+    def new_cache(self) -> GenerationCache:
+        """Returns an empty cache for `past_key_values`."""
+        return GenerationCache(self.zoo_model.new_cache)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: GenerationCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        **inputs: Any,
+    ) -> BackboneOutput | tuple[Any, ...]:
+        """Computes the final hidden states.
+
+        Args:
+            input_ids: see `ligerzoo.models.CausalLM.forward`, as for the other inputs.
+            attention_mask: padding mask or attention mask.
+            position_ids: position of each token.
+            past_key_values: cache of earlier tokens.
+            inputs_embeds: embeddings instead of `input_ids`.
+            use_cache: create a cache if none was passed.
+            output_hidden_states: return the input of the first block and the output of each block.
+            output_attentions: return the attention probabilities of each layer.
+            output_router_logits: return the router logits of MoE layers and the load-balancing loss.
+            return_dict: False returns a tuple.
+            inputs: further inputs of the architecture, such as `pixel_values`; or `cu_seq_lens_q` from transformers'
+                padding-free collator.
+
+        Raises:
+            LigerzooError: `past_key_values` is a cache of transformers, or an input is unknown.
+        """
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        if not (past_key_values is None or isinstance(past_key_values, GenerationCache)):
+            raise LigerzooError(
+                "not a cache of this model", where="past_key_values", got=type(past_key_values).__name__,
+                expected="None, or what this model returned",
+            )  # fmt: skip
+        if (boundaries := inputs.pop("cu_seq_lens_q", None)) is not None:
+            inputs["cu_seqlens"] = boundaries
+        model = self.zoo_model
+        hidden, context = model.run_decoder(
+            tokens_or_embeddings(input_ids, inputs_embeds), attention_mask, position_ids,
+            past_key_values=None if past_key_values is None else past_key_values.caches,
+            output_hidden_states=output_hidden_states, output_attentions=output_attentions,
+            output_router_logits=bool(output_router_logits),
+            **{name: value for name, value in inputs.items() if name not in _UNUSED and value is not None},
+        )  # fmt: skip
+        output = BackboneOutput(
+            last_hidden_state=hidden, past_key_values=past_key_values, aux_loss=model.aux_loss(context),
+            segment_start=context.segment_start, **layer_outputs(context),
+        )  # fmt: skip
+        return output.to_tuple() if return_dict is False else output
+
+
+def _sharing_weights(model: CausalLM) -> CausalLM:
+    """Returns a copy of the model with new modules and the same parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})

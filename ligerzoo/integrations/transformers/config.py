@@ -1,0 +1,81 @@
+"""Configs and generation configs: ours as transformers', and changes that users made to transformers' as ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.hub.saving import config_entries
+from ligerzoo.models.causal_lm import CausalLM
+
+CHANGEABLE = frozenset(
+    ("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef", "vocab_size")
+)
+"""Fields of our configs that scripts may change in transformers' config, where the wrapper reads them."""
+
+
+def hf_config(model: CausalLM) -> PreTrainedConfig:
+    """Returns transformers' config of a model."""
+    entries = config_entries(model, model.origin, model.dtype)
+    model_type = entries["model_type"]
+    try:
+        config_class = CONFIG_MAPPING[model_type]  # not `get`, which ignores classes that are imported lazily
+    except KeyError:  # a class of the user's own
+        config_class = PreTrainedConfig
+    config = config_class.from_dict(entries)
+    config.model_type = model_type
+    config.dtype = model.dtype
+    return config
+
+
+def with_changes(config: Any, hf: PreTrainedConfig, before: Mapping[str, Any]) -> Any:
+    """Returns our config with the changes that were made to transformers' config.
+
+    Args:
+        config: our config.
+        hf: transformers' current config.
+        before: what `values` returned when it was made.
+
+    Raises:
+        ConfigError: a field was changed that the model read when it was built.
+    """
+    names = {field.name for field in dataclasses.fields(config)}
+    now = values(hf)
+    changed = {name: now[name] for name in names & now.keys() if now[name] != before.get(name)}
+    if fixed := sorted(changed.keys() - CHANGEABLE):
+        raise ConfigError(
+            "changed after the model was built, which has no effect", where=f"config.{fixed[0]}",
+            got=repr(changed[fixed[0]]), expected=repr(before.get(fixed[0])),
+            remedy="Set it before loading: ligerzoo's from_pretrained takes values of config fields.",
+        )  # fmt: skip
+    return dataclasses.replace(config, **changed) if changed else config
+
+
+def values(hf: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the entries of transformers' config, those of the text model first."""
+    return {**hf.to_dict(), **hf.get_text_config().to_dict()}
+
+
+def hf_generation_config(model: CausalLM, config: PreTrainedConfig) -> GenerationConfig:
+    """Returns the defaults of `generate`: generation_config.json's, or token ids of the config."""
+    if model.generation_config:
+        return GenerationConfig.from_dict(dict(model.generation_config))
+    return GenerationConfig.from_model_config(config)
+
+
+def generation_entries(entries: Mapping[str, Any], now: GenerationConfig, before: GenerationConfig) -> dict[str, Any]:
+    """Returns the entries of generation_config.json.
+
+    Args:
+        entries: those of the checkpoint that the model was loaded from.
+        now: the generation config.
+        before: the generation config when the model was wrapped.
+    """
+    if not entries:
+        return {name: value for name, value in now.to_diff_dict().items() if name != "transformers_version"}
+    old, new = before.to_dict(), now.to_dict()
+    return {**entries, **{name: value for name, value in new.items() if value != old.get(name)}}

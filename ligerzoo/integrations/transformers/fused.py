@@ -1,0 +1,91 @@
+"""Layers with the fused projections of transformers' Phi-3 and GLM, so that adapters and weights have their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.weights import Fused
+from ligerzoo.layers import Attention, GatedMLP
+
+
+class FusedAttention(Attention):
+    """Attention with one projection to queries, keys and values.
+
+    Attributes:
+        qkv_proj: the projection; the rows of the queries come first, then those of the keys.
+        sizes: numbers of their rows.
+    """
+
+    qkv_proj: nn.Module
+    sizes: list[int]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, H) -> queries, keys and values, (B, T, heads * D) each."""
+        return self.qkv_proj(x).split(self.sizes, -1)
+
+
+class FusedGatedMLP(GatedMLP):
+    """Gated MLP with one projection to gate and up features.
+
+    Attributes:
+        gate_up_proj: the projection; the rows of the gate come first.
+        sizes: numbers of their rows.
+    """
+
+    gate_up_proj: nn.Module
+    sizes: list[int]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(..., H) -> gate and up features, (..., I) each."""
+        return self.gate_up_proj(x).split(self.sizes, -1)
+
+
+_CLASSES: Mapping[type, tuple[str, type]] = {
+    Attention: ("qkv_proj", FusedAttention),
+    GatedMLP: ("gate_up_proj", FusedGatedMLP),
+}
+
+
+def fused_rules(architecture: Architecture) -> tuple[Fused, ...]:
+    """Returns the rules of the architecture's checkpoints that concatenate projections."""
+    return tuple(rule for rule in architecture.layouts[0].rules if isinstance(rule, Fused))
+
+
+def fuse(model: nn.Module, rules: tuple[Fused, ...]) -> None:
+    """Replaces projections by the fused ones that checkpoints store, in place.
+
+    The weights move to one tensor. The parameters that they came from become views of it.
+
+    Args:
+        model: the model.
+        rules: which projections to fuse.
+    """
+    for rule in rules:
+        parent_path, _, fused_name = rule.stored_path.rpartition(".")
+        for name, module in list(model.named_modules()):
+            if f".{name}".endswith(f".{parent_path}") and type(module) in _CLASSES:
+                expected_name, fused_class = _CLASSES[type(module)]
+                assert fused_name == expected_name
+                names = [path.rpartition(".")[2] for path in rule.paths]
+                linear, sizes = _fused_linear([module._modules.pop(part) for part in names])
+                module.__class__ = fused_class
+                module.sizes = sizes
+                module.add_module(fused_name, linear)
+
+
+def _fused_linear(parts: list[Any]) -> tuple[nn.Linear, list[int]]:
+    sizes = [part.out_features for part in parts]
+    with torch.device("meta"):
+        linear = nn.Linear(parts[0].in_features, sum(sizes), bias=parts[0].bias is not None)
+    for name in [name for name, _ in linear.named_parameters()]:
+        pieces = [getattr(part, name) for part in parts]
+        whole = nn.Parameter(torch.cat([piece.detach() for piece in pieces]), requires_grad=pieces[0].requires_grad)
+        for piece, view in zip(pieces, torch.split(whole.detach(), sizes), strict=True):
+            piece.data = view
+        setattr(linear, name, whole)
+    return linear, sizes

@@ -1,0 +1,111 @@
+"""transformers' `generate` with our KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.integrations.transformers.backbone import Backbone
+
+
+class Generation(GenerationMixin):
+    """transformers' `generate`, which also takes `generator=` and an empty list for `eos_token_id`.
+
+    Attributes:
+        model: the model without its head.
+    """
+
+    model: Backbone
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: transformers looks for its mixin among direct bases only."""
+        return True
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        """Continues the prompts as `generate` of transformers, with all its options.
+
+        Args:
+            inputs: (B, T) token ids; also as `input_ids`.
+            args: further positional arguments of transformers' method.
+            options: its keyword arguments; and `generator`, a random number generator on the model's device.
+                `eos_token_id=[]` generates up to the maximum length.
+        """
+        with _drawing_from(options.pop("generator", None)):
+            return super().generate(inputs, *args, **options)
+
+    def _prepare_special_tokens(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        if isinstance(generation_config.eos_token_id, list) and not generation_config.eos_token_id:
+            generation_config.eos_token_id = None  # in the copy that `generate` made
+        super()._prepare_special_tokens(generation_config, *args, **kwargs)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if (name := generation_config.cache_implementation) not in (None, "dynamic", "hybrid"):
+            raise LigerzooError(
+                "ligerzoo models have their own cache", where="cache_implementation", got=repr(name), expected="None"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self.model.new_cache()
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **inputs: Any
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        model = self.model.zoo_model
+        modalities = {name: inputs.pop(name) for name in model.modalities if inputs.get(name) is not None}
+        if expand_size > 1 and modalities:
+            if input_ids is None:
+                raise LigerzooError("needed with images", where="input_ids", got=None, expected="(B, T) token ids")
+            modalities = model.repeat_rows(modalities, expand_size, input_ids, inputs.get("attention_mask"))
+        input_ids, inputs = super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **inputs)
+        return input_ids, {**inputs, **modalities}
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Prepares the inputs of a step, see transformers' method."""
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            if not past_key_values.caches.is_valid_for(next_sequence_length or input_ids.shape[1]):
+                past_key_values.reset()  # longer sequences use other rotary frequencies: process all tokens again
+                next_sequence_length = None
+            elif not is_first_iteration:  # images are in the cache
+                kwargs = {name: value for name, value in kwargs.items() if name not in self.model.zoo_model.modalities}
+        prepared: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, past_key_values=past_key_values,
+            is_first_iteration=is_first_iteration, **kwargs,
+        )  # fmt: skip
+        return prepared
+
+
+@contextmanager
+def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
+    """Lets torch's default generator draw what `generator` would, and advances `generator` instead of it."""
+    if generator is None:
+        yield
+        return
+    device = generator.device
+    if device.type == "cuda":
+        default = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    else:
+        default = torch.default_generator
+    state = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(state)

@@ -1,0 +1,67 @@
+"""The language-model head as an `nn.Linear`, which PEFT, resizing and fused losses of others expect."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels import cross_entropy, linear_cross_entropy
+from ligerzoo.layers import LMHead
+
+
+class Head(nn.Linear):
+    """Linear layer over the vocabulary, without scale and soft cap; given a target, it returns the loss.
+
+    Args:
+        options: scale, soft cap and kernel options of the loss.
+        weight: (V, H), shared with the head that it replaces.
+    """
+
+    def __init__(self, options: HeadOptions, weight: nn.Parameter) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.options, self.weight = options, weight
+
+    def forward(self, hidden: Tensor, target: Tensor | None = None, num_items: int | Tensor | None = None) -> Tensor:
+        """Computes the product with the weight, or the loss if `target` is given.
+
+        Args:
+            hidden: hidden states, (..., H).
+            target: token ids that the hidden states should predict, (...), already shifted; -100 is ignored.
+            num_items: divisor of the summed loss. Default: the number of targets that are not -100.
+
+        Returns:
+            (..., V), before scale and soft cap as in transformers; with `target` the loss, 0-d fp32, of the logits
+            after them.
+        """
+        if target is None:
+            return super().forward(hidden)
+        o = self.options
+        return linear_cross_entropy(
+            hidden, self.weight, target, num_items=num_items, softcap=o.softcap, logit_scale=o.logit_scale,
+            logits_budget=o.logits_budget, backend=o.backend,
+        )  # fmt: skip
+
+
+class HeadOptions:
+    """What follows the product with the weight of the head: scale, soft cap, loss.
+
+    Args:
+        head: the head of a ligerzoo model.
+    """
+
+    def __init__(self, head: LMHead) -> None:
+        self.softcap, self.logit_scale = head.softcap, head.logit_scale
+        self.logits_budget, self.backend = head.logits_budget, head.backend
+
+    def logits(self, product: Tensor) -> Tensor:
+        """Returns the logits: the product of hidden states and weight (..., V), scaled and soft-capped."""
+        if self.logit_scale != 1.0:
+            product = product * self.logit_scale
+        return product if self.softcap is None else self.softcap * torch.tanh(product / self.softcap)
+
+    def loss(self, product: Tensor, target: Tensor, num_items: int | Tensor | None) -> Tensor:
+        """Returns the loss, 0-d fp32, of a product (..., V) that exists already; see `Head.forward`."""
+        return cross_entropy(
+            product, target, num_items=num_items, softcap=self.softcap, logit_scale=self.logit_scale,
+            backend=self.backend,
+        )  # fmt: skip

@@ -1,0 +1,42 @@
+"""Checks of the labels that a model is called with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.autograd import any_true, innermost
+from ligerzoo.kernels.checks import check_tensor
+from ligerzoo.kernels.dispatch import DEBUG
+
+
+def check_labels(
+    labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size, vocab_size: int, model_class: type
+) -> None:
+    """Raises for labels of another type, dtype or shape, or (on a CPU, or if LIGERZOO_DEBUG=1) outside the vocabulary.
+
+    Args:
+        labels: (B, T), not shifted, or None. The label of the first token is never read.
+        shift_labels: (B, T), already shifted, or None; takes precedence over `labels`.
+        shape: (B, T) of the tokens.
+        vocab_size: V.
+        model_class: the class that messages name.
+    """
+    name = model_class.__name__
+    for argument, target, first in (("labels", labels, 1), ("shift_labels", shift_labels, 0)):
+        if target is None:
+            continue
+        check_tensor(name, argument, target, "integer", [tuple(shape)])
+        is_read = argument == "shift_labels" or shift_labels is None
+        if is_read and (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
+            read = target[:, first:]
+            is_wrong = (read != -100) & ((read < 0) | (read >= vocab_size))
+            if any_true(is_wrong):
+                read, wrong = innermost(torch.stack([read, is_wrong.to(read.dtype)], -1)).unbind(-1)
+                *_, row, column = index = wrong.nonzero()[0].tolist()
+                raise LigerzooError(
+                    "label outside the vocabulary", where=f"{argument}[{row}, {first + column}]",
+                    got=int(read[tuple(index)]), expected=f"0 to {vocab_size - 1}, or -100 for an ignored token",
+                    remedy="Use the tokenizer of this model, and -100 for prompts and padding.",
+                )  # fmt: skip

@@ -1,0 +1,443 @@
+"""Base class of models over a decoder: inputs, caches, embeddings, activation checkpointing, loading and saving."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.autograd import any_true, innermost
+from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
+from ligerzoo.layers import Context, Decoder, KVCache
+from ligerzoo.models.config import require_config
+
+if TYPE_CHECKING:
+    from ligerzoo.hub import Origin, Saveable
+
+
+class LanguageModelConfig(Protocol):
+    """Config fields that every language model reads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def initializer_range(self) -> float: ...
+
+
+class LanguageModel(nn.Module):
+    """A decoder, to which subclasses add a head.
+
+    Args:
+        config: config of the architecture.
+        model: token ids to final hidden states.
+
+    Attributes:
+        generation_config: entries of generation_config.json: default token ids for `generate`.
+        origin: where the weights were loaded from, to save them with the same names; None for a new model.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ()
+    """Names of the inputs other than text: the keyword parameters of `embed`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # All classes, since one `embed` may pass its keyword arguments on to the next.
+        embeds = [vars(base)["embed"] for base in cls.__mro__ if "embed" in vars(base)]
+        parameters = [p for embed in embeds for p in list(inspect.signature(embed).parameters.values())[3:]]
+        cls.modalities = tuple(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Checks the config before a constructor reads it; copying and unpickling pass none."""
+        if args or "config" in options:
+            require_config(cls, args[0] if args else options["config"])
+        return super().__new__(cls)
+
+    def __init__(self, config: LanguageModelConfig, model: Decoder) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model
+        self.generation_config: dict[str, Any] = {}
+        self.origin: Origin | None = None
+
+    def init_weights(self, std: float | None = None) -> None:
+        """Initializes all weights again, such as those of a model built on meta after `to_empty` and `tie_weights`.
+
+        Calls `init_weights(std)` of every submodule that has this method. Other modules keep their weights.
+
+        Args:
+            std: standard deviation of the matrices. Default: `initializer_range` of the config.
+        """
+        std = self.config.initializer_range if std is None else std
+        for module in self.modules():
+            if module is not self and hasattr(module, "init_weights"):
+                module.init_weights(std)  # type: ignore[operator]
+
+    def run_decoder(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        **modalities: Any,
+    ) -> tuple[Tensor, Context]:
+        """Runs the decoder without a head. The arguments after `x` are those of `forward`.
+
+        Args:
+            x: (B, T) token ids, or (B, T, H) embeddings.
+
+        Returns:
+            Final hidden states (B, T, H), and the context, which holds what the layers stored and the cache.
+
+        Raises:
+            ValueError: the inputs have inconsistent shapes or values, or an output was asked for that no layer has.
+        """
+        self._refuse_unknown(modalities)
+        outputs = {
+            "hidden_states": output_hidden_states, "attentions": output_attentions,
+            "router_logits": output_router_logits,
+        }  # fmt: skip
+        for name, flag in outputs.items():
+            if not (flag is None or isinstance(flag, bool)):
+                raise LigerzooError("not a flag", where=f"output_{name}", got=flag, expected="True, False or None")
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
+        if (DEBUG or x.device.type == "cpu") and not (x.is_floating_point() or torch.compiler.is_compiling()):
+            self.check_inputs(x, context.call_padding_mask(), past_key_values, **modalities)
+        context.hidden_states = [] if output_hidden_states else None
+        context.attentions = [] if output_attentions else None
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", None)
+        if output_router_logits is False:
+            context.router_logits = None
+        hidden = self.model(self.embed(x, context, **modalities), context)
+        for name, flag in outputs.items():
+            if flag and not getattr(context, name):
+                raise LigerzooError(
+                    f"no layer of {type(self).__name__} has {name.replace('_', ' ')}", where=f"output_{name}", got=True,
+                    expected="False",
+                )  # fmt: skip
+        return hidden, context
+
+    def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
+        for name in modalities:
+            if name not in self.modalities:
+                nearest = difflib.get_close_matches(
+                    name, [*inspect.signature(self.forward).parameters, *self.modalities], n=1
+                )
+                raise LigerzooError(
+                    f"not an input of {type(self).__name__}", where=name,
+                    expected=", ".join(self.modalities) or "text inputs only, such as input_ids",
+                    remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
+                )  # fmt: skip
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        """Returns the input of the decoder: (B, T) token ids, or (B, T, H) embeddings.
+
+        Architectures with further inputs override it. Each input is a keyword parameter, which the method merges into
+        the embeddings or stores in the context.
+        """
+        return x
+
+    @property
+    def input_vocab_size(self) -> int:
+        """Number of token ids that have an embedding."""
+        return self.config.vocab_size
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        """Placeholder token ids, such as that of images, and the input that each of them needs."""
+        return {}
+
+    def check_inputs(
+        self,
+        input_ids: Tensor,
+        padding_mask: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        **modalities: Any,
+    ) -> None:
+        """Checks the values of the inputs, which on a GPU is a host sync.
+
+        `forward` calls it on a CPU or if LIGERZOO_DEBUG is 1, and `generate` for the prompts only.
+
+        Args:
+            input_ids: (B, T).
+            padding_mask: (B, T) bool, False for padding, which may be a placeholder token; None for no padding.
+            past_key_values: KV cache of earlier tokens. A single token after others may be a placeholder, since
+                generation may sample any token.
+            modalities: further inputs of the architecture; see its `embed`.
+
+        Raises:
+            LigerzooError: a token id has no embedding, or a placeholder lacks its input.
+        """
+        self._refuse_unknown(modalities)
+        is_sampled = input_ids.shape[1] == 1 and past_key_values is not None and past_key_values.length > 0
+        is_invalid = (input_ids < 0) | (input_ids >= self.input_vocab_size)
+        for token_id, name in self.placeholders.items():
+            is_placeholder = input_ids == token_id
+            if modalities.get(name) is not None:
+                is_invalid = is_invalid & ~is_placeholder
+            elif not is_sampled and any_true(is_placeholder if padding_mask is None else is_placeholder & padding_mask):
+                raise LigerzooError(
+                    f"placeholder tokens of images or videos without {name}", where="input_ids", got=token_id,
+                    expected=f"{name} as well", remedy="Get both from the model's processor.",
+                )  # fmt: skip
+        if any_true(is_invalid):
+            ids, selected = innermost(torch.stack([input_ids, is_invalid.to(input_ids.dtype)], -1)).unbind(-1)
+            raise LigerzooError(
+                "token ids outside the vocabulary", where="input_ids", got=ids[selected.bool()][:8].tolist(),
+                expected=f"0 to {self.input_vocab_size - 1}",
+                remedy="Use the tokenizer of this model, and pad with an id of its vocabulary.",
+            )  # fmt: skip
+
+    inputs_per_token: ClassVar[tuple[str, ...]] = ()
+    """Per-token model inputs, (B, T, ...); `generate` pads and slices them like `input_ids`."""
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrong.
+
+        The Trainer recognizes its own models only, by their class.
+        """
+        raise LigerzooError(
+            "a model without transformers' interface cannot be trained by its Trainer", where=type(self).__name__,
+            remedy="Give the Trainer ligerzoo.integrations.transformers.wrap(model).",
+        )  # fmt: skip
+
+    @property
+    def base_model(self) -> Decoder:
+        """The decoder; the name that transformers uses."""
+        return self.model
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the embedding of the token ids."""
+        return self.model.embed_tokens  # type: ignore[return-value]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the embedding. Ties the head to it, if the config ties them."""
+        self.model.embed_tokens = value
+        self.tie_weights()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Returns the language-model head; None if the model has none."""
+        return None
+
+    def tie_weights(self) -> None:
+        """Shares the weights that the config ties: none without a language-model head."""
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
+    ) -> nn.Embedding:
+        """Changes the number of rows of the embedding and of the language-model head, and `config.vocab_size`.
+
+        Parameters stay the same objects, and tied ones stay tied. Make optimizers afterwards, since the moments of the
+        old shapes no longer fit.
+
+        Args:
+            new_num_tokens: number of tokens. New rows, at the end, are the mean of the old ones, so that a new token is
+                neither likely nor unlikely (Hewitt 2021; transformers adds noise of a billionth of the covariance). A
+                smaller number removes rows at the end. None for the current number.
+            pad_to_multiple_of: round the number up to a multiple of this; None for no rounding.
+
+        Returns:
+            The embedding.
+
+        Raises:
+            LigerzooError: a number is not a positive integer; a placeholder token of images or videos would lose its
+                row; rows of image tokens follow those of the vocabulary (Llama 3.2 Vision); or the weights are sharded.
+        """
+        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise LigerzooError("not a number of tokens", where=name, got=number, expected="an integer, 1 or more")
+        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
+        weights = [cast(nn.Parameter, module.weight) for module in (embedding, head) if module is not None]
+        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        if size == self.config.vocab_size:
+            return embedding
+        if self.input_vocab_size != self.config.vocab_size:
+            raise LigerzooError(
+                f"rows of image tokens follow the vocabulary of {type(self).__name__}", where="new_num_tokens",
+                got=size, expected=f"{self.config.vocab_size}, the current vocabulary",
+            )  # fmt: skip
+        if size <= (last := max(self.placeholders, default=-1)):
+            raise LigerzooError(
+                "fewer rows than the placeholder token ids of images and videos need", where="new_num_tokens",
+                got=size, expected=f"at least {last + 1}",
+            )  # fmt: skip
+        if any(hasattr(weight, "device_mesh") for weight in weights):
+            raise LigerzooError(
+                "the weights are sharded", where="resize_token_embeddings", remedy="Resize before sharding."
+            )
+        for weight in dict.fromkeys(weights):  # a tied weight once
+            _resize_rows(weight, size)
+        embedding.num_embeddings = size
+        self.config = dataclasses.replace(self.config, vocab_size=size)  # type: ignore[type-var]
+        return embedding
+
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        """Returns an empty KV cache for `past_key_values`; see `ligerzoo.layers.Decoder.new_cache`."""
+        return self.model.new_cache(capacity)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return next(self.parameters()).dtype
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Enables activation checkpointing: saves only the inputs of blocks and recomputes the blocks in backward.
+
+        Args:
+            gradient_checkpointing_kwargs: {"use_reentrant": False}, as Hugging Face's Trainer passes it, or None.
+
+        Raises:
+            ValueError: `gradient_checkpointing_kwargs` has another value.
+        """
+        if dict(gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
+            raise ValueError(
+                f"gradient_checkpointing_kwargs: got {gradient_checkpointing_kwargs}; "
+                "expected {'use_reentrant': False} or None"
+            )
+        self._set_gradient_checkpointing(True)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Disables activation checkpointing."""
+        self._set_gradient_checkpointing(False)
+
+    def _set_gradient_checkpointing(self, enabled: bool) -> None:
+        for module in self.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = enabled  # type: ignore[assignment]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        strict: bool = True,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """Loads a checkpoint in Hugging Face format, see `ligerzoo.hub.load`.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name").
+            dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
+            device: device of the weights. Defaults to torch's default device.
+            strict: False allows missing and unexpected tensors, to load a checkpoint into an extended class.
+            revision: branch, tag or commit on the hub.
+            token: access token for private and gated repositories.
+            cache_dir: directory of the downloaded files.
+            local_files_only: use cached files only, without network access.
+            overrides: values of config fields, which take precedence over config.json.
+        """
+        from ligerzoo import hub
+
+        return hub.load(
+            name_or_path, cls, dtype=dtype, device=device, strict=strict, revision=revision, token=token,
+            cache_dir=cache_dir, local_files_only=local_files_only, **overrides,
+        )  # fmt: skip
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        is_main_process: bool | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_function: object = None,
+        *,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Saves the model to `directory` in Hugging Face format; see `ligerzoo.hub.save`.
+
+        Args:
+            directory: created if it does not exist.
+            is_main_process: whether this process writes; default: yes, or the lowest rank if weights are DTensors.
+            state_dict: weights to save instead of the model's, by the names of `state_dict()`.
+            save_function: unused; scripts for accelerate pass `accelerator.save`. Files are always written atomically.
+            max_shard_size: maximum bytes of tensors per file, as a number or a string such as "5GB".
+        """
+        from ligerzoo import hub
+
+        hub.save(self, directory, max_shard_size=max_shard_size, state_dict=state_dict, is_main_process=is_main_process)
+
+    def hf_state_dict(self) -> dict[str, Tensor]:
+        """Returns the weights under the names and in the shapes of checkpoints; see `ligerzoo.hub.hf_state_dict`."""
+        from ligerzoo import hub
+
+        return hub.hf_state_dict(self)
+
+    def load_hf_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies weights named as in checkpoints into the parameters; see `ligerzoo.hub.load_hf_state_dict`."""
+        from ligerzoo import hub
+
+        hub.load_hf_state_dict(self, state)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload model",
+        processor: Saveable | None = None,
+    ) -> str:
+        """Uploads the model, and a processor or tokenizer, to the Hugging Face hub; see `ligerzoo.hub.push`.
+
+        Returns:
+            The URL of the commit.
+        """
+        from ligerzoo import hub
+
+        return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor)
+
+
+def _resize_rows(weight: nn.Parameter, rows: int) -> None:
+    """Removes rows at the end of `weight`, (V, H), or adds rows that are the mean of the old ones."""
+    old = weight.detach()
+    mean = old.mean(0, keepdim=True, dtype=accumulation_dtype(old.dtype)).to(old.dtype)
+    weight.data = torch.cat([old[:rows], mean.expand(max(rows - len(old), 0), -1)])
+    weight.grad = None
+
+
+def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Returns the one that was given.
+
+    Raises:
+        ValueError: both were given, or none.
+        TypeError: `input_ids` is not a tensor of integers.
+    """
+    x = input_ids if inputs_embeds is None else inputs_embeds
+    if x is None or (input_ids is not None and inputs_embeds is not None):
+        raise ValueError(
+            f"expected exactly one of input_ids and inputs_embeds; got {'neither' if x is None else 'both'}"
+        )
+    if input_ids is not None and not (isinstance(input_ids, Tensor) and not input_ids.is_floating_point()):
+        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise TypeError(f"input_ids: got {got}; expected a (B, T) tensor of integers")
+    return x

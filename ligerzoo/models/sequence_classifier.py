@@ -1,0 +1,207 @@
+"""Sequence classification, regression and reward models: a decoder and a linear layer on the last token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.layers import Decoder, KVCache, Linear
+from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
+from ligerzoo.models.output import SequenceClassifierOutput, layer_outputs
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+"""What a sequence classifier predicts; see `Labels`."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a classifier predicts.
+
+    Attributes:
+        names: the name of each label, in the order of the logits.
+        problem_type: "regression" (mean squared error), "single_label_classification" (cross entropy) or
+            "multi_label_classification" (binary cross entropy). None, as in transformers: regression for one label,
+            else single-label classification if the labels are integers, else multi-label classification.
+
+    Raises:
+        ConfigError: there are no names, the problem type is unknown, or a single-label classifier has one label.
+    """
+
+    names: Sequence[str] = ("LABEL_0", "LABEL_1")
+    problem_type: ProblemType | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(isinstance(name, str) for name in self.names):
+            raise ConfigError("invalid names of labels", where="id2label", got=self.names, expected="one name or more")
+        if self.problem_type is not None and self.problem_type not in get_args(ProblemType):
+            raise ConfigError(
+                "unknown", where="problem_type", got=repr(self.problem_type),
+                expected=" or ".join(map(repr, get_args(ProblemType))),
+            )  # fmt: skip
+        if self.problem_type == "single_label_classification" and len(self.names) == 1:
+            raise ConfigError(
+                "a single label leaves nothing to choose", where="problem_type", got=repr(self.problem_type),
+                expected="two labels or more", remedy='A reward model has problem_type="regression" or none.',
+            )  # fmt: skip
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The name of each label by its index."""
+        return dict(enumerate(self.names))
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """The index of each label by its name."""
+        return {name: index for index, name in enumerate(self.names)}
+
+
+class SequenceClassifier(LanguageModel):
+    """A decoder of any architecture, and a linear layer without bias on the last token that is not padding.
+
+    With one label it is a regression or reward model. Reads and writes transformers' checkpoints, such as those of
+    `LlamaForSequenceClassification`. As there, the load-balancing loss of mixtures is not part of the loss.
+
+    Args:
+        config: config of the architecture. Its `pad_token_id` marks padding.
+        model: token ids to final hidden states.
+        labels: what the model predicts.
+
+    Attributes:
+        score: final hidden states to logits.
+    """
+
+    def __init__(self, config: LanguageModelConfig, model: Decoder, labels: Labels) -> None:
+        super().__init__(config, model)
+        self._labels = labels
+        weight = model.embed_tokens.weight
+        assert isinstance(weight, Tensor)
+        self.score = Linear(weight.shape[1], len(labels.names), bias=False, device=weight.device, dtype=weight.dtype)
+        if config.initializer_range != INIT_STD:
+            self.score.init_weights(config.initializer_range)
+
+    @property
+    def labels(self) -> Labels:
+        """What the model predicts. Set it with the arguments of `from_pretrained`."""
+        return self._labels
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels."""
+        return len(self.labels.names)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """Computes one row of logits per sequence, and the loss if labels are given.
+
+        The last token of a sequence is the last one that is not `config.pad_token_id`, as in transformers, whatever the
+        mask. With `inputs_embeds`, or without `pad_token_id`, it is the last one that the padding mask does not hide.
+
+        Args:
+            input_ids: (B, T) token ids.
+            attention_mask: (B, S) padding mask or (B, 1, T, S) attention mask; see `CausalLM.forward`.
+            position_ids: (B or 1, T); see `CausalLM.forward`. Segments that it marks are not separate sequences; use
+                `cu_seqlens`.
+            inputs_embeds: (B, T, H) embeddings, instead of `input_ids`.
+            labels: for classification, (B,) label indices, -100 is ignored; for regression (B,) or (B, N) numbers; for
+                multi-label classification (B, N) numbers from 0 to 1, with N labels. See `Labels.problem_type`.
+            past_key_values: KV cache of earlier tokens; extended in place.
+            use_cache: create a cache if none was passed.
+            cu_seqlens: (n + 1,) int, boundaries of n sequences packed into a single row; B is then n in the results.
+            output_hidden_states: see `CausalLM.forward`.
+            output_attentions: see `CausalLM.forward`.
+
+        Raises:
+            LigerzooError: the end of a sequence in a batch is unknown, since there is neither a `pad_token_id` nor a
+                padding mask; or the labels have the wrong shape.
+            ValueError: the inputs have inconsistent shapes or values, or are missing.
+        """
+        x = tokens_or_embeddings(input_ids, inputs_embeds)
+        last = self._last_tokens(x, attention_mask) if cu_seqlens is None else cu_seqlens.to(x.device).long()[1:] - 1
+        hidden, context = self.run_decoder(
+            x, attention_mask, position_ids, past_key_values=past_key_values, use_cache=use_cache,
+            cu_seqlens=cu_seqlens, output_hidden_states=output_hidden_states, output_attentions=output_attentions,
+            output_router_logits=False,
+        )  # fmt: skip
+        rows = torch.arange(len(x), device=x.device)
+        logits = self.score(hidden[rows, last])
+        loss = None if labels is None else classification_loss(logits, labels, self.labels.problem_type)
+        stored = layer_outputs(context)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, past_key_values=context.cache, hidden_states=stored["hidden_states"],
+            attentions=stored["attentions"],
+        )  # fmt: skip
+
+    def _last_tokens(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Returns the index of the last token that is not padding, (B,) int64; 0 if all are."""
+        padding = getattr(self.config, "pad_token_id", None)
+        rows, tokens = x.shape[:2]
+        if padding is not None and not x.is_floating_point():
+            is_token = x != padding
+        elif attention_mask is not None and attention_mask.ndim == 2:
+            is_token = attention_mask[:, -tokens:].to(x.device, torch.bool).expand(rows, -1)
+        elif rows == 1 or x.is_floating_point():
+            return torch.full((rows,), tokens - 1, device=x.device)
+        else:
+            raise LigerzooError(
+                f"{rows} sequences whose last token is unknown", where="input_ids",
+                expected="a batch of one sequence, an attention_mask, or pad_token_id in the config",
+                remedy="Load with from_pretrained(..., pad_token_id=<the tokenizer's>).",
+            )  # fmt: skip
+        index: Tensor = torch.arange(tokens, device=x.device) * is_token
+        return index.argmax(-1)
+
+
+def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemType | None = None) -> Tensor:
+    """Computes the mean loss of transformers' sequence classifiers in fp32.
+
+    Args:
+        logits: (B, N).
+        labels: see `SequenceClassifier.forward`.
+        problem_type: see `Labels`.
+
+    Returns:
+        0-d fp32.
+
+    Raises:
+        LigerzooError: the labels have the wrong shape or dtype.
+    """
+    rows, num_labels = logits.shape
+    labels, logits = labels.to(logits.device), logits.float()
+    if problem_type is None:
+        if num_labels == 1:
+            problem_type = "regression"
+        else:
+            is_index = not labels.is_floating_point() and labels.dtype != torch.bool
+            problem_type = "single_label_classification" if is_index else "multi_label_classification"
+    is_single = problem_type == "single_label_classification"
+    if labels.numel() != (rows if is_single else logits.numel()) or (is_single and labels.is_floating_point()):
+        raise LigerzooError(
+            f"labels do not fit {problem_type} with {num_labels} labels", where="labels",
+            got=f"{tuple(labels.shape)} {labels.dtype}",
+            expected=f"({rows},) label indices" if is_single else f"{tuple(logits.shape)} numbers",
+        )  # fmt: skip
+    if is_single:
+        return F.cross_entropy(logits, labels.view(-1).long())
+    labels = labels.view_as(logits).float()
+    if problem_type == "regression":
+        return F.mse_loss(logits, labels)
+    return F.binary_cross_entropy_with_logits(logits, labels)

@@ -1,0 +1,98 @@
+"""Batches of token ids: padding, and conversion to tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from ligerzoo.errors import TokenizerError
+from ligerzoo.text.tokenizer_files import PaddingSide
+
+Columns = dict[str, list[list[Any]]]
+"""Values per token, by input name: one list per row."""
+
+_FILL: dict[str, Any] = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "offset_mapping": (0, 0)}
+"""Values at padding positions. That of `input_ids` is the padding token; other inputs are not padded."""
+
+
+class BatchEncoding(dict[str, Any]):
+    """Model inputs by name, also available as attributes: `inputs.input_ids`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves all tensors to a device, in place, and returns the inputs."""
+        self.update({name: value.to(device) for name, value in self.items() if isinstance(value, torch.Tensor)})
+        return self
+
+
+def padded_length(
+    padding: bool | str, lengths: Sequence[int], max_length: int | None, pad_to_multiple_of: int | None
+) -> int | None:
+    """Returns the length to pad rows to; None for no padding.
+
+    Args:
+        padding: True or "longest", "max_length", or False or "do_not_pad".
+        lengths: numbers of tokens of the rows.
+        max_length: the length for "max_length"; None is an error there.
+        pad_to_multiple_of: rounds the length up to a multiple of this.
+
+    Raises:
+        TokenizerError: an argument has an unsupported value.
+    """
+    if padding is False or padding == "do_not_pad":
+        return None
+    if padding is True or padding == "longest":
+        length = max(lengths, default=0)
+    elif padding != "max_length":
+        expected = 'True, "longest", "max_length", False or "do_not_pad"'
+        raise TokenizerError("unsupported value", where="padding", got=repr(padding), expected=expected)
+    elif max_length is None:
+        raise TokenizerError('padding="max_length" without a length', where="max_length", remedy="Pass max_length.")
+    else:
+        length = max_length
+    return length if pad_to_multiple_of is None else math.ceil(length / pad_to_multiple_of) * pad_to_multiple_of
+
+
+def pad_columns(columns: Columns, length: int, padding_id: int, side: PaddingSide) -> Columns:
+    """Pads rows to a length. Longer rows, and inputs that are not values per token, are unchanged."""
+    fill = {"input_ids": padding_id, **_FILL}
+    return {
+        name: [_padded(row, length, fill[name], side) for row in rows] if name in fill else rows
+        for name, rows in columns.items()
+    }
+
+
+def as_tensors(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Converts rows to int64 tensors, (B, T).
+
+    Raises:
+        TokenizerError: the rows of an input have different lengths, or are not numbers.
+    """
+    return {name: _as_tensor(name, rows) for name, rows in columns.items()}
+
+
+def _padded(row: list[Any], length: int, value: Any, side: PaddingSide) -> list[Any]:
+    padding = [value] * (length - len(row))
+    return padding + row if side == "left" else row + padding
+
+
+def _as_tensor(name: str, rows: Any) -> torch.Tensor:
+    try:
+        tensor = torch.tensor(rows)
+    except (TypeError, ValueError) as error:
+        lengths = sorted({len(row) for row in rows if isinstance(row, Sequence)})
+        raise TokenizerError(
+            "cannot be converted to a tensor", where=name, got=f"rows of {lengths} elements" if lengths else error,
+            expected="rows of equal length", remedy="Pass padding=True, and truncation=True if rows are too long.",
+        ) from error  # fmt: skip
+    if tensor.numel() == 0:  # torch cannot know the other dimensions
+        tensor = tensor.view(len(rows), 0) if not name.startswith("offset") else tensor.view(len(rows), 0, 2)
+    return tensor if tensor.is_floating_point() else tensor.to(torch.int64)

@@ -1,0 +1,238 @@
+"""The entries of a tokenizer's files in a checkpoint, and the files with changed tokens.
+
+tokenizer.json holds the rules and the vocabulary. tokenizer_config.json names special tokens and may list tokens that
+tokenizer.json lacks. In older checkpoints special_tokens_map.json names the special tokens.
+"""
+
+import json
+import os
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers import AddedToken
+
+from ligerzoo.errors import TokenizerError
+from ligerzoo.text.chat_template import ChatTemplate
+from ligerzoo.text.tokenizer_limits import Limits
+
+PaddingSide = Literal["left", "right"]
+
+FILE_PATTERNS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+"""The files of a tokenizer, as glob patterns inside a checkpoint directory. Only the first is required."""
+
+_MAX_VOCABULARY_BYTES = 2**27  # of tokenizer.json; Gemma 3's, one of the largest, has a quarter of this
+_MAX_FILE_BYTES = 2**24  # of every other file
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ID = re.compile(r"[0-9]{1,10}")
+_LEFT_PADDING_CLASSES = ("LlamaTokenizer", "GemmaTokenizer")  # if tokenizer_config.json has no padding_side
+
+
+def read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
+    """Returns the content of a JSON file; {} if it does not exist."""
+    where, remedy = f"{where}/{name}", "Download the file again, or run `git lfs pull` in a git clone."
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError("not valid JSON", where=where, got=error, remedy=remedy) from error
+    if not isinstance(value, dict):
+        raise TokenizerError("not a JSON object", where=where, got=type(value).__name__)
+    return value
+
+
+def load_backend(files: Mapping[str, bytes], where: str) -> tuple[tokenizers.Tokenizer, Limits]:
+    """Returns the tokenizer of the tokenizers library, without padding and truncation, and its limits."""
+    if "tokenizer.json" not in files:
+        raise TokenizerError(
+            "there is no tokenizer.json",
+            where=where,
+            remedy="Other tokenizer formats are not supported. transformers converts them: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
+        )
+    content = read_json(files, "tokenizer.json", where)
+    where = f"{where}/tokenizer.json"
+    with reporting("cannot load the tokenizer", where):
+        limits = Limits.of(content, where)
+        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+    for token in content.get("added_tokens") or []:
+        if (got := backend.token_to_id(token["content"])) != token["id"]:
+            raise TokenizerError(
+                f"the added token {token['content']!r} cannot have this id",
+                where=where,
+                got=token["id"],
+                expected=f"{got}, its id in the vocabulary or the next free id",
+            )
+    backend.no_truncation()
+    backend.no_padding()
+    return backend, limits
+
+
+def find_chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any], source: str) -> dict[str, ChatTemplate]:
+    """Returns the templates in .jinja files or, if there are no such files, those in tokenizer_config.json."""
+    from_files = {}
+    for name, content in files.items():
+        if name.endswith(".jinja"):
+            key = "default" if name == "chat_template.jinja" else Path(name).stem
+            where = f"{source}/{name}"
+            try:
+                from_files[key] = ChatTemplate(content.decode(), where)
+            except UnicodeDecodeError as error:
+                raise TokenizerError("not valid UTF-8", where=where, got=error) from error
+    if from_files:
+        return from_files
+
+    value = config.get("chat_template") or []
+    entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    from_config = {}
+    where = f"{source}/tokenizer_config.json: chat_template"
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                from_config[name] = ChatTemplate(source, f"{where} {name!r}")
+            case _:
+                expected = "a string, or a list of objects with name and template"
+                raise TokenizerError("malformed", where=where, got=reprlib.repr(entry), expected=expected)
+    return from_config
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    """Returns the contents of the files in a directory that `FILE_PATTERNS` match, by relative path."""
+    files = {}
+    for pattern in FILE_PATTERNS:
+        limit = _MAX_VOCABULARY_BYTES if pattern == "tokenizer.json" else _MAX_FILE_BYTES
+        paths = sorted(directory.glob(pattern)) if "*" in pattern else [directory / pattern]
+        for path in filter(os.path.lexists, paths):
+            if not path.is_file():  # a broken link or a pipe is a damaged checkpoint, not an absent file
+                raise TokenizerError("is not a readable file", where=path, remedy="Download the checkpoint again.")
+            with path.open("rb") as file:
+                content = file.read(limit + 1)
+            if len(content) > limit:
+                raise TokenizerError("the file is too large", where=path, expected=f"at most {limit} bytes")
+            files[path.relative_to(directory).as_posix()] = content
+    return files
+
+
+def named_tokens(config: Mapping[str, Any], where: str) -> dict[str, AddedToken]:
+    """Returns the tokens of entries such as "bos_token", each a string or an object. Skips null and ""."""
+    named = {
+        name: value
+        for name, value in config.items()
+        if value and (name in NAMED_TOKENS or (name.endswith("_token") and isinstance(value, (str, dict))))
+    }
+    if isinstance(config.get("extra_special_tokens"), dict):
+        named |= config["extra_special_tokens"]
+    return {name: _token(value, f"{where}: {name}") for name, value in named.items()}
+
+
+def extra_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
+    """Returns the unnamed special tokens, which are under the newer or the older key."""
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        if isinstance(config.get(key), list):
+            return [_token(value, f"{where}: {key}") for value in config[key]]
+    return []
+
+
+def listed_tokens(config: Mapping[str, Any], where: str) -> list[AddedToken]:
+    """Returns the tokens of "added_tokens_decoder" in ascending order of their ids."""
+    where = f"{where}: added_tokens_decoder"
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(_ID.fullmatch(token_id) for token_id in listed):
+        raise TokenizerError("malformed", where=where, expected="an object that maps ids to tokens")
+    return [_token(listed[token_id], where) for token_id in sorted(listed, key=int)]
+
+
+def _token(value: Any, where: str) -> AddedToken:
+    """Returns a token from a string (a special token) or from an object with its content and flags."""
+    with reporting("not a token", where, value):
+        if isinstance(value, str):
+            return AddedToken(value, special=True)
+        content, flags = value["content"], {flag: value[flag] for flag in _TOKEN_FLAGS if flag in value}
+        if isinstance(content, str):
+            return AddedToken(content, **flags)
+    raise TokenizerError("not a token", where=where, got=reprlib.repr(value), expected="a string or an object")
+
+
+def padding_side(config: Mapping[str, Any], where: str) -> PaddingSide:
+    """Returns the padding side of tokenizer_config.json, or else that of its class in transformers."""
+    tokenizer_class = str(config.get("tokenizer_class")).removesuffix("Fast")
+    default = "left" if tokenizer_class in _LEFT_PADDING_CLASSES else "right"
+    return checked_side(config.get("padding_side", default), f"{where}/tokenizer_config.json: padding_side")
+
+
+def checked_side(side: object, where: str) -> PaddingSide:
+    """Returns the side, or raises TokenizerError if it is neither "left" nor "right"."""
+    if side == "left" or side == "right":
+        return side
+    raise TokenizerError("unsupported value", where=where, got=repr(side), expected='"left" or "right"')
+
+
+def with_tokens(
+    files: Mapping[str, bytes], where: str, added: Mapping[int, AddedToken], named: Mapping[str, str], extra: list[str]
+) -> dict[str, bytes]:
+    """Returns the files with other added and special tokens.
+
+    Args:
+        files: contents by relative path.
+        where: the directory or hub id of the files, for error messages.
+        added: all added tokens, by id.
+        named: the special tokens that have a name, such as "eos_token".
+        extra: the special tokens without a name.
+    """
+    content, config = read_json(files, "tokenizer.json", where), read_json(files, "tokenizer_config.json", where)
+    content["added_tokens"] = [{"id": token_id, **_entry(token)} for token_id, token in added.items()]
+    if "added_tokens_decoder" in config:
+        config["added_tokens_decoder"] = {str(token_id): _entry(token) for token_id, token in added.items()}
+    changed = {"tokenizer.json": content, "tokenizer_config.json": config}
+    if "special_tokens_map.json" in files:
+        changed["special_tokens_map.json"] = read_json(files, "special_tokens_map.json", where)
+    for name, entries in changed.items():
+        if name != "tokenizer.json":
+            _set_special_tokens(entries, named, extra)
+    encoded = {name: json.dumps(entries, indent=2, ensure_ascii=False).encode() for name, entries in changed.items()}
+    return {**files, **encoded}
+
+
+def _set_special_tokens(entries: dict[str, Any], named: Mapping[str, str], extra: list[str]) -> None:
+    """Sets the entries that name special tokens. An entry with the same token keeps its spelling."""
+    others = entries.get("extra_special_tokens")
+    others = others if isinstance(others, dict) else {}
+    for name, token in named.items():
+        entry = entries.get(name, others.get(name))
+        if (entry["content"] if isinstance(entry, dict) else entry) != token:
+            entries[name] = token
+    for name in NAMED_TOKENS:
+        if name not in named:
+            entries.pop(name, None)
+    newer = isinstance(entries.get("extra_special_tokens"), list)
+    key = "extra_special_tokens" if newer else "additional_special_tokens"
+    if extra or key in entries:
+        entries[key] = extra
+
+
+def _entry(token: AddedToken) -> dict[str, Any]:
+    return {"content": token.content, **{flag: getattr(token, flag) for flag in _TOKEN_FLAGS}}
+
+
+@contextmanager
+def reporting(what: str, where: str, value: object = None) -> Iterator[None]:
+    """Converts what the tokenizers library raises to TokenizerError. Its panics are not subclasses of `Exception`."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        got = None if value is None else reprlib.repr(value)
+        raise TokenizerError(f"{what}: {error}", where=where, got=got) from error

@@ -1,0 +1,201 @@
+"""Captured decode steps choose the tokens of eager ones. On a CPU, a stand-in for the graph runs the step eagerly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.generate import DecodeStep, captured, decode_loop
+from ligerzoo.generate.captured import DecodeGraph, can_capture, release_decode_graphs
+from ligerzoo.models import (
+    Gemma2,
+    Gemma2Config,
+    Gemma3Text,
+    Gemma3TextConfig,
+    Llama,
+    LlamaConfig,
+    Mistral,
+    MistralConfig,
+    Mixtral,
+    MixtralConfig,
+    Qwen3Moe,
+    Qwen3MoeConfig,
+)
+from tests.covering import covering
+from tests.generate.models import NO_END, TINY, VOCAB
+
+SIZES: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
+MOE: dict[str, Any] = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BUILD: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: Llama(LlamaConfig(**SIZES)),
+    "mistral": lambda: Mistral(MistralConfig(**SIZES, sliding_window=7)),
+    "gemma2": lambda: Gemma2(Gemma2Config(**SIZES, sliding_window=7)),
+    "gemma3_text": lambda: Gemma3Text(Gemma3TextConfig(**SIZES, sliding_window=7)),
+    "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
+    "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
+}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}
+
+
+def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    """On a CPU in fp64: there, a static cache takes another way through attention, which rounds differently."""
+    torch.manual_seed(0)
+    model = BUILD[name]()
+    model.init_weights(0.2)
+    return model.to(device, torch.float64 if device == "cpu" else dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small capacities, so that caches grow, and on a CPU a step that is never captured."""
+    monkeypatch.setattr(captured, "_MIN_CAPACITY", 16)
+    if device == "cpu":
+
+        def step(self: DecodeGraph, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+            self._tokens.copy_(tokens)
+            return self._forward(model)
+
+        monkeypatch.setattr(DecodeGraph, "step", step)
+        monkeypatch.setattr(captured, "_memory_for_idle_caches", lambda device: 2**20)
+        monkeypatch.setattr(decode_loop, "CapturedStep", DecodeStep)
+
+
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tensor]:
+    """Generates eagerly, or captured, with the same seed."""
+
+    def run(model: Any, *inputs: Tensor | None, capture: bool, **options: Any) -> Tensor:
+        monkeypatch.setattr(decode_loop, "can_capture", lambda model: capture)
+        torch.manual_seed(5)
+        options = {"max_new_tokens": 40, "eos_token_id": NO_END, "pad_token_id": 0} | options
+        result: Tensor = model.generate(*inputs, **options)
+        return result
+
+    return run
+
+
+def prompts(rows: int, length: int, device: str, *, padded: bool) -> tuple[Tensor, Tensor | None]:
+    ids = torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(2)).to(device)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row % min(3, length)] = 0
+    return ids, mask if padded else None
+
+
+CASES: dict[str, list[Any]] = {
+    "name": list(BUILD),
+    "options": [{}, SAMPLED, {"repetition_penalty": 1.3, "eos_token_id": 7}],
+    "padded": [False, True],
+    "shape": [(1, 5), (3, 4), (3, 40)],
+    "dtype": [torch.float32, torch.bfloat16],
+}
+
+
+@pytest.mark.parametrize("case", covering(CASES), ids=str)
+def test_captured_tokens_are_the_eager_ones(case: dict[str, Any], generate: Callable[..., Tensor], device: str) -> None:
+    model = build(case["name"], device, case["dtype"])
+    inputs = prompts(*case["shape"], device, padded=case["padded"])
+    expected = generate(model, *inputs, capture=False, **case["options"])
+    for _ in range(2):  # the second call finds the graph of the first
+        assert torch.equal(generate(model, *inputs, capture=True, **case["options"]), expected)
+
+
+def test_weights_may_change_in_place_and_be_replaced(generate: Callable[..., Tensor], device: str) -> None:
+    model = build("llama", device)
+    inputs = prompts(2, 5, device, padded=False)
+    results = [generate(model, *inputs, capture=True)]
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.neg_()
+    results.append(generate(model, *inputs, capture=True))
+    assert torch.equal(results[-1], generate(model, *inputs, capture=False))
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(-model.model.layers[1].mlp.up_proj.weight)
+    results.append(generate(model, *inputs, capture=True))
+    assert torch.equal(results[-1], generate(model, *inputs, capture=False))
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[1], results[2])
+
+
+def test_a_generator_advances_as_in_eager_generation(generate: Callable[..., Tensor], device: str) -> None:
+    model = build("llama", device)
+    inputs = prompts(2, 5, device, padded=False)
+
+    def two_calls(capture: bool) -> list[Tensor]:
+        generator = torch.Generator(device).manual_seed(3)
+        return [generate(model, *inputs, capture=capture, generator=generator, **SAMPLED) for _ in range(2)]
+
+    assert all(torch.equal(*pair) for pair in zip(two_calls(True), two_calls(False), strict=True))
+
+
+class Interrupting:
+    """A streamer that raises at the tenth token."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def put(self, token_ids: Tensor) -> None:
+        self.count += 1
+        if self.count == 10:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_model_stays_usable_after_an_interrupt(generate: Callable[..., Tensor], device: str) -> None:
+    model = build("llama", device)
+    inputs = prompts(2, 5, device, padded=True)
+    expected = generate(model, *inputs, capture=True)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, *inputs, capture=True, streamer=Interrupting())
+    assert torch.equal(generate(model, *inputs, capture=True), expected)
+
+
+def test_idle_graphs_are_bounded_and_released(generate: Callable[..., Tensor], device: str) -> None:
+    model = build("llama", device)
+    for rows in range(1, 20):
+        generate(model, *prompts(rows, 3, device, padded=False), capture=True, max_new_tokens=4)
+    assert 0 < len(captured._GRAPHS[model]._idle) <= captured._MAX_GRAPHS
+    release_decode_graphs(model)
+    assert model not in captured._GRAPHS
+    generate(model, *prompts(2, 3, device, padded=False), capture=True, max_new_tokens=4)
+
+
+def test_what_can_be_captured(device: str) -> None:
+    model = build("llama", device)
+    on_gpu = device != "cpu"
+    assert can_capture(model) == on_gpu
+    model.compile()
+    assert can_capture(model) == on_gpu  # `generate` runs uncompiled
+    if on_gpu:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert not can_capture(model)
+    hook = model.model.layers[0].register_forward_hook(lambda *arguments: None)
+    assert not can_capture(model)
+    hook.remove()
+    assert can_capture(model) == on_gpu
+
+    class Other(nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj = Other(48, 80, bias=False, device=device)
+    assert not can_capture(model)
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_calls() -> None:
+    model = build("llama", "cuda")
+    generator = torch.Generator().manual_seed(0)
+
+    def call() -> None:
+        rows, length, new = (int(torch.randint(1, high, (), generator=generator)) for high in (9, 50, 40))
+        model.generate(*prompts(rows, length, "cuda", padded=False), max_new_tokens=new, eos_token_id=NO_END)
+
+    for _ in range(60):
+        call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    for _ in range(60):
+        call()
+    assert torch.cuda.memory_reserved() <= 1.2 * before

@@ -1,0 +1,99 @@
+"""Error messages about arguments of the public functions: what is wrong, where, what was given and expected."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo import kernels
+
+X, W = torch.randn(4, 6), torch.randn(6)
+HIDDEN, HEAD, TARGET = torch.randn(4, 6), torch.randn(9, 6), torch.randint(9, (4,))
+Q, ANGLES = torch.randn(2, 3, 2, 4), torch.randn(1, 3, 2)
+LOGITS = torch.randn(4, 9)
+
+ARGUMENTS: dict[str, dict[str, Tensor]] = {
+    "activation_linear": {"x": X, "weight": HEAD, "bias": torch.randn(9)},
+    "add_rms_norm": {"x": X, "residual": X, "weight": W},
+    "cross_entropy": {"logits": LOGITS, "target": TARGET, "class_weight": torch.ones(9), "token_weight": torch.ones(4)},
+    "experts_mlp": {
+        "x": X, "expert_ids": torch.zeros(4, 2).long(), "expert_weights": torch.ones(4, 2),
+        "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2),
+    },
+    "geglu": {"gate": X, "up": X},
+    "glu": {"gate": X, "up": X},
+    "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
+    "jsd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
+    "kl_div": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
+    "layer_norm": {"x": X, "weight": W, "bias": W},
+    "linear_cross_entropy": {
+        "hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9), "class_weight": torch.ones(9),
+        "token_weight": torch.ones(4),
+    },
+    **{
+        f"linear_{divergence}": {
+            "student_hidden": HIDDEN, "student_weight": HEAD, "teacher_hidden": HIDDEN, "teacher_weight": HEAD,
+            "target": TARGET, "student_bias": torch.randn(9), "teacher_bias": torch.randn(9),
+        }
+        for divergence in ("jsd", "kl_div", "tvd")
+    },
+    "rms_norm": {"x": X, "weight": W},
+    "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
+    "softmax": {"x": X},
+    "swiglu": {"gate": X, "up": X},
+    "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
+    "token_statistics": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
+    "tvd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
+}  # fmt: skip
+INTEGERS = ("target", "expert_ids")
+NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
+"""Functions that are another function with one option."""
+
+
+def test_every_public_function_with_tensors_is_listed() -> None:
+    functions = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
+    assert functions == {*ARGUMENTS, "set_logits_budget"}
+
+
+@pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name]])
+def test_arguments_of_another_type_or_dtype(name: str, argument: str) -> None:
+    function: Callable[..., Any] = getattr(kernels, name)
+    function(**ARGUMENTS[name])
+    valid, where = ARGUMENTS[name][argument], f"{NAMED_BY.get(name, name)}: {argument}"
+    other_dtype = valid.float() if argument in INTEGERS else valid.long()
+    for wrong, error, message in (
+        (valid.tolist(), TypeError, r" is a list; expected a.* tensor.*\. Convert it with torch\.tensor$"),
+        (np.asarray(valid), TypeError, r" is a ndarray; expected a.* tensor.*\. Convert it with torch\.from_numpy$"),
+        (0.5, TypeError, r" is 0\.5; expected a.* tensor"),
+        (other_dtype, ValueError, rf" has dtype {other_dtype.dtype}; expected .* dtype$"),
+    ):
+        with pytest.raises(error, match=f"^{where}{message}"):
+            function(**(ARGUMENTS[name] | {argument: wrong}))
+
+
+@pytest.mark.parametrize("budget", ["256", 256.0, None, True])
+def test_a_logits_budget_of_another_type(budget: Any) -> None:
+    with pytest.raises(TypeError, match=r"^set_logits_budget: mebibytes=.*; expected an integer of MiB, 0 or more$"):
+        kernels.set_logits_budget(budget)
+    if budget is not None:
+        with pytest.raises(TypeError, match=r"^token_logps: logits_budget=.*; expected an integer of MiB, 0 or more$"):
+            kernels.token_logps(HIDDEN, HEAD, TARGET, logits_budget=budget)
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("linear_cross_entropy", {"temperature": "1"}, "linear_cross_entropy: temperature='1'; expected a positive number"),
+    ("cross_entropy", {"label_smoothing": 1.5}, "cross_entropy: label_smoothing=1.5; expected a number from 0 to 1"),
+    ("cross_entropy", {"softcap": 0}, "cross_entropy: softcap=0; expected a positive number, or None"),
+    ("cross_entropy", {"z_loss": None}, "cross_entropy: z_loss=None; expected a finite number"),
+    ("cross_entropy", {"num_items": TARGET}, r"cross_entropy: num_items is a tensor of shape \(4,\) and dtype .*0-d"),
+    ("linear_kl_div", {"teacher_logit_scale": "2"}, "linear_kl_div: teacher_logit_scale='2'; expected a finite number"),
+    ("kl_div", {"backend": "cuda"}, 'backend=\'cuda\'; expected "auto", "triton" or "torch"$'),
+    ("glu", {"activation": "slu"}, r"activation='slu'; expected one of .*\. Did you mean 'silu'\?"),
+])  # fmt: skip
+def test_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        getattr(kernels, name)(**ARGUMENTS[name], **options)
