@@ -3,8 +3,8 @@
     python -m benchmarks.trainer
     python -m benchmarks.trainer --model qwen3_30b_a3b_4_layers
 
-"bare" is our own model in a plain training loop. bf16 weights and fused AdamW states, random tokens, no gradient
-clipping. Every measurement runs in a new process, since liger-kernel patches transformers' modules, and all
+"wrap, plain loop" and "bare" train without the Trainer: the wrapped model, and our own. bf16 weights and fused AdamW
+states, random tokens, no gradient clipping. liger-kernel's experts run without autotuning, which takes minutes. Every measurement runs in a new process, since liger-kernel patches transformers' modules, and all
 providers run once per round.
 """
 
@@ -72,6 +72,7 @@ WORKLOADS = {
     ),
     "tiny": Workload(models.LlamaConfig(**TINY), "apply_liger_kernel_to_llama", 2, 16),
 }
+PLAIN_LOOP = ("wrap, plain loop", "bare")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -114,6 +115,7 @@ PROVIDERS: dict[str, Callable[[Workload, Path], nn.Module]] = {
     "transformers + liger-kernel": with_liger,
     "transformers + apply": with_apply,
     "wrap": with_wrap,
+    "wrap, plain loop": with_wrap,
     "bare": bare,
 }
 
@@ -152,7 +154,7 @@ def train_in_trainer(model: nn.Module, workload: Workload, steps: int) -> list[f
     return ends
 
 
-def train_bare(model: nn.Module, workload: Workload, steps: int) -> list[float]:
+def train_in_plain_loop(model: nn.Module, workload: Workload, steps: int) -> list[float]:
     """Returns the time at the end of each step."""
     data = rows(workload, workload.batch * steps)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
@@ -174,7 +176,7 @@ def measure(provider: str, workload: Workload, checkpoint: Path, steps: int, war
         first_loss = float(model(input_ids=ids[:1], labels=ids[:1]).loss)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    ends = (train_bare if provider == "bare" else train_in_trainer)(model, workload, steps)
+    ends = (train_in_plain_loop if provider in PLAIN_LOOP else train_in_trainer)(model, workload, steps)
     seconds = statistics.median(b - a for a, b in zip(ends[warmup:], ends[warmup + 1 :], strict=False))
     return {
         "ms": seconds * 1e3,
@@ -189,7 +191,8 @@ def measured_apart(arguments: argparse.Namespace, provider: str, checkpoint: Pat
     output = checkpoint.parent / "measured.json"
     command = [sys.executable, "-m", "benchmarks.trainer", "--model", arguments.model, "--steps", str(arguments.steps)]
     command += ["--provider", provider, "--checkpoint", str(checkpoint), "--out", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}
     measured: dict[str, Any] = json.loads(output.read_text())
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trainer_MODEL.json")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16, help="training steps of each measurement")
+    parser.add_argument("--only", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="default: all")
     parser.add_argument("--provider", choices=PROVIDERS, help="measure this one, in this process")
     parser.add_argument("--checkpoint", type=Path, help="checkpoint of --provider")
     arguments = parser.parse_args()
@@ -227,8 +231,8 @@ def main() -> None:
         model = AutoModel.from_config(workload.config, device=DEVICE, dtype=dtype)
         model.save_pretrained(checkpoint)
         del model
-        results: dict[str, list[dict[str, Any]]] = {provider: [] for provider in PROVIDERS}
-        for provider in tqdm([*PROVIDERS] * arguments.rounds, unit="measurement"):
+        results: dict[str, list[dict[str, Any]]] = {provider: [] for provider in arguments.only}
+        for provider in tqdm(arguments.only * arguments.rounds, unit="measurement"):
             results[provider].append(measured_apart(arguments, provider, checkpoint))
     shape = {"batch": workload.batch, "length": workload.length}
     figures = {provider: dict(medians(rounds)) for provider, rounds in results.items()}

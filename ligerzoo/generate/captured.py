@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.step import DecodeStep
+from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers.plain import is_plain
 
 _MIN_CAPACITY = 256
@@ -93,9 +94,10 @@ class DecodeGraph:
         return logits
 
     def _capture(self, model: Callable[..., Any]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with capturing(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph):
             self._logits = self._forward(model)
+        self._graph = graph
 
     @property
     def pool(self) -> Any:
@@ -198,8 +200,17 @@ class CapturedSequences(Sequences):
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
         self._module: nn.Module = model
+        self._on_device = torch.cuda.device(self.prompts.device if self.prompts.is_cuda else -1)
         self._graphs = _GRAPHS.setdefault(model, DecodeGraphs())
         self._graph: DecodeGraph | None = None
+
+    def __enter__(self) -> CapturedSequences:
+        self._on_device.__enter__()  # type: ignore[no-untyped-call]  # graphs run on the current device
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._give_back()
+        self._on_device.__exit__(*exception)
 
     def prefill(self) -> Tensor:
         self._graph = self._take(max(_MIN_CAPACITY, self._end + min(self._limit - self._end, _MIN_CAPACITY)))
@@ -209,7 +220,7 @@ class CapturedSequences(Sequences):
 
     def decode(self) -> Tensor:
         if self._graph is None or not self._cache.is_valid_for(1):
-            self.close()
+            self._give_back()
             return super().decode()
         if self._end > self._graph.capacity:
             self._grow()
@@ -221,8 +232,8 @@ class CapturedSequences(Sequences):
         """See `DecodeGraph.pool`."""
         return None if self._graph is None else self._graph.pool
 
-    def close(self) -> None:
-        """Gives the graph back for later calls."""
+    def _give_back(self) -> None:
+        """Keeps the graph for later calls."""
         if self._graph is not None:
             self._graphs.give_back(self._graph)
         self._graph = None
@@ -253,6 +264,7 @@ def can_capture(model: nn.Module) -> bool:
         and device.type == "cuda"
         and hasattr(model, "new_cache")
         and not getattr(model, "modalities", ())
+        and not DEBUG  # its checks are host syncs
         and not torch.is_autocast_enabled("cuda")
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()

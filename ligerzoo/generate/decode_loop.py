@@ -20,7 +20,8 @@ from ligerzoo.generate.stopping import Stopping, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, check_streamer
 
 
-@torch.no_grad()  # not inference_mode: tensors that the model caches in a forward must remain usable for training
+@torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
+@torch.no_grad()
 def generate(
     model: SupportsGenerate,
     input_ids: Tensor,
@@ -105,10 +106,8 @@ def generate(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     make_step = CapturedStep if is_captured else DecodeStep
-    try:
+    with sequences:
         decode_loop(make_step(sequences, sampler, stopping), max_new_tokens, streamer)
-    finally:
-        sequences.close()
     if streamer is not None:
         streamer.end()
     return torch.cat([input_ids, stopping.pad(sequences.continuations)], 1)

@@ -85,8 +85,11 @@ class Sequences:
         """Drops all but the first tokens of each continuation."""
         self._end = self.prompts.shape[1] + new_tokens
 
-    def close(self) -> None:
-        """Releases what the generation used."""
+    def __enter__(self) -> Sequences:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Releases what the model runs need."""
         self._cache = None
 
     def append(self, tokens: Tensor) -> None:

@@ -152,6 +152,15 @@ def test_a_model_stays_usable_after_an_interrupt(generate: Callable[..., Tensor]
     assert torch.equal(generate(model, *inputs, capture=True), expected)
 
 
+def test_inference_mode_leaves_no_trace(generate: Callable[..., Tensor], device: str) -> None:
+    model = build("llama", device)
+    inputs = prompts(2, 5, device, padded=True)
+    with torch.inference_mode():
+        expected = generate(model, *inputs, capture=True)
+    assert torch.equal(generate(model, *inputs, capture=True), expected)
+    model(inputs[0], labels=inputs[0]).loss.backward()
+
+
 def test_idle_graphs_are_bounded_and_released(generate: Callable[..., Tensor], device: str) -> None:
     model = build("llama", device)
     for rows in range(1, 20):
