@@ -14,6 +14,7 @@ from ligerzoo.convert.weights import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.fused import fuse, fused_rules
+from ligerzoo.layers import LayerNorm, RMSNorm
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import tokens_or_embeddings
 from ligerzoo.models.output import layer_outputs
@@ -63,6 +64,7 @@ class Backbone(nn.Module):
             del headless._modules[name]
         rules = fused_rules(architecture_for(type(model)))
         fuse(headless, rules)
+        _order_as_transformers(headless)
         self.config = config
         self.is_text_only = len(headless._modules) == 1
         parts = dict(headless.model.named_children() if self.is_text_only else headless.named_children())
@@ -155,3 +157,16 @@ class Backbone(nn.Module):
 def _sharing_weights(model: CausalLM) -> CausalLM:
     """Returns a copy of the model with modules of its own and the same parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+
+
+def _order_as_transformers(model: nn.Module) -> None:
+    """Moves norms behind the other parts of their block, and down projections behind gate and up, in place.
+
+    Optimizer states and TRL's synchronization of reference models match parameters by their position.
+    """
+    for module in model.modules():
+        parts = module._modules
+        for name in [
+            name for name, part in parts.items() if isinstance(part, RMSNorm | LayerNorm) or name == "down_proj"
+        ]:
+            parts[name] = parts.pop(name)
