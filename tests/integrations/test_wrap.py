@@ -14,6 +14,7 @@ from torch import Tensor, nn
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from transformers import PreTrainedModel, Trainer, TrainingArguments  # noqa: E402
 
 import ligerzoo  # noqa: E402
@@ -30,6 +31,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*rope_scaling.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.18")
 
 COMPARED = ("llama", "mixtral", "phi3", "qwen2_vl")
 """Architectures whose training is compared: plain, mixture of experts, fused projections, images."""
@@ -222,13 +225,17 @@ def test_generation_is_that_of_transformers(model_type: str, mode: str, tmp_path
     ids = torch.randint(3, 60, (3, 14))
     mask = torch.ones_like(ids)
     mask[1, :5] = mask[2, :2] = 0
-    got, expected = (generated(m, ids, mask, **GENERATION[mode](m)) for m in (ours(directory), theirs(directory)))
-    assert torch.equal(got, expected)
+    model, other = ours(directory), theirs(directory)
+    # Greedily, an assistant changes nothing. The cache of transformers 5.17 fails with one.
+    options = {"rows": 1} if mode == "assistant" else GENERATION[mode](other)
+    assert torch.equal(generated(model, ids, mask, **GENERATION[mode](model)), generated(other, ids, mask, **options))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "no cache"])
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
 def test_generation_with_images_and_videos(model_type: str, mode: str, tmp_path: Path) -> None:
+    if mode == "beams" and OLD_TRANSFORMERS:
+        pytest.skip("transformers 5.17 cannot repeat rows without videos")
     directory = written(model_type, tmp_path)
     vision_config = {**tiny(model_type).config["vision_config"], "in_channels": 3}
     p = prompt(PROMPTS["a padded batch"], vision_config)
@@ -240,17 +247,15 @@ def test_generation_with_images_and_videos(model_type: str, mode: str, tmp_path:
 
 
 def test_cached_keys_become_invalid_beyond_the_original_context(tmp_path: Path) -> None:
-    """With LongRoPE, transformers too processes all tokens again once."""
+    """With LongRoPE, all tokens are processed again once. transformers 5.17 does not, which contradicts `use_cache`."""
     from tests.models.tiny_phi3 import CHECKPOINTS
 
     row = next(row for row in CHECKPOINTS if row.name.endswith("longrope, original context length"))
     row.write(tmp_path / "model")
     length = row.config["original_max_position_embeddings"]
     ids = torch.randint(3, 89, (1, length - 4))
-    got, expected = (
-        generated(model, ids, torch.ones_like(ids)) for model in (ours(tmp_path / "model"), theirs(tmp_path / "model"))
-    )
-    assert torch.equal(got, expected)
+    expected = generated(theirs(tmp_path / "model"), ids, torch.ones_like(ids), use_cache=False)
+    assert torch.equal(generated(ours(tmp_path / "model"), ids, torch.ones_like(ids)), expected)
 
 
 def test_generator_and_empty_list_of_end_tokens(tmp_path: Path) -> None:

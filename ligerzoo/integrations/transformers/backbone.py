@@ -155,7 +155,7 @@ class Backbone(nn.Module):
 
 
 def _sharing_weights(model: CausalLM) -> CausalLM:
-    """Returns a copy of the model with modules of its own and the same parameters and buffers."""
+    """Returns a copy of the model with new modules and the same parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
 
 

@@ -37,7 +37,7 @@ def with_changes(config: Any, hf: PreTrainedConfig, before: Mapping[str, Any]) -
 
     Args:
         config: our config.
-        hf: transformers' config as it is now.
+        hf: transformers' current config.
         before: what `values` returned when it was made.
 
     Raises:

@@ -354,7 +354,7 @@ def wrap(model: CausalLM) -> WrappedCausalLM:
     - The embedding of the padding token is trained as any other. transformers never trains it.
     - With label smoothing, the Trainer shifts the labels of vision-language models too. For transformers' own models
       it does not, and so trains them to copy their input.
-    - In training, the output has no logits beside the loss unless `logits_to_keep` asks for them.
+    - In training, the output has the loss but no logits, unless `logits_to_keep` asks for them.
     - Dropout is never applied, even if the config sets one.
     - Segments of packed rows (`position_ids` that start again) do not predict across their boundaries.
 
