@@ -1,0 +1,85 @@
+"""PEFT's adapters on wrapped models, compared with those on transformers' own models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.covering import covering
+from tests.integrations.clients import COMPARED, ours, theirs
+from tests.models.comparing import assert_close, raw_bytes, stored_tensors
+
+pytestmark = [
+    # transformers reads config.json of version 4.
+    pytest.mark.filterwarnings("ignore:.*rope_scaling.*:FutureWarning"),
+]
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj", "qkv_proj", "o_proj"]},
+    "all-linear": {"target_modules": "all-linear"},
+    "head": {"target_modules": ["o_proj", "lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens", "down_proj", "o_proj"]},
+    "whole modules": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "new tokens": {"target_modules": ["o_proj"], "trainable_token_indices": [5, 6]},
+    "DoRA": {"target_modules": ["o_proj"], "use_dora": True},
+}
+TASKS = {"target": tuple(TARGETS), "model_type": COMPARED, "task_type": ("CAUSAL_LM", None)}
+
+
+def adapted(model: Any, task_type: str | None, **options: Any) -> Any:
+    """Returns the model with random adapters, the same ones for the same names and shapes."""
+    adapted = get_peft_model(model, LoraConfig(r=4, task_type=task_type, **options)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in sorted(adapted.named_parameters(), key=lambda pair: pair[0]):
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return adapted
+
+
+def compare(checkpoint: Path, directory: Path, inputs: dict[str, Any], **options: Any) -> None:
+    """Compares logits, gradients, and what each library makes of the other's adapters."""
+    models = [adapted(load(checkpoint), **options) for load in (ours, theirs)]
+    outputs = [model(**inputs, labels=inputs["input_ids"]) for model in models]
+    assert_close(outputs[0].logits, outputs[1].logits, "logits")
+    for output in outputs:
+        output.loss.backward()
+    gradients = [{n: p.grad for n, p in m.named_parameters() if p.requires_grad} for m in models]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[1].items():
+        assert_close(gradients[0][name], expected, name)
+
+    for model, name in zip(models, ("ours", "theirs"), strict=True):
+        model.save_pretrained(directory / name)
+    assert raw_bytes(stored_tensors(directory / "ours")) == raw_bytes(stored_tensors(directory / "theirs"))
+    logits = outputs[1].logits
+    for load, name in ((ours, "theirs"), (theirs, "ours")):
+        loaded = PeftModel.from_pretrained(load(checkpoint), directory / name).eval()
+        assert_close(loaded(**inputs).logits, logits, f"logits with adapters of {name}")
+
+    models[0].merge_and_unload().save_pretrained(directory / "merged")
+    for load in (ours, theirs):
+        assert_close(load(directory / "merged").eval()(**inputs).logits, logits, "logits of the merged model")
+
+
+@pytest.mark.parametrize("options", covering(TASKS), ids=lambda options: "-".join(map(str, options.values())))
+def test_adapters(options: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    inputs = {"input_ids": torch.randint(3, 89, (2, 14))}
+    target = TARGETS[options["target"]]
+    compare(checkpoints[options["model_type"]], tmp_path, inputs, task_type=options["task_type"], **target)
+
+
+def test_default_targets(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT has them for Llama; for Mixtral it has names that neither model has any more."""
+    compare(checkpoints["llama"], tmp_path, {"input_ids": torch.randint(3, 89, (2, 14))}, task_type="CAUSAL_LM")
+
+
+def test_experts(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    inputs = {"input_ids": torch.randint(3, 89, (2, 14))}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    compare(checkpoints["mixtral"], tmp_path, inputs, task_type="CAUSAL_LM", target_parameters=experts)
