@@ -290,6 +290,8 @@ def test_liger_kernel_is_refused(
 
     monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", apply)
     config = transformers.TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])
-    trainer = transformers.Trainer(ours(checkpoints["llama"]), config, train_dataset=[{"input_ids": [3], "labels": [3]}])
+    trainer = transformers.Trainer(
+        ours(checkpoints["llama"]), config, train_dataset=[{"input_ids": [3], "labels": [3]}]
+    )
     with pytest.raises(LigerzooError, match="use_liger_kernel: the model has fused kernels"):
         trainer.train()
