@@ -60,7 +60,7 @@ def inputs_of(model_type: str) -> dict[str, Any]:
 
 
 def compare(checkpoint: Path, directory: Path, **options: Any) -> None:
-    """Compares logits, gradients, and what each library makes of the other's adapters."""
+    """Compares logits, gradients, stored adapters, and models that load the other's adapters."""
     inputs = inputs_of(checkpoint.name)
     models = [adapted(load(checkpoint), **options) for load in (ours, theirs)]
     outputs = [model(**inputs, labels=inputs["input_ids"]) for model in models]

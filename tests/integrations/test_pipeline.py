@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import pipeline
 
 from tests.integrations.clients import COMPARED, PLACEHOLDERS, ours, theirs, tokenizer
 
@@ -26,9 +28,7 @@ def test_text_generation(model_type: str, checkpoints: dict[str, Path]) -> None:
     for load in (ours, theirs):
         words = tokenizer()
         words.padding_side = "left"
-        generate = transformers.pipeline(
-            "text-generation", model=load(checkpoints[model_type]), tokenizer=words, device="cpu"
-        )
+        generate = pipeline("text-generation", model=load(checkpoints[model_type]), tokenizer=words, device="cpu")
         options = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": PLACEHOLDERS}
         found.append([generate(text, **options, **more) for text, more in CALLS])
     assert found[0] == found[1]

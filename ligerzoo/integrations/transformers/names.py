@@ -66,7 +66,7 @@ def _renamed_class(module_class: type[nn.Module]) -> type[Renamed]:
 
 
 def _new_renamed(module_class: type[nn.Module]) -> nn.Module:
-    renamed_class = _renamed_class(module_class)
+    renamed_class = _renamed_class(module_class)  # type: ignore[arg-type]
     return renamed_class.__new__(renamed_class)
 
 
@@ -83,13 +83,13 @@ def _rename(model: nn.Module, path: str, stored_path: str) -> None:
                     _rename_child(parent, name, stored_name)
 
 
-def _rename_child(parent: nn.Module, name: str, stored_name: str) -> None:
+def _rename_child(parent: Any, name: str, stored_name: str) -> None:
     for children in (parent._modules, parent._parameters):
         if name in children:
             if not isinstance(parent, Renamed):
-                parent.__class__ = _renamed_class(type(parent))
+                parent.__class__ = _renamed_class(type(parent))  # type: ignore[arg-type]
                 parent.stored_names = {}
             parent.stored_names[name] = stored_name
             renamed = {stored_name if key == name else key: child for key, child in children.items()}
             children.clear()
-            children.update(renamed)  # type: ignore[arg-type]
+            children.update(renamed)

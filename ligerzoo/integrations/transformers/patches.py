@@ -27,7 +27,7 @@ class ConvolutionalPatchEmbedding(PatchEmbedding):
         patches = patches.to(weight.dtype)
         if type(self.proj) is nn.Conv3d and "forward" not in vars(self.proj):
             return F.linear(patches, weight.flatten(1))  # the same product; faster than a convolution
-        return self.proj(patches.view(-1, *self.patch)).flatten(1)  # type: ignore[no-any-return]
+        return self.proj(patches.view(-1, *self.patch)).flatten(1)
 
     def extra_repr(self) -> str:
         return ""
@@ -35,7 +35,8 @@ class ConvolutionalPatchEmbedding(PatchEmbedding):
 
 def separate_convolution(module: nn.Module) -> None:
     """Moves the weight of a patch embedding of images and videos to a convolution, in place."""
-    assert isinstance(module, PatchEmbedding) and module.bias is None
+    assert isinstance(module, PatchEmbedding)
+    assert module.bias is None
     weight = module._parameters.pop("weight")
     assert isinstance(weight, Tensor)
     features, channels, *kernel = weight.shape
