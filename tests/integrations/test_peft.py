@@ -1,5 +1,6 @@
 """PEFT's adapters on wrapped models, compared with those on transformers' own models."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
+from ligerzoo.errors import LigerzooError
 from tests.covering import covering
 from tests.integrations.clients import COMPARED, ours, theirs
 from tests.models.comparing import assert_close, raw_bytes
@@ -100,3 +102,46 @@ def test_default_targets(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 def test_experts(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     compare(checkpoints["mixtral"], tmp_path, task_type="CAUSAL_LM", target_parameters=experts)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # `generate` always makes them
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        IA3Config(task_type="CAUSAL_LM", target_modules=["o_proj"], feedforward_modules=[]),
+    ],
+    ids=lambda method: method.peft_type.value,
+)
+def test_other_methods(method: Any, model_type: str, checkpoints: dict[str, Path]) -> None:
+    inputs = inputs_of(model_type)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    logits, tokens = [], []
+    for load in (ours, theirs):
+        torch.manual_seed(0)
+        model = get_peft_model(load(checkpoints[model_type]), copy.deepcopy(method)).eval()
+        logits.append(model(**inputs).logits)
+        tokens.append(model.generate(**inputs, max_new_tokens=6, do_sample=True))
+    assert_close(*logits, "logits")  # type: ignore[call-arg]
+    assert torch.equal(*tokens)
+
+
+def test_prefix_tuning_is_refused(checkpoints: dict[str, Path]) -> None:
+    model = get_peft_model(ours(checkpoints["llama"]), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    inputs = inputs_of("llama")
+    with pytest.raises(LigerzooError, match="past_key_values: not a cache of this model; got DynamicCache"):
+        model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_adapters_of_the_model_itself(model_type: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """transformers' `add_adapter` and `load_adapter`."""
+    inputs, model = inputs_of(model_type), ours(checkpoints[model_type]).eval()
+    model.add_adapter(LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False))
+    expected = model(**inputs).logits
+    model.save_pretrained(tmp_path)
+    for load in (ours, theirs):
+        loaded = load(checkpoints[model_type]).eval()
+        loaded.load_adapter(str(tmp_path))
+        assert_close(loaded(**inputs).logits, expected, "logits")
