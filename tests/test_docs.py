@@ -72,8 +72,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # raised inside PEFT
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # raised inside PEFT
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true:UserWarning")
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")  # config.json of transformers 4
 @pytest.mark.filterwarnings("ignore:.*missing parameters, which keep their initialization:UserWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_code(

@@ -17,11 +17,15 @@ class AutoModelForCausalLM:
     def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedCausalLM:
         """Returns `wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options))`.
 
+        Its config names the checkpoint: trainers load the tokenizer and the reference model from there.
+
         Args:
             name_or_path: directory, or id of a repository on the hub ("org/name").
             options: see `ligerzoo.AutoModel.from_pretrained`.
         """
-        return wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options))
+        model = wrap(ligerzoo.AutoModel.from_pretrained(name_or_path, **options))
+        model.config.name_or_path = model.name_or_path = str(name_or_path)
+        return model
 
 
 class AutoModelForImageTextToText(AutoModelForCausalLM):

@@ -13,7 +13,8 @@ from ligerzoo.convert import architecture_for
 from ligerzoo.convert.weights import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
-from ligerzoo.integrations.transformers.fused import fuse, fused_rules
+from ligerzoo.integrations.transformers.names import apply_names, rules_of
+from ligerzoo.layers import LayerNorm, RMSNorm
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import tokens_or_embeddings
 from ligerzoo.models.output import layer_outputs
@@ -61,8 +62,9 @@ class Backbone(nn.Module):
         self.__dict__["zoo_model"] = headless = _sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
             del headless._modules[name]
-        rules = fused_rules(architecture_for(type(model)))
-        fuse(headless, rules)
+        rules = rules_of(architecture_for(type(model)))
+        apply_names(headless, rules)
+        _order_as_transformers(headless.model)
         self.config = config
         self.is_text_only = len(headless._modules) == 1
         parts = dict(headless.model.named_children() if self.is_text_only else headless.named_children())
@@ -155,3 +157,16 @@ class Backbone(nn.Module):
 def _sharing_weights(model: CausalLM) -> CausalLM:
     """Returns a copy of the model with new modules and the same parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+
+
+def _order_as_transformers(decoder: nn.Module) -> None:
+    """Moves norms after the other parts of their block, and down projections after gate and up, in place.
+
+    Optimizer states and TRL's synchronization of reference models match parameters by their position.
+    """
+    for module in decoder.modules():
+        parts = module._modules
+        for name in [
+            name for name, part in parts.items() if isinstance(part, RMSNorm | LayerNorm) or name == "down_proj"
+        ]:
+            parts[name] = parts.pop(name)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.weights import Fused
 from ligerzoo.layers import Attention, GatedMLP
 
@@ -45,37 +44,37 @@ class FusedGatedMLP(GatedMLP):
         return self.gate_up_proj(x).split(self.sizes, -1)
 
 
-_CLASSES: Mapping[type, tuple[str, type]] = {
-    Attention: ("qkv_proj", FusedAttention),
-    GatedMLP: ("gate_up_proj", FusedGatedMLP),
+_CLASSES: Mapping[type, tuple[str, str, type]] = {
+    Attention: ("q_proj", "qkv_proj", FusedAttention),
+    GatedMLP: ("gate_proj", "gate_up_proj", FusedGatedMLP),
 }
+"""First projection, fused projection and class with it, by class without it."""
 
 
-def fused_rules(architecture: Architecture) -> tuple[Fused, ...]:
-    """Returns the rules of the architecture's checkpoints that concatenate projections."""
-    return tuple(rule for rule in architecture.layouts[0].rules if isinstance(rule, Fused))
+def fused_path(rule: Fused) -> str:
+    """Returns the dotted path of the fused projection, with the name of our class's attribute."""
+    parent_path, _, name = rule.paths[0].rpartition(".")
+    fused_name = next(fused_name for first, fused_name, _ in _CLASSES.values() if first == name)
+    return f"{parent_path}.{fused_name}"
 
 
-def fuse(model: nn.Module, rules: tuple[Fused, ...]) -> None:
+def fuse(model: nn.Module, rule: Fused) -> None:
     """Replaces projections by the fused ones that checkpoints store, in place.
 
     The weights move to one tensor. The parameters that they came from become views of it.
 
     Args:
         model: the model.
-        rules: which projections to fuse.
+        rule: which projections to fuse.
     """
-    for rule in rules:
-        parent_path, _, fused_name = rule.stored_path.rpartition(".")
-        for name, module in list(model.named_modules()):
-            if f".{name}".endswith(f".{parent_path}") and type(module) in _CLASSES:
-                expected_name, fused_class = _CLASSES[type(module)]
-                assert fused_name == expected_name
-                names = [path.rpartition(".")[2] for path in rule.paths]
-                linear, sizes = _fused_linear([module._modules.pop(part) for part in names])
-                module.__class__ = fused_class
-                module.sizes = sizes
-                module.add_module(fused_name, linear)
+    parent_path = rule.paths[0].rpartition(".")[0]
+    for name, module in list(model.named_modules()):
+        if f".{name}".endswith(f".{parent_path}") and type(module) in _CLASSES:
+            _, fused_name, fused_class = _CLASSES[type(module)]
+            linear, sizes = _fused_linear([module._modules.pop(path.rpartition(".")[2]) for path in rule.paths])
+            module.__class__ = fused_class
+            module.sizes = sizes
+            module.add_module(fused_name, linear)
 
 
 def _fused_linear(parts: list[Any]) -> tuple[nn.Linear, list[int]]:

@@ -36,6 +36,8 @@ class Generation(GenerationMixin):
             args: further positional arguments of transformers' method.
             options: its keyword arguments; and `generator`, a random number generator on the model's device.
                 `eos_token_id=[]` generates up to the maximum length.
+
+        Placeholder tokens of images and videos are never generated.
         """
         with _drawing_from(options.pop("generator", None)):
             return super().generate(inputs, *args, **options)
@@ -43,6 +45,8 @@ class Generation(GenerationMixin):
     def _prepare_special_tokens(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         if isinstance(generation_config.eos_token_id, list) and not generation_config.eos_token_id:
             generation_config.eos_token_id = None  # in the copy that `generate` made
+        if placeholders := self.model.zoo_model.placeholders:  # a sampled one would need an image
+            generation_config.suppress_tokens = [*(generation_config.suppress_tokens or ()), *placeholders]
         super()._prepare_special_tokens(generation_config, *args, **kwargs)
 
     def _prepare_cache_for_generation(

@@ -189,6 +189,20 @@ class WrappedCausalLM(Generation, PreTrainedModel):
     def initialize_weights(self) -> None:
         """Keeps the weights: they are those of the ligerzoo model."""
 
+    def train(self, mode: bool = True) -> WrappedCausalLM:
+        """Sets training or evaluation mode, as `torch.nn.Module.train`.
+
+        Raises:
+            LigerzooError: liger-kernel replaced methods of the model.
+        """
+        for module in self.modules():
+            if getattr(vars(module).get("forward"), "__module__", "").startswith("liger_kernel"):
+                raise LigerzooError(
+                    "the model has fused kernels, which liger-kernel cannot replace", where="use_liger_kernel",
+                    got=True, expected="False",
+                )  # fmt: skip
+        return super().train(mode)
+
     # Activation checkpointing
 
     def _set_gradient_checkpointing(

@@ -1,0 +1,95 @@
+"""Parts of models under the names that they have in transformers, so that adapters have the same names."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.weights import Fused, ModuleRules, Rename, Rule
+from ligerzoo.integrations.transformers.fused import fuse, fused_path
+from ligerzoo.integrations.transformers.patches import separate_convolution
+
+
+def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
+    """Returns the rules of the architecture's checkpoints that hold for transformers' modules too.
+
+    These are fused projections, and the names in parts such as a vision tower. The names of other modules are those of
+    ligerzoo, which follow transformers.
+    """
+    return tuple(rule for rule in architecture.layouts[0].rules if isinstance(rule, Fused | ModuleRules))
+
+
+def apply_names(model: nn.Module, rules: tuple[Rule, ...]) -> None:
+    """Fuses projections and renames modules and parameters as the rules say, in place.
+
+    Attributes keep our names as well.
+
+    Args:
+        model: the model.
+        rules: what `rules_of` returned.
+    """
+    for rule in rules:
+        match rule:
+            case ModuleRules():
+                apply_names(model.get_submodule(rule.prefix.removesuffix(".")), rule.rules)
+            case Fused():
+                fuse(model, rule)
+                _rename(model, fused_path(rule), rule.stored_path)
+            case Rename() if rule.stored_path == f"{rule.path}.proj":
+                separate_convolution(model.get_submodule(rule.path))
+            case Rename():
+                _rename(model, rule.path, rule.stored_path)
+
+
+class Renamed(nn.Module):
+    """Mixin for modules whose children and parameters have the names of transformers.
+
+    Attributes:
+        stored_names: these names by ours, which are attributes too.
+    """
+
+    stored_names: dict[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(vars(self).get("stored_names", {}).get(name, name))
+
+    def __reduce__(self) -> Any:
+        return _new_renamed, (type(self).__bases__[1],), vars(self)
+
+
+@cache
+def _renamed_class(module_class: type[nn.Module]) -> type[Renamed]:
+    return type(module_class.__name__, (Renamed, module_class), {"__module__": module_class.__module__})
+
+
+def _new_renamed(module_class: type[nn.Module]) -> nn.Module:
+    renamed_class = _renamed_class(module_class)  # type: ignore[arg-type]
+    return renamed_class.__new__(renamed_class)
+
+
+def _rename(model: nn.Module, path: str, stored_path: str) -> None:
+    """Renames what has the dotted path in any module of the model."""
+    names, stored_names = path.split("."), stored_path.split(".")
+    for module in list(model.modules()):
+        chain: list[Any] = [module]
+        for name in names:
+            chain.append(getattr(chain[-1], name, None))
+        if isinstance(chain[-1], nn.Module | nn.Parameter):
+            for parent, name, stored_name in zip(chain, names, stored_names, strict=False):
+                if name != stored_name:
+                    _rename_child(parent, name, stored_name)
+
+
+def _rename_child(parent: Any, name: str, stored_name: str) -> None:
+    for children in (parent._modules, parent._parameters):
+        if name in children:
+            if not isinstance(parent, Renamed):
+                parent.__class__ = _renamed_class(type(parent))  # type: ignore[arg-type]
+                parent.stored_names = {}
+            parent.stored_names[name] = stored_name
+            renamed = {stored_name if key == name else key: child for key, child in children.items()}
+            children.clear()
+            children.update(renamed)

@@ -1,0 +1,48 @@
+"""Modules and parameters of wrapped models have the names that they have in transformers."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from ligerzoo.convert import MODEL_TYPES
+from tests.integrations.clients import ours, theirs, write
+
+# transformers reads config.json of version 4.
+pytestmark = pytest.mark.filterwarnings("ignore:.*rope_(scaling|parameters).*:FutureWarning")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_names_and_order(model_type: str, tmp_path: Path) -> None:
+    directory = write(model_type, tmp_path)
+    model = theirs(directory)
+    got, expected = ([name for name, _ in each.named_parameters()] for each in (ours(directory), model))
+    if model_type == "glm4":  # its norms keep our names
+        got, expected = ([name for name in names if "norm" not in name] for names in (got, expected))
+    assert set(got) == set(expected)
+    if not hasattr(model.config, "vision_config"):
+        # Qwen3-MoE has its routers after the experts, which no other mixture of transformers has.
+        got, expected = ([name for name in names if "mlp.gate.weight" not in name] for names in (got, expected))
+        assert got == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "gemma3"])
+def test_copies_and_pickles_of_renamed_parts(model_type: str, tmp_path: Path) -> None:
+    model = ours(write(model_type, tmp_path))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert [type(part) for part in other.modules()] == [type(part) for part in model.modules()]
+        own, others = dict(model.named_parameters()), dict(other.named_parameters())
+        assert all(torch.equal(own[name], others[name]) and own[name] is not others[name] for name in own)
+
+
+def test_attributes_keep_our_names_as_well(tmp_path: Path) -> None:
+    block = ours(write("qwen2_vl", tmp_path)).model.visual.blocks[0]
+    assert block.self_attn is block.attn
+    block.attn.proj = torch.nn.Identity()
+    assert block.attn.o_proj is block.attn.proj
+    with pytest.raises(AttributeError, match="another"):
+        _ = block.another
