@@ -4,8 +4,9 @@
     python -m benchmarks.trainer --model qwen3_30b_a3b_4_layers
 
 "wrap, plain loop" and "bare" train without the Trainer: the wrapped model, and our own. bf16 weights and fused AdamW
-states, random tokens, no gradient clipping. liger-kernel's experts run without autotuning, which takes minutes. Every measurement runs in a new process, since liger-kernel patches transformers' modules, and all
-providers run once per round.
+states, random tokens, no gradient clipping. liger-kernel's experts run without autotuning, which takes minutes. Every
+measurement runs in a new process, since liger-kernel patches transformers' modules, and all providers run once per
+round.
 """
 
 from __future__ import annotations
