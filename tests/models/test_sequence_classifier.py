@@ -173,7 +173,9 @@ def test_a_causal_lm_becomes_a_classifier(row: Tiny, tmp_path: Path) -> None:
     assert_close(again(tokens, mask).logits, ours(tokens, mask).logits, "logits")
     if row not in ROWS and row.config["model_type"] not in {other.config["model_type"] for other in ROWS}:
         return  # transformers has no such class
-    theirs, report = Theirs.from_pretrained(tmp_path / "classifier", output_loading_info=True)
+    theirs, report = Theirs.from_pretrained(
+        tmp_path / "classifier", output_loading_info=True, attn_implementation="eager"
+    )
     assert type(theirs).__name__ == expected_class(row)
     assert not any(report.values()), report
     assert_close(ours(tokens, mask).logits, theirs(tokens, attention_mask=mask).logits, "logits of transformers")
