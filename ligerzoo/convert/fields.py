@@ -19,10 +19,11 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 ALTERNATIVE_ENTRIES = frozenset(
     {
         "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
-        "partial_rotary_factor", "_sliding_window_pattern", "text_config", "num_labels",
+        "partial_rotary_factor", "_sliding_window_pattern", "text_config", "num_labels", "problem_type",
     }
 )  # fmt: skip
-"""Entries of config.json that, in some version of transformers, hold the value of a config field with another name."""
+"""Entries of config.json that, in some version of transformers, hold the value of a config field or of the labels
+under another name, or only where it is not None."""
 
 
 def shared_fields(raw: Mapping[str, Any], config_class: type) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
-from ligerzoo.convert.weights import Layout, Shape, TensorSlice
+from ligerzoo.convert.weights import Layout, Rename, Shape, TensorSlice
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import TensorInfo
 
@@ -71,6 +71,9 @@ def match_tensors(
     def is_stored(name: str) -> bool:  # checks one slice, because experts can be any number
         return next(layout.slices_of(name, shapes)).stored_name in source.tensors
 
+    # A classifier of a tied causal language model whose files hold the head only: it is the embedding.
+    if config.tie_word_embeddings and HEAD in architecture.unused & source.tensors.keys() and not is_stored(EMBEDDING):
+        layout = replace(layout, rules=(Rename(HEAD, EMBEDDING), *layout.rules))
     not_stored = [name for name in TIED if name in shapes and not is_stored(name)]
     tied = not_stored if config.tie_word_embeddings and len(not_stored) == 1 and HEAD in shapes else []
     may_lack = architecture.optional if strict else shapes

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers import Context, Decoder, KVCache, LMHead, shifted_labels
+from ligerzoo.layers import Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.labels import check_labels
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
@@ -149,10 +149,6 @@ class CausalLM(LanguageModel):
 
     aux_loss_weight = 0.0
     """Factor of `aux_loss` when it is added to the loss."""
-
-    def aux_loss(self, context: Context) -> Tensor | None:
-        """Returns an auxiliary loss from what layers stored in the context, 0-d; None if the architecture has none."""
-        return None
 
     def repeat_rows(
         self, modalities: Mapping[str, Any], repeats: int, input_ids: Tensor, attention_mask: Tensor | None = None

@@ -146,6 +146,10 @@ class LanguageModel(nn.Module):
                     remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
                 )  # fmt: skip
 
+    def aux_loss(self, context: Context) -> Tensor | None:
+        """Returns an auxiliary loss from what layers stored in the context, 0-d; None if the architecture has none."""
+        return None
+
     def embed(self, x: Tensor, context: Context) -> Tensor:
         """Returns the input of the decoder: (B, T) token ids, or (B, T, H) embeddings.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -40,16 +40,8 @@ class Labels:
     def __post_init__(self) -> None:
         if not self.names or not all(isinstance(name, str) for name in self.names):
             raise ConfigError("invalid names of labels", where="id2label", got=self.names, expected="one name or more")
-        if self.problem_type is not None and self.problem_type not in get_args(ProblemType):
-            raise ConfigError(
-                "unknown", where="problem_type", got=repr(self.problem_type),
-                expected=" or ".join(map(repr, get_args(ProblemType))),
-            )  # fmt: skip
-        if self.problem_type == "single_label_classification" and len(self.names) == 1:
-            raise ConfigError(
-                "a single label leaves nothing to choose", where="problem_type", got=repr(self.problem_type),
-                expected="two labels or more", remedy='A reward model has problem_type="regression" or none.',
-            )  # fmt: skip
+        if self.problem_type is not None:
+            _check_problem_type(self.problem_type, len(self.names))
 
     @property
     def id2label(self) -> dict[int, str]:
@@ -109,6 +101,7 @@ class SequenceClassifier(LanguageModel):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        **unknown: Any,
     ) -> SequenceClassifierOutput:
         """Computes one row of logits per sequence, and the loss if labels are given.
 
@@ -128,21 +121,22 @@ class SequenceClassifier(LanguageModel):
             cu_seqlens: (n + 1,) int, boundaries of n sequences packed into a single row; B is then n in the results.
             output_hidden_states: see `CausalLM.forward`.
             output_attentions: see `CausalLM.forward`.
+            unknown: refused, with the nearest name.
 
         Raises:
             LigerzooError: the end of a sequence in a batch is unknown, since there is neither a `pad_token_id` nor a
-                padding mask; or the labels have the wrong shape.
+                padding mask; or the labels have the wrong shape; or an input is unknown.
             ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
+        self._refuse_unknown(unknown)
         x = tokens_or_embeddings(input_ids, inputs_embeds)
-        last = self._last_tokens(x, attention_mask) if cu_seqlens is None else cu_seqlens.to(x.device).long()[1:] - 1
+        last = last_tokens(x, attention_mask, getattr(self.config, "pad_token_id", None), cu_seqlens)
         hidden, context = self.run_decoder(
             x, attention_mask, position_ids, past_key_values=past_key_values, use_cache=use_cache,
             cu_seqlens=cu_seqlens, output_hidden_states=output_hidden_states, output_attentions=output_attentions,
             output_router_logits=False,
         )  # fmt: skip
-        rows = torch.arange(len(x), device=x.device)
-        logits = self.score(hidden[rows, last])
+        logits = self.score(hidden[last])
         loss = None if labels is None else classification_loss(logits, labels, self.labels.problem_type)
         stored = layer_outputs(context)
         return SequenceClassifierOutput(
@@ -150,24 +144,60 @@ class SequenceClassifier(LanguageModel):
             attentions=stored["attentions"],
         )  # fmt: skip
 
-    def _last_tokens(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Returns the index of the last token that is not padding, (B,) int64; 0 if all are."""
-        padding = getattr(self.config, "pad_token_id", None)
-        rows, tokens = x.shape[:2]
-        if padding is not None and not x.is_floating_point():
-            is_token = x != padding
-        elif attention_mask is not None and attention_mask.ndim == 2:
-            is_token = attention_mask[:, -tokens:].to(x.device, torch.bool).expand(rows, -1)
-        elif rows == 1 or x.is_floating_point():
-            return torch.full((rows,), tokens - 1, device=x.device)
-        else:
-            raise LigerzooError(
-                f"{rows} sequences whose last token is unknown", where="input_ids",
-                expected="a batch of one sequence, an attention_mask, or pad_token_id in the config",
-                remedy="Load with from_pretrained(..., pad_token_id=<the tokenizer's>).",
-            )  # fmt: skip
-        index: Tensor = torch.arange(tokens, device=x.device) * is_token
-        return index.argmax(-1)
+
+def last_tokens(
+    x: Tensor, attention_mask: Tensor | None, pad_token_id: int | None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns where sequences end, as rows and columns of `x`, int64: the last token that is not padding, or the first.
+
+    Args:
+        x: (B, T) token ids or (B, T, H) embeddings.
+        attention_mask: see `SequenceClassifier.forward`, as for the other arguments.
+        pad_token_id: token that marks padding.
+        cu_seqlens: boundaries of packed sequences.
+
+    Raises:
+        LigerzooError: it is unknown.
+    """
+    rows, tokens = x.shape[:2]
+    row = torch.arange(rows, device=x.device)
+    if cu_seqlens is not None:
+        return row, cu_seqlens.to(x.device).long()[1:] - 1
+    if pad_token_id is not None and not x.is_floating_point():
+        is_token = x != pad_token_id
+    elif attention_mask is not None and attention_mask.ndim == 2:
+        is_token = attention_mask[:, -tokens:].to(x.device, torch.bool).expand(rows, -1)
+    elif rows == 1 or x.is_floating_point():
+        return row, torch.full_like(row, tokens - 1)
+    else:
+        raise LigerzooError(
+            f"{rows} sequences whose last token is unknown", where="input_ids",
+            expected="a batch of one sequence, an attention_mask, or pad_token_id in the config",
+            remedy="Load with from_pretrained(..., pad_token_id=<the tokenizer's>).",
+        )  # fmt: skip
+    index: Tensor = torch.arange(tokens, device=x.device) * is_token
+    return row, index.argmax(-1)
+
+
+def _check_problem_type(problem_type: str, num_labels: int) -> None:
+    if problem_type not in get_args(ProblemType):
+        raise ConfigError(
+            "unknown", where="problem_type", got=repr(problem_type),
+            expected=" or ".join(map(repr, get_args(ProblemType))),
+        )  # fmt: skip
+    if problem_type == "single_label_classification" and num_labels == 1:
+        raise ConfigError(
+            "a single label leaves nothing to choose", where="problem_type", got=repr(problem_type),
+            expected="two labels or more", remedy='A reward model has problem_type="regression" or none.',
+        )  # fmt: skip
+
+
+def default_problem_type(num_labels: int, labels: Tensor) -> ProblemType:
+    """Returns the problem type that the number of labels and their dtype imply; see `Labels`."""
+    if num_labels == 1:
+        return "regression"
+    is_index = not labels.is_floating_point() and labels.dtype != torch.bool
+    return "single_label_classification" if is_index else "multi_label_classification"
 
 
 def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemType | None = None) -> Tensor:
@@ -182,16 +212,13 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemTyp
         0-d fp32.
 
     Raises:
+        ConfigError: the problem type is unknown, or that of several labels for a single one.
         LigerzooError: the labels have the wrong shape or dtype.
     """
     rows, num_labels = logits.shape
     labels, logits = labels.to(logits.device), logits.float()
-    if problem_type is None:
-        if num_labels == 1:
-            problem_type = "regression"
-        else:
-            is_index = not labels.is_floating_point() and labels.dtype != torch.bool
-            problem_type = "single_label_classification" if is_index else "multi_label_classification"
+    problem_type = problem_type or default_problem_type(num_labels, labels)
+    _check_problem_type(problem_type, num_labels)
     is_single = problem_type == "single_label_classification"
     if labels.numel() != (rows if is_single else logits.numel()) or (is_single and labels.is_floating_point()):
         raise LigerzooError(

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,6 @@ OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.18")
 
 COMPARED = ("llama", "mixtral", "phi3", "qwen2_vl")
 """Architectures whose training is compared: plain, mixture of experts, fused projections, images."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(verbosity)
 
 
 def tiny(model_type: str, name: str | None = None) -> Tiny:

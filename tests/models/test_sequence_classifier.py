@@ -1,6 +1,7 @@
 """Sequence classifiers against transformers: logits, loss and gradients, and their checkpoints."""
 
 import copy
+import dataclasses
 import json
 import pickle
 import re
@@ -25,7 +26,7 @@ from ligerzoo.info import describe
 from ligerzoo.models import Labels, Llama, LlamaConfig, MixtralConfig, SequenceClassifier
 from ligerzoo.models.sequence_classifier import classification_loss
 from tests.models.comparing import assert_close, gradients, raw_bytes, stored_tensors
-from tests.models.tiny import Tiny
+from tests.models.tiny import EMBEDDING, Tiny
 from tests.models.tiny_llama import LLAMA
 from tests.models.tiny_phi3 import PHI3
 from tests.models.zoo import CHECKPOINTS, TEXT_CHECKPOINTS
@@ -172,7 +173,9 @@ def test_a_causal_lm_becomes_a_classifier(row: Tiny, tmp_path: Path) -> None:
     assert_close(again(tokens, mask).logits, ours(tokens, mask).logits, "logits")
     if row not in ROWS and row.config["model_type"] not in {other.config["model_type"] for other in ROWS}:
         return  # transformers has no such class
-    theirs, report = Theirs.from_pretrained(tmp_path / "classifier", output_loading_info=True)
+    theirs, report = Theirs.from_pretrained(
+        tmp_path / "classifier", output_loading_info=True, attn_implementation="eager"
+    )
     assert type(theirs).__name__ == expected_class(row)
     assert not any(report.values()), report
     assert_close(ours(tokens, mask).logits, theirs(tokens, attention_mask=mask).logits, "logits of transformers")
@@ -302,6 +305,29 @@ def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
     assert raw_bytes(stored_tensors(tmp_path)) == raw_bytes(stored_tensors(tmp_path / "b"))
 
 
+def without_embedding(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
+
+
+@pytest.mark.filterwarnings(NEW_HEAD)
+@pytest.mark.parametrize("base", [LLAMA, PHI3], ids=["llama", "phi3"])
+def test_a_tied_causal_lm_that_stores_only_the_head(base: Mapping[str, Any], tmp_path: Path) -> None:
+    """The head is the embedding, as for a causal language model."""
+    tied = Tiny("tied", {**base, "tie_word_embeddings": True})
+    tied.write(tmp_path / "both")
+    dataclasses.replace(tied, tensors=without_embedding).write(tmp_path / "head")
+    assert EMBEDDING not in stored_tensors(tmp_path / "head")
+    both, head = (AutoModelForSequenceClassification.from_pretrained(tmp_path / name) for name in ("both", "head"))
+    for model in (both, head):
+        del model.score
+    assert raw_bytes(dict(head.state_dict())) == raw_bytes(dict(both.state_dict()))
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head", pad_token_id=PAD)
+    head.save_pretrained(tmp_path / "classifier")
+    assert not any(Theirs.from_pretrained(tmp_path / "classifier", output_loading_info=True)[1].values())
+    with pytest.raises(CheckpointError, match=rf"tensors are missing; got no '{EMBEDDING}'"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "head", tie_word_embeddings=False)
+
+
 # Losses and labels
 
 
@@ -317,6 +343,25 @@ def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
 def test_labels_that_do_not_fit(labels: Tensor, problem_type: Any, num_labels: int, message: str) -> None:
     with pytest.raises(LigerzooError, match=message):
         classification_loss(torch.randn(2, num_labels), labels, problem_type)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("lables", r"lables: not an input of SequenceClassifier; .* Did you mean 'labels'\?"),
+        ("output_router_logits", "output_router_logits: not an input of SequenceClassifier"),
+        ("num_items_in_batch", "num_items_in_batch: not an input of SequenceClassifier"),
+    ],
+)
+def test_misspelt_inputs(name: str, message: str) -> None:
+    with pytest.raises(LigerzooError, match=message):
+        small()(torch.arange(5)[None], **{name: torch.tensor([1])})
+
+
+@pytest.mark.parametrize("problem_type, num_labels", [("clustering", 3), ("single_label_classification", 1)])
+def test_invalid_problem_types(problem_type: Any, num_labels: int) -> None:
+    with pytest.raises(ConfigError, match="problem_type: "):
+        classification_loss(torch.randn(2, num_labels), torch.tensor([0, 0]), problem_type)
 
 
 def test_losses_in_bf16_are_computed_in_fp32() -> None:

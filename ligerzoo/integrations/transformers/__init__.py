@@ -2,4 +2,7 @@
 
 from ligerzoo.integrations.transformers.auto import AutoModelForCausalLM as AutoModelForCausalLM
 from ligerzoo.integrations.transformers.auto import AutoModelForImageTextToText as AutoModelForImageTextToText
-from ligerzoo.integrations.transformers.model import wrap as wrap
+from ligerzoo.integrations.transformers.auto import (
+    AutoModelForSequenceClassification as AutoModelForSequenceClassification,
+)
+from ligerzoo.integrations.transformers.wrapping import wrap as wrap

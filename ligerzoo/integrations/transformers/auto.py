@@ -7,7 +7,9 @@ from typing import Any
 
 import ligerzoo
 from ligerzoo.errors import ConfigError
-from ligerzoo.integrations.transformers.model import WrappedCausalLM, wrap
+from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
+from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
+from ligerzoo.integrations.transformers.wrapping import wrap
 
 
 class AutoModelForCausalLM:
@@ -44,4 +46,23 @@ class AutoModelForImageTextToText(AutoModelForCausalLM):
                 "the checkpoint is of a text model", where=name_or_path, got=model.config.model_type,
                 expected="a vision-language model", remedy="Load it with AutoModelForCausalLM.",
             )  # fmt: skip
+        return model
+
+
+class AutoModelForSequenceClassification:
+    """Loads sequence classifiers and reward models with the decoder of any text architecture, wrapped."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **options: Any) -> WrappedSequenceClassifier:
+        """Returns `wrap(ligerzoo.AutoModelForSequenceClassification.from_pretrained(name_or_path, **options))`.
+
+        Its config names the checkpoint: trainers load the tokenizer from there.
+
+        Args:
+            name_or_path: directory, or id of a repository on the hub ("org/name"), of a classifier or of a causal
+                language model.
+            options: see `ligerzoo.AutoModelForSequenceClassification.from_pretrained`; such as `num_labels`.
+        """
+        model = wrap(ligerzoo.AutoModelForSequenceClassification.from_pretrained(name_or_path, **options))
+        model.config.name_or_path = model.name_or_path = str(name_or_path)
         return model

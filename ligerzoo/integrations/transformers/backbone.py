@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ligerzoo.convert import architecture_for
+from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.names import apply_names, rules_of
 from ligerzoo.layers import LayerNorm, RMSNorm
-from ligerzoo.models.causal_lm import CausalLM
-from ligerzoo.models.language_model import tokens_or_embeddings
+from ligerzoo.models.language_model import LanguageModel, tokens_or_embeddings
 from ligerzoo.models.output import layer_outputs
+
+Model = TypeVar("Model", bound=LanguageModel)
 
 _HEADS = ("lm_head", "score")
 _UNUSED = ("cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -37,7 +38,7 @@ class BackboneOutput(MoeModelOutputWithPast):
     segment_start: Tensor | None = None
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Module, Generic[Model]):
     """All of a ligerzoo model but its head, under the names that modules have in transformers.
 
     A text model's children are those of the decoder: `embed_tokens`, `layers`, `norm`. Otherwise the decoder is
@@ -53,16 +54,16 @@ class Backbone(nn.Module):
         names: names of the parameters in the wrapper, as the layout of a checkpoint.
     """
 
-    zoo_model: CausalLM
+    zoo_model: Model
     names: Layout
     is_text_only: bool
 
-    def __init__(self, model: CausalLM, config: Any) -> None:
+    def __init__(self, model: Model, config: Any) -> None:
         super().__init__()
         self.__dict__["zoo_model"] = headless = _sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
             del headless._modules[name]
-        rules = rules_of(architecture_for(type(model)))
+        rules = rules_of(architecture_of_model(model))
         apply_names(headless, rules)
         _order_as_transformers(headless.model)
         self.config = config
@@ -154,7 +155,7 @@ class Backbone(nn.Module):
         return output.to_tuple() if return_dict is False else output
 
 
-def _sharing_weights(model: CausalLM) -> CausalLM:
+def _sharing_weights(model: Model) -> Model:
     """Returns a copy of the model with new modules and the same parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
 

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from ligerzoo.errors import ConfigError
 from ligerzoo.hub.saving import config_entries
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 
 CHANGEABLE = frozenset(
     ("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef", "vocab_size")
@@ -18,7 +19,7 @@ CHANGEABLE = frozenset(
 """Fields of our configs that scripts may change in transformers' config, where the wrapper reads them."""
 
 
-def hf_config(model: CausalLM) -> PreTrainedConfig:
+def hf_config(model: LanguageModel) -> PreTrainedConfig:
     """Returns transformers' config of a model."""
     entries = config_entries(model, model.origin, model.dtype)
     model_type = entries["model_type"]

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.backbone import Backbone
+from ligerzoo.models.causal_lm import CausalLM
 
 
 class Generation(GenerationMixin):
@@ -21,7 +22,7 @@ class Generation(GenerationMixin):
         model: the model without its head.
     """
 
-    model: Backbone
+    model: Backbone[CausalLM]
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -1,156 +1,49 @@
-"""Ligerzoo models as `PreTrainedModel` of transformers."""
+"""Base class of ligerzoo models as `PreTrainedModel` of transformers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
+from ligerzoo.convert import architecture_of_model
+from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError, first_names
-from ligerzoo.integrations.transformers.backbone import Backbone, BackboneOutput
-from ligerzoo.integrations.transformers.config import (
-    generation_entries,
-    hf_config,
-    hf_generation_config,
-    values,
-    with_changes,
-)
-from ligerzoo.integrations.transformers.generation import Generation
-from ligerzoo.integrations.transformers.head import Head, HeadOptions
-from ligerzoo.layers import shifted_labels
-from ligerzoo.models.causal_lm import CausalLM
-
-_SHIFTS_LABELS = "LlamaForCausalLM"
-"""A class name for which the Trainer shifts labels when it smooths them."""
+from ligerzoo.integrations.transformers.backbone import Backbone, Model
+from ligerzoo.integrations.transformers.config import hf_config, values, with_changes
 
 
-class WrappedCausalLM(Generation, PreTrainedModel):
-    """A ligerzoo model as a `PreTrainedModel`; see `wrap`.
-
-    Each architecture has a subclass with the name of its class in transformers.
+class WrappedModel(PreTrainedModel, Generic[Model]):
+    """A ligerzoo model as a `PreTrainedModel`; see `wrap`. Subclasses add the head.
 
     Args:
         model: the model. Its parameters are shared.
 
     Attributes:
         model: the model without its head.
-        lm_head: the head, without scale and soft cap.
-        head_options: scale and soft cap of the logits, and the loss.
     """
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True
     _supports_sdpa = True
 
-    model: Backbone
-    lm_head: nn.Module
+    model: Backbone[Model]
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__(hf_config(model))
-        self.loss_type = "ForCausalLM"
         self.model = Backbone(model, self.config)
-        self.head_options = HeadOptions(model.lm_head)
-        self.lm_head = Head(self.head_options, model.lm_head.weight)
         blocks = {type(block).__name__ for part in self.modules() if isinstance(part, nn.ModuleList) for block in part}
         self._no_split_modules = sorted(blocks)
-        decoder = "model" if self.model.is_text_only else "model.language_model"
-        is_tied = model.config.tie_word_embeddings
-        self._tied_weights_keys = {"lm_head.weight": f"{decoder}.embed_tokens.weight"} if is_tied else {}
-        self.generation_config = hf_generation_config(model, self.config)
         self._config_before = copy.deepcopy(values(self.config))
-        self._generation_config_before = copy.deepcopy(self.generation_config)
-        self.post_init()
-        self.train(model.training)
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor | None = None,
-        output_router_logits: bool | None = None,
-        return_dict: bool | None = None,
-        **inputs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Computes the logits, the loss if labels are given, or both.
-
-        Args:
-            input_ids: see `ligerzoo.models.CausalLM.forward`, as for the other inputs.
-            attention_mask: padding mask or attention mask.
-            position_ids: position of each token.
-            past_key_values: cache that this model returned.
-            inputs_embeds: embeddings instead of `input_ids`.
-            labels: (B, T), aligned with `input_ids`; this method shifts them.
-            use_cache: create a cache if none was passed. Default: the config's, without autograd.
-            logits_to_keep: number of last tokens to compute logits for, 0 for all; or a 1-d tensor of token indices.
-                Default: all; but none in training if labels are given, since the loss does not need them.
-            output_router_logits: return router logits and add the load-balancing loss. Default: the config's.
-            return_dict: False returns a tuple.
-            inputs: `shift_labels` and `num_items_in_batch`; and inputs of the architecture, such as `pixel_values`.
-        """
-        # Not parameters: the Trainer would wait for every parameter with "label" in its name.
-        shift_labels, num_items_in_batch = inputs.pop("shift_labels", None), inputs.pop("num_items_in_batch", None)
-        text_config = self.config.get_text_config()
-        if use_cache is None:
-            use_cache = bool(getattr(text_config, "use_cache", True)) and not torch.is_grad_enabled()
-        if output_router_logits is None:
-            output_router_logits = getattr(text_config, "output_router_logits", False)
-        body: BackboneOutput = self.model(
-            input_ids, attention_mask, position_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds,
-            use_cache=use_cache, output_router_logits=output_router_logits, **inputs,
-        )  # fmt: skip
-        hidden = body.last_hidden_state
-        if labels is not None and shift_labels is None:
-            shift_labels = shifted_labels(labels, body.segment_start)
-        loss = None if shift_labels is None else self._loss(hidden, shift_labels, num_items_in_batch)
-        if loss is not None and body.aux_loss is not None:
-            loss = loss + text_config.router_aux_loss_coef * body.aux_loss.to(loss.device)
-        logits = None
-        if loss is None or not self.training or logits_to_keep is not None:
-            kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-(logits_to_keep or 0), None)
-            logits = self.head_options.logits(self.lm_head(hidden[:, kept]))
-        fields = {
-            "loss": loss, "logits": logits, "past_key_values": body.past_key_values,
-            "hidden_states": body.hidden_states, "attentions": body.attentions,
-        }  # fmt: skip
-        output: CausalLMOutputWithPast | MoeCausalLMOutputWithPast
-        if body.router_logits is None:
-            output = CausalLMOutputWithPast(**fields)
-        else:
-            output = MoeCausalLMOutputWithPast(**fields, aux_loss=body.aux_loss, router_logits=body.router_logits)
-        return output.to_tuple() if return_dict is False else output
-
-    def _loss(self, hidden: Tensor, target: Tensor, num_items: int | Tensor | None) -> Tensor:
-        if isinstance(self.lm_head, Head) and "forward" not in vars(self.lm_head):
-            return self.lm_head(hidden, target, num_items)
-        # Adapters and hooks replace the head or its forward: the loss must use what they compute.
-        return self.head_options.loss(self.lm_head(hidden), target, num_items)
-
-    def _get_name(self) -> str:
-        """Returns the name that the Trainer looks up in its table of models whose labels it shifts."""
-        name = type(self).__name__
-        return name if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else _SHIFTS_LABELS
-
-    # Embeddings and head
+    # Embeddings
 
     def get_input_embeddings(self) -> nn.Module:
         """Returns the embedding of the tokens."""
@@ -159,14 +52,6 @@ class WrappedCausalLM(Generation, PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the embedding of the tokens."""
         self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        """Returns the head."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the head."""
-        self.lm_head = new_embeddings
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -224,7 +109,12 @@ class WrappedCausalLM(Generation, PreTrainedModel):
 
     # Weights
 
-    def to_zoo_model(self, state: Mapping[str, Tensor] | None = None) -> CausalLM:
+    @property
+    def architecture(self) -> Architecture:
+        """The architecture of the model, which names the tensors and entries of its checkpoints."""
+        return architecture_of_model(self.model.zoo_model)
+
+    def to_zoo_model(self, state: Mapping[str, Tensor] | None = None) -> Model:
         """Returns a ligerzoo model with these weights: views of them.
 
         Args:
@@ -235,7 +125,7 @@ class WrappedCausalLM(Generation, PreTrainedModel):
         """
         source = self.model.zoo_model
         config = with_changes(source.config, self.config, self._config_before)
-        model: CausalLM = architecture_for(type(source)).build_on_meta(config, type(source))
+        model: Model = self.architecture.build_on_meta(config, type(source))
         given = dict(self.state_dict() if state is None else state)
         for name, other in self.all_tied_weights_keys.items():
             given.setdefault(name, given[other])
@@ -250,12 +140,8 @@ class WrappedCausalLM(Generation, PreTrainedModel):
             )  # fmt: skip
         weights = {part.name: given[part.stored_name][part.stored_index] for part in slices}
         model.load_state_dict(weights, assign=True)
-        if config.tie_word_embeddings:
-            model.tie_weights()
-        model.origin = source.origin
-        model.generation_config = generation_entries(
-            source.generation_config, self.generation_config, self._generation_config_before
-        )
+        model.tie_weights()
+        model.origin, model.generation_config = source.origin, source.generation_config
         return model.train(self.training)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
@@ -322,60 +208,3 @@ class WrappedCausalLM(Generation, PreTrainedModel):
         model.save_pretrained(save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
         if push_to_hub and is_main_process:
             model.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **options: Any) -> WrappedCausalLM:
-        """See `AutoModelForCausalLM.from_pretrained`."""
-        from ligerzoo.integrations.transformers.auto import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
-
-
-@cache
-def wrapper_class(model_class: type[CausalLM]) -> type[WrappedCausalLM]:
-    """Returns the wrapper class of a model class, with the name of the architecture's class in transformers."""
-
-    @functools.wraps(WrappedCausalLM.forward)
-    def forward(self: WrappedCausalLM, *args: Any, **inputs: Any) -> Any:
-        return WrappedCausalLM.forward(self, *args, **inputs)
-
-    # Trainers drop data columns that are not parameters of `forward`, and `generate` refuses other inputs.
-    signature = inspect.signature(WrappedCausalLM.forward)
-    *parameters, rest = signature.parameters.values()
-    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in model_class.modalities]
-    forward.__signature__ = signature.replace(parameters=[*parameters, *own, rest])  # type: ignore[attr-defined]
-    attributes = {"forward": forward, "__module__": __name__, "__doc__": WrappedCausalLM.__doc__}
-    return type(architecture_for(model_class).hf_class, (WrappedCausalLM,), attributes)
-
-
-def __getattr__(name: str) -> type[WrappedCausalLM]:
-    """Finds the wrapper classes of the zoo's architectures when they are unpickled."""
-    for model_type in MODEL_TYPES:
-        architecture = architecture_of(model_type)
-        if architecture.hf_class == name:
-            return wrapper_class(architecture.model_class)  # type: ignore[arg-type]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def wrap(model: CausalLM) -> WrappedCausalLM:
-    """Returns a `PreTrainedModel` around a ligerzoo model, for transformers' Trainer, TRL, PEFT, pipelines and others.
-
-    The wrapper shares the parameters of the model, but not its modules. Where transformers fuses projections (Phi-3,
-    GLM), so does the wrapper, and the model's parameters become views of the fused ones. The wrapper's class has the
-    name of the architecture's class in transformers, and `config` is transformers' config. Losses and gradients are
-    those of transformers' model, with these differences:
-
-    - The embedding of the padding token is trained as any other. transformers never trains it.
-    - With label smoothing, the Trainer shifts the labels of vision-language models too. For transformers' own models
-      it does not, and so trains them to copy their input.
-    - In training, the output has the loss but no logits, unless `logits_to_keep` asks for them.
-    - Dropout is never applied, even if the config sets one.
-    - Segments of packed rows (`position_ids` that start again) do not predict across their boundaries.
-
-    Args:
-        model: a model of ligerzoo.models, of a subclass, or of a registered class.
-
-    Raises:
-        ConfigError: the model's class is not registered.
-    """
-    return wrapper_class(type(model))(model)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""`wrap` and the classes that it makes, with the names of transformers' classes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from functools import cache
+from typing import Any, TypeVar, overload
+
+from ligerzoo.convert import MODEL_TYPES, architecture_of, architecture_of_model
+from ligerzoo.convert.sequence_classifier import classifier_architecture
+from ligerzoo.integrations.transformers.causal_lm import WrappedCausalLM
+from ligerzoo.integrations.transformers.model import WrappedModel
+from ligerzoo.integrations.transformers.sequence_classifier import WrappedSequenceClassifier
+from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
+
+Wrapper = TypeVar("Wrapper", bound=WrappedModel[Any])
+
+
+@cache
+def wrapper_class(base: type[Wrapper], name: str, modalities: tuple[str, ...]) -> type[Wrapper]:
+    """Returns the wrapper class of an architecture.
+
+    Args:
+        base: class of the wrapper.
+        name: name of the architecture's class in transformers.
+        modalities: names of the inputs other than text.
+    """
+
+    @functools.wraps(base.forward)
+    def forward(self: Wrapper, *args: Any, **inputs: Any) -> Any:
+        return base.forward(self, *args, **inputs)
+
+    # Trainers drop data columns that are not parameters of `forward`, and `generate` refuses other inputs.
+    signature = inspect.signature(base.forward)
+    *parameters, rest = signature.parameters.values()
+    own = [inspect.Parameter(modality, inspect.Parameter.KEYWORD_ONLY, default=None) for modality in modalities]
+    forward.__signature__ = signature.replace(parameters=[*parameters, *own, rest])  # type: ignore[attr-defined]
+    return type(name, (base,), {"forward": forward, "__module__": __name__, "__doc__": base.__doc__})
+
+
+def __getattr__(name: str) -> type[WrappedModel[Any]]:
+    """Finds the wrapper classes of the zoo's architectures when they are unpickled."""
+    for model_type in MODEL_TYPES:
+        architecture = architecture_of(model_type)
+        if architecture.hf_class == name:
+            return wrapper_class(WrappedCausalLM, name, architecture.model_class.modalities)
+        if classifier_architecture(architecture, Labels()).hf_class == name:
+            return wrapper_class(WrappedSequenceClassifier, name, ())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@overload
+def wrap(model: CausalLM) -> WrappedCausalLM: ...
+
+
+@overload
+def wrap(model: SequenceClassifier) -> WrappedSequenceClassifier: ...
+
+
+def wrap(model: CausalLM | SequenceClassifier) -> WrappedCausalLM | WrappedSequenceClassifier:
+    """Returns a `PreTrainedModel` around a ligerzoo model, for transformers' Trainer, TRL, PEFT, pipelines and others.
+
+    The wrapper shares the parameters of the model, but not its modules. Where transformers fuses projections (Phi-3,
+    GLM), so does the wrapper, and the model's parameters become views of the fused ones. The wrapper's class has the
+    name of the architecture's class in transformers, and `config` is transformers' config. Losses and gradients are
+    those of transformers' model, with these differences:
+
+    - The embedding of the padding token is trained as any other. transformers never trains it.
+    - With label smoothing, the Trainer shifts the labels of vision-language models too. For transformers' own models
+      it does not, and so trains them to copy their input.
+    - In training, the output has the loss but no logits, unless `logits_to_keep` asks for them.
+    - Dropout is never applied, even if the config sets one.
+    - Segments of packed rows (`position_ids` that start again) do not predict across their boundaries.
+    - With gradient accumulation, the loss of a sequence classifier is the mean over its microbatches. transformers'
+      own classifiers add them up.
+    - A sequence classifier without `pad_token_id`, or that gets `inputs_embeds`, finds the last token by the padding
+      mask. transformers refuses the former and ignores the mask with the latter.
+
+    Args:
+        model: a model of ligerzoo.models, of a subclass, or of a registered class; or a sequence classifier with the
+            decoder of one.
+
+    Raises:
+        ConfigError: the model's class is not registered.
+    """
+    name = architecture_of_model(model).hf_class
+    if isinstance(model, SequenceClassifier):
+        return wrapper_class(WrappedSequenceClassifier, name, ())(model)
+    return wrapper_class(WrappedCausalLM, name, type(model).modalities)(model)
