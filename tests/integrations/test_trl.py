@@ -69,12 +69,12 @@ def trained(trainer: str, model: Any, directory: Path, data: Any, resume: bool =
     given = copy.deepcopy(given)  # TRL writes the path of the model into the adapter's config
     processing_class = options.pop("processing_class", None) or tokenizer()
     config = config_class(str(directory), **{**OPTIONS, **options})
-    made = trainer_class(
+    client = trainer_class(
         model, args=config, train_dataset=data, eval_dataset=data.select(range(4)), processing_class=processing_class,
         **given,
     )  # fmt: skip
-    made.train(resume_from_checkpoint=resume or None)
-    return made
+    client.train(resume_from_checkpoint=resume or None)
+    return client
 
 
 def figures(trainer: Any) -> list[float]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -74,7 +74,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
     def initialize_weights(self) -> None:
         """Keeps the weights: they are those of the ligerzoo model."""
 
-    def train(self, mode: bool = True) -> WrappedCausalLM:
+    def train(self, mode: bool = True) -> Self:
         """Sets training or evaluation mode, as `torch.nn.Module.train`.
 
         Raises:
