@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -231,8 +232,13 @@ def decode_attention(
         (B, N, D).
 
     Raises:
-        ValueError: the shapes do not match, or `backend` is unknown or does not support the tensors.
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, or `backend` is unknown or does not support the tensors.
     """
+    check_floats("decode_attention", q=q, keys=keys, values=values)
+    for argument, value in (("first", first), ("last", last), ("fallback", fallback)):
+        if value is not None:
+            check_tensor("decode_attention", argument, value, "integer")
     shapes_match = (
         q.dim() == 3
         and keys.dim() == 4

@@ -24,6 +24,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "x": X, "expert_ids": torch.zeros(4, 2).long(), "expert_weights": torch.ones(4, 2),
         "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2),
     },
+    "decode_attention": {
+        "q": torch.randn(2, 4, 16), "keys": torch.randn(2, 2, 5, 16), "values": torch.randn(2, 2, 5, 16),
+        "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]), "fallback": torch.tensor([-1, 2]),
+    },
     "geglu": {"gate": X, "up": X},
     "glu": {"gate": X, "up": X},
     "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
@@ -49,7 +53,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "token_statistics": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "tvd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
 }  # fmt: skip
-INTEGERS = ("target", "expert_ids")
+INTEGERS = ("target", "expert_ids", "first", "last", "fallback")
 NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 """Functions that are another function with one option."""
 
