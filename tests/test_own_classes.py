@@ -478,7 +478,7 @@ def test_from_config_takes_dtypes_as_from_pretrained_does(dtype: str | torch.dty
     [
         ({"dtype": "bf16"}, "argument dtype: not a dtype of weights; got 'bf16'; expected float32 or"),
         ({"dtype": torch.int8}, "argument dtype: not a dtype of weights; got torch.int8"),
-        ({"device": "gpu"}, "argument device: unknown device; got 'gpu'; expected cpu"),
+        ({"device": "gpu"}, "argument device: no such device; got gpu; expected cpu"),
     ],
 )
 def test_from_config_with_an_invalid_dtype_or_device(options: dict[str, Any], message: str) -> None:

@@ -29,7 +29,7 @@ from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 
-_BLOCK = 64  # keys that a program reads at a time
+_BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
 _MIN_HEADS = 16  # rows of the smallest matrix product
 
 
@@ -174,22 +174,23 @@ def _forward(
     batch, n_heads, head_dim = q.shape
     n_kv_heads, capacity = keys.shape[1:3]
     group = n_heads // n_kv_heads
+    dim_tile = max(16, next_power_of_2(head_dim))
+    block = max(16, min(64, _BLOCK_BYTES // (dim_tile * keys.element_size())))
     blocks = _blocks_per_part(multiprocessors(q), batch * n_kv_heads)
-    n_splits = cdiv(capacity, blocks * _BLOCK)
+    n_splits = cdiv(capacity, blocks * block)
     parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, head_dim, dtype=torch.float32)
     lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
-    dim_tile = max(16, next_power_of_2(head_dim))
     bounds = [0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)]
     _split_kernel[batch * n_kv_heads * n_splits](
         q, keys, values, first, last, padding_mask, fallback, parts, lse,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *bounds,
         scale, softcap, n_kv_heads, group, head_dim, capacity,
-        n_splits, blocks, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, _BLOCK,
+        n_splits, blocks, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, block,
         "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     if lse is not None:
         _combine_kernel[batch * n_heads](
-            parts, lse, first, last, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, _BLOCK,
+            parts, lse, first, last, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, block,
             num_warps=1,
         )  # fmt: skip
     return out

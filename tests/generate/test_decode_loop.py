@@ -154,8 +154,8 @@ def test_nan_weights_are_named_as_a_cause(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [None, LEFT])
-@pytest.mark.parametrize("eos, waits", [(NO_END, 0), ([VOCAB - 1, VOCAB + 1], 1)])
-def test_at_most_one_host_sync_per_token(rows: list[str] | None, eos: list[int], waits: int) -> None:
+@pytest.mark.parametrize("eos", [NO_END, [VOCAB - 1, VOCAB + 1]])
+def test_tokens_cause_no_host_sync(rows: list[str] | None, eos: list[int]) -> None:
     model, ids = tiny_llama("cuda"), prompts("cuda", 3, 17)
     mask = None if rows is None else mask_of(rows, "cuda")
     counts = []
@@ -171,4 +171,4 @@ def test_at_most_one_host_sync_per_token(rows: list[str] | None, eos: list[int],
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("synchronizing" in str(warning.message) for warning in caught))
-    assert counts[2] - counts[1] == waits * 16
+    assert counts[2] == counts[1]

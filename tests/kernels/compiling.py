@@ -10,6 +10,8 @@ import torch
 from ligerzoo.kernels.jit import Kernel
 from tests.kernels.machine import kernel_file
 
+MAX_SHARED_MEMORY = 232448  # bytes per program on a Hopper GPU
+
 
 class _Hopper:
     """The part of Triton's driver that a compilation uses.
@@ -33,7 +35,8 @@ class _Hopper:
 
 
 def _compile(self: Kernel, programs: int, *arguments: Any, **options: int) -> None:
-    self._jitted.warmup(*arguments, grid=(programs, 1, 1), **options)
+    compiled = self._jitted.warmup(*arguments, grid=(programs, 1, 1), **options)
+    assert compiled.metadata.shared <= MAX_SHARED_MEMORY, f"{self.function.__name__} needs {compiled.metadata.shared} B"
 
 
 @contextmanager
