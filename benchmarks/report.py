@@ -26,7 +26,12 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 STEPS = {"training_step": "Llama-3.2-1B shape", "training_step_qwen2_vl_2b": "Qwen2-VL-2B shape, 4 images"}
-SUITES = ("operations", "losses", "launching", "scaling", *STEPS, "loading")
+TRAINERS = {
+    "trainer_llama_1b": "Llama-3.2-1B shape",
+    "trainer_llama_1b_plain_loop": "Llama-3.2-1B shape, another run",
+    "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
+}
+SUITES = ("operations", "losses", "launching", "scaling", *STEPS, *TRAINERS, "loading")
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 HIGHLIGHTS = (
@@ -130,6 +135,31 @@ def model_figures(results: Mapping[str, Json]) -> list[str]:
         raw = sum(results["loading"]["median_import_and_load_s"]["raw safetensors"])
         parts.append(f"The files are in the page cache. Reading them with safetensors alone takes {raw:.1f} s.")
     return parts
+
+
+def trainer_figures(results: Mapping[str, Json]) -> list[str]:
+    """Steps of transformers' Trainer."""
+    used = {name: results[name] for name in TRAINERS if name in results}
+    if not used:
+        return []
+    lines = []
+    for name, result in used.items():
+        shape, found = result["shape"], result["providers"]
+        liger = found.get("transformers + liger-kernel", {})
+        for provider, figures in found.items():
+            if "ms" not in figures:
+                continue
+            ratio = figures["tokens_per_s"] / liger["tokens_per_s"] if "ms" in liger else None
+            what = f"{TRAINERS[name]}, {shape['batch']} x {shape['length']}"
+            speed, memory = f"{round(figures['tokens_per_s'], -2):,.0f}", f"{figures['peak_gib']:.1f}"
+            lines.append([what, provider, number(figures["ms"]), speed, memory, number(ratio)])
+    text = (
+        f"bf16 weights, fused AdamW, no gradient clipping. {measured_on(*used.values())}. `apply` puts our kernels into "
+        "transformers' model; `wrap` is our model for the Trainer. `wrap, plain loop` and `bare`, our model itself, train "
+        "without the Trainer."
+    )
+    header = ["model and batch", "provider", "ms", "tokens/s", "peak GiB", "tokens/s over liger-kernel's"]
+    return ["## transformers' Trainer", paragraph(text), table(header, lines)]
 
 
 # Operations and losses
@@ -256,7 +286,7 @@ def launch_figures(result: Json) -> list[str]:
 
 def all_figures(results: Mapping[str, Json]) -> str:
     """The figures of docs/benchmarks.md."""
-    parts = model_figures(results)
+    parts = model_figures(results) + trainer_figures(results)
     for name, figures in (
         ("operations", operation_figures),
         ("losses", loss_figures),
