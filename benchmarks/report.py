@@ -154,9 +154,9 @@ def trainer_figures(results: Mapping[str, Json]) -> list[str]:
             speed, memory = f"{round(figures['tokens_per_s'], -2):,.0f}", f"{figures['peak_gib']:.1f}"
             lines.append([what, provider, number(figures["ms"]), speed, memory, number(ratio)])
     text = (
-        f"bf16 weights, fused AdamW, no gradient clipping. {measured_on(*used.values())}. `apply` puts our kernels into "
-        "transformers' model; `wrap` is our model for the Trainer. `wrap, plain loop` and `bare`, our model itself, train "
-        "without the Trainer."
+        f"bf16 weights, fused AdamW, no gradient clipping. {measured_on(*used.values())}. `apply` puts our kernels "
+        "into transformers' model; `wrap` is our model for the Trainer. `wrap, plain loop` and `bare`, our model itself, "
+        "train without the Trainer."
     )
     header = ["model and batch", "provider", "ms", "tokens/s", "peak GiB", "tokens/s over liger-kernel's"]
     return ["## transformers' Trainer", paragraph(text), table(header, lines)]
