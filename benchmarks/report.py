@@ -155,7 +155,7 @@ def trainer_figures(results: Mapping[str, Json]) -> list[str]:
             lines.append([what, provider, number(figures["ms"]), speed, memory, number(ratio)])
     text = (
         f"bf16 weights, fused AdamW, no gradient clipping. {measured_on(*used.values())}. `apply` puts our kernels "
-        "into transformers' model; `wrap` is our model for the Trainer. `wrap, plain loop` and `bare`, our model itself, "
+        "into transformers' model; `wrap` is our model for the Trainer. `wrap, plain loop` and `bare`, our own model, "
         "train without the Trainer."
     )
     header = ["model and batch", "provider", "ms", "tokens/s", "peak GiB", "tokens/s over liger-kernel's"]
