@@ -110,6 +110,21 @@ def test_options_that_a_variant_does_not_use(options: dict[str, Any], unused: st
     losses.GRPO(**default)
 
 
+@pytest.mark.parametrize("unused, value, term, used", [
+    ("is_kl_corrected", True, r"beta=0 \(no KL term\)", {"beta": 0.1}),
+    ("num_tokens", 5, r"entropy_coef=0 \(no entropy term\)", {"entropy_coef": 0.1}),
+    ("num_tokens", torch.tensor(5), r"entropy_coef=0 \(no entropy term\)", {"entropy_coef": 0.1}),
+])  # fmt: skip
+def test_options_of_a_term_that_is_not_part_of_the_loss(
+    unused: str, value: Any, term: str, used: dict[str, float]
+) -> None:
+    got = re.escape(f"{unused}={value!r}")
+    message = f"{got} with {term}, which does not use it; leave out {unused}"
+    refused(lambda: losses.GRPO(**{unused: value}), ValueError, f"GRPO: {message}")
+    refused(lambda: call(losses.GRPO, **{unused: value}), ValueError, f"grpo_loss: {message}")
+    losses.GRPO(**{unused: value}, **used)
+
+
 def test_options_that_other_losses_do_not_use() -> None:
     refused(lambda: losses.DPO(discopop_tau=0.1), ValueError, r"DPO: discopop_tau=0\.1 with variant='sigmoid', .*")
     message = r"Distillation: beta=0\.1 with divergence='tvd', which does not use it; leave out beta"
@@ -210,7 +225,7 @@ def test_a_label_is_named_by_its_own_position(wrong: int) -> None:
     ([[1, 2]], TypeError, r"Llama: labels is a list; expected an integer tensor of shape \(4, 7\)\. .*torch\.tensor"),
     (np.zeros((4, 7)), TypeError, r"Llama: labels is a ndarray; .*\. Convert it with torch\.from_numpy"),
     (torch.zeros(4, 7), ValueError, r"Llama: labels has dtype torch\.float32; expected an integer dtype"),
-    (torch.zeros(4, 6).long(), ValueError, r"Llama: labels has shape \(4, 6\); expected \(4, 7\)"),
+    (torch.zeros(4, 6).long(), ValueError, r"Llama: labels has shape \(4, 6\); expected \(4, 7\)\. Pass labels of .*"),
 ])  # fmt: skip
 def test_labels_of_another_type(labels: Any, error: type[Exception], message: str) -> None:
     model, (input_ids, _) = tiny(layers=1), batch_of()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
+from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of, architecture_of_model
 from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError, first_names
 from ligerzoo.integrations.transformers.backbone import Backbone, BackboneOutput
@@ -362,6 +362,7 @@ def wrap(model: CausalLM) -> WrappedCausalLM:
         model: a model of ligerzoo.models, of a subclass, or of a registered class.
 
     Raises:
-        ConfigError: the model's class is not registered.
+        ConfigError: the model's class is not registered, or it is not a model of ligerzoo.
     """
+    architecture_of_model(model)  # raises for other models
     return wrapper_class(type(model))(model)  # type: ignore[arg-type]
