@@ -122,8 +122,9 @@ class CausalLM(LanguageModel):
             modalities: further inputs of the architecture; see its `embed`.
 
         Raises:
-            ValueError: the inputs have inconsistent shapes or values, or are missing; or an output was asked for that
-                no layer has.
+            TypeError: an input has another type, such as a list instead of a tensor.
+            ValueError: the inputs have inconsistent shapes or values, or are missing; or no layer has an output that
+                was requested.
         """
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         check_labels(labels, shift_labels, x.shape[:2], self.config.vocab_size, type(self))

@@ -110,7 +110,8 @@ class LanguageModel(nn.Module):
             Final hidden states (B, T, H), and the context, which holds what the layers stored and the cache.
 
         Raises:
-            ValueError: the inputs have inconsistent shapes or values, or an output was asked for that no layer has.
+            TypeError: an input has another type, such as a list instead of a tensor.
+            ValueError: the inputs have inconsistent shapes or values, or no layer has an output that was requested.
         """
         self._refuse_unknown(modalities)
         outputs = {
@@ -217,7 +218,7 @@ class LanguageModel(nn.Module):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrong.
+        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrongly.
 
         The Trainer recognizes its own models only, by their class.
         """
@@ -252,7 +253,7 @@ class LanguageModel(nn.Module):
     ) -> nn.Embedding:
         """Changes the number of rows of the embedding and of the language-model head, and `config.vocab_size`.
 
-        Parameters stay the same objects, and tied ones stay tied. Make optimizers afterwards, since the moments of the
+        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since the moments of the
         old shapes no longer fit.
 
         Args:

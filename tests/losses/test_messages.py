@@ -110,19 +110,19 @@ def test_options_that_a_variant_does_not_use(options: dict[str, Any], unused: st
     losses.GRPO(**default)
 
 
-@pytest.mark.parametrize("unused, value, term, used", [
-    ("is_kl_corrected", True, r"beta=0 \(no KL term\)", {"beta": 0.1}),
-    ("num_tokens", 5, r"entropy_coef=0 \(no entropy term\)", {"entropy_coef": 0.1}),
-    ("num_tokens", torch.tensor(5), r"entropy_coef=0 \(no entropy term\)", {"entropy_coef": 0.1}),
-])  # fmt: skip
-def test_options_of_a_term_that_is_not_part_of_the_loss(
-    unused: str, value: Any, term: str, used: dict[str, float]
-) -> None:
-    got = re.escape(f"{unused}={value!r}")
-    message = f"{got} with {term}, which does not use it; leave out {unused}"
-    refused(lambda: losses.GRPO(**{unused: value}), ValueError, f"GRPO: {message}")
-    refused(lambda: call(losses.GRPO, **{unused: value}), ValueError, f"grpo_loss: {message}")
-    losses.GRPO(**{unused: value}, **used)
+@pytest.mark.parametrize("num_tokens", [5, torch.tensor(5)])
+def test_a_divisor_of_the_entropy_needs_an_entropy_term(num_tokens: Any) -> None:
+    got = re.escape(f"num_tokens={num_tokens!r}")
+    message = rf"{got} with entropy_coef=0 \(no entropy term\), which does not use it; leave out num_tokens"
+    refused(lambda: losses.GRPO(num_tokens=num_tokens), ValueError, f"GRPO: {message}")
+    refused(lambda: call(losses.GRPO, num_tokens=num_tokens), ValueError, f"grpo_loss: {message}")
+    losses.GRPO(num_tokens=num_tokens, entropy_coef=0.1)
+
+
+def test_a_correction_of_the_kl_term_needs_a_reference() -> None:
+    message = "grpo_loss: is_kl_corrected=True with ref_logps=None, which does not use it; leave out is_kl_corrected"
+    refused(lambda: call(losses.GRPO, is_kl_corrected=True), ValueError, message)
+    call(losses.GRPO, is_kl_corrected=True, ref_logps=torch.zeros(B, T))
 
 
 def test_options_that_other_losses_do_not_use() -> None:

@@ -38,7 +38,7 @@ def apply(
 
     Modules are recognized by their structure and class name, so that families that are not listed in
     docs/kernels-in-transformers.md are replaced as far as their modules are recognized. Parameters, their names and
-    `state_dict` do not change; nor do the classes of transformers, and all other models. On a CPU the replaced
+    `state_dict` do not change. Other models and the classes of transformers do not change either. On a CPU the replaced
     modules compute with the references of the kernels, in plain torch.
 
     In training with labels, a replaced causal language model returns no logits, unless `logits_to_keep` asks for them.
@@ -52,8 +52,9 @@ def apply(
         loss: replace the head and the loss of causal language models.
         experts: replace the experts of mixtures.
         attention: replace transformers' "sdpa" attention by `ligerzoo.layers.attend`.
-        check: compare each kind of replaced module with the module itself, on random input, and the logits and the loss
-            of the model on 16 random tokens with those before. A module that differs is kept.
+        check: compare the results of each kind of replaced module, on random input, with those of the original module,
+            and the logits and the loss of the model, on 16 random tokens, with those before the call. Keep a module
+            whose results differ.
 
     Returns:
         What was replaced, what was kept and why. Its `undo` restores the model.
