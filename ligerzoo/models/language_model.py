@@ -253,8 +253,8 @@ class LanguageModel(nn.Module):
     ) -> nn.Embedding:
         """Changes the number of rows of the embedding and of the language-model head, and `config.vocab_size`.
 
-        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since the moments of the
-        old shapes no longer fit.
+        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since moments of the old
+        shapes no longer fit.
 
         Args:
             new_num_tokens: number of tokens. New rows, at the end, are the mean of the old ones, so that a new token is
