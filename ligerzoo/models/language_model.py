@@ -253,7 +253,7 @@ class LanguageModel(nn.Module):
     ) -> nn.Embedding:
         """Changes the number of rows of the embedding and of the language-model head, and `config.vocab_size`.
 
-        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since moments of the old
+        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since moments of old
         shapes no longer fit.
 
         Args:
