@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ligerzoo import AutoModel, convert, info
+from ligerzoo import AutoModel, AutoModelForSequenceClassification, convert, info
 from ligerzoo.convert.weights import Fused, Rename
-from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Phi3, Phi3Config
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
@@ -476,7 +476,9 @@ def test_from_config_takes_dtypes_as_from_pretrained_does(dtype: str | torch.dty
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"dtype": "bf16"}, "argument dtype: not a dtype of weights; got 'bf16'; expected float32 or"),
+        ({"dtype": "bf16"}, "argument dtype: not a dtype of weights; got 'bf16'; .* Did you mean 'bfloat16'"),
+        ({"dtype": "fp32"}, "got 'fp32'; expected float32 or .* Did you mean 'float32'"),
+        ({"dtype": "int8"}, "got 'int8'; expected float32 or float16 or bfloat16 or float64$"),
         ({"dtype": torch.int8}, "argument dtype: not a dtype of weights; got torch.int8"),
         ({"device": "gpu"}, "argument device: no such device; got gpu; expected cpu"),
     ],
@@ -484,6 +486,22 @@ def test_from_config_takes_dtypes_as_from_pretrained_does(dtype: str | torch.dty
 def test_from_config_with_an_invalid_dtype_or_device(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AutoModel.from_config(LlamaConfig(**SIZES), **options)
+
+
+def test_a_constructor_refuses_the_name_of_a_dtype() -> None:
+    with pytest.raises(LigerzooError, match=r"dtype of Llama: not a dtype; got 'bfloat16'; .*torch\.bfloat16, or"):
+        Llama(LlamaConfig(**SIZES), dtype="bfloat16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
+def test_from_config_refuses_names_classes_and_models(auto: Any) -> None:
+    for wrong, message in (
+        ("meta-llama/Llama-3.2-1B", "got 'meta-llama/Llama-3.2-1B'; .* To load a checkpoint, call from_pretrained"),
+        (LlamaConfig, "got <class .*LlamaConfig'>; expected a config of ligerzoo.models"),
+        (Llama(LlamaConfig(**SIZES)), "got Llama; expected .* Pass model.config"),
+    ):
+        with pytest.raises(ConfigError, match=f"config: not a config; {message}"):
+            auto.from_config(wrong)
 
 
 def test_every_architecture_passes_the_dtype_on() -> None:
@@ -583,6 +601,8 @@ def test_overrides_take_precedence_over_either_spelling(llama: Path, tmp_path: P
     [
         ({"rope_teta": 1.0}, "^argument rope_teta: unknown; expected .* a field of LlamaConfig. Did you mean 'rope_th"),
         ({"devise": "cpu"}, "^argument devise: unknown; .* Did you mean 'device'"),
+        ({"device_map": "auto"}, "^argument device_map: unknown; .* Use device=..., one device"),
+        ({"attn_implementation": "sdpa"}, "^argument attn_implementation: unknown; .* Leave it out: attention chooses"),
         ({"xyzzy": 1}, "^argument xyzzy: unknown; expected an option of from_pretrained or a field of LlamaConfig$"),
         ({"rope_theta": "1e6"}, "^argument rope_theta: .*; got '1e6'"),
         (

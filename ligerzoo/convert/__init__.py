@@ -74,8 +74,14 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
 
     Raises:
         ConfigError: Its class, or the config class of a sequence classifier, is neither registered nor part of
-            ligerzoo.models.
+            ligerzoo.models; or it is not a model of ligerzoo.
     """
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            "not a model of ligerzoo", where="model", got=type(model).__name__,
+            expected="a model that AutoModel.from_pretrained or AutoModel.from_config returns",
+            remedy="ligerzoo.from_transformers converts models of transformers.",
+        )  # fmt: skip
     if isinstance(model, SequenceClassifier):
         return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
     return architecture_for(type(model))

@@ -10,10 +10,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ligerzoo.errors import ConfigError
+from ligerzoo.errors import ConfigError, did_you_mean
 from ligerzoo.models.config import DecoderConfig, field_types
 
 _ORIGINAL = "original_max_position_embeddings"
+_OTHER_DTYPE_NAMES = {
+    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",
+    "half": "float16", "bf16": "bfloat16",
+}  # fmt: skip
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 ALTERNATIVE_ENTRIES = frozenset(
@@ -215,7 +219,12 @@ def parse_dtype(name: object, *, where: str) -> torch.dtype:
     """
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES.values():
-        raise ConfigError("not a dtype of weights", where=where, got=repr(name), expected=" or ".join(_DTYPES))
+        remedy = None
+        if isinstance(name, str):
+            remedy = did_you_mean(_OTHER_DTYPE_NAMES.get(name.lower(), name), _DTYPES)
+        raise ConfigError(
+            "not a dtype of weights", where=where, got=repr(name), expected=" or ".join(_DTYPES), remedy=remedy
+        )
     return dtype
 
 

@@ -95,6 +95,12 @@ def read_labels(raw: Mapping[str, Any], options: Mapping[str, Any]) -> Labels:
         ConfigError: an entry or option is invalid, or the options contradict each other.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    for name in ("id2label", "label2id"):
+        if name in given and not isinstance(given[name], Mapping):
+            example = '{0: "negative", 1: "positive"}' if name == "id2label" else '{"negative": 0, "positive": 1}'
+            raise ConfigError(
+                "not a dictionary", where=name, got=repr(given[name])[:200], expected=f"a dictionary such as {example}"
+            )
     stored = {name: raw[name] for name in LABEL_OPTIONS if raw.get(name) is not None}
     if given.keys() & {"num_labels", "id2label", "label2id"}:
         stored = {name: value for name, value in stored.items() if name in ("id2label", "problem_type")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -16,6 +17,7 @@ from ligerzoo.convert.weights import Rule
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 
@@ -39,6 +41,7 @@ class AutoModel:
             ConfigError: The config's class belongs to no model class, a device or dtype does not exist, or the class
                 does not pass it on to all of its modules.
         """
+        _refuse_other_than_config(config)
         make = cast("Callable[..., CausalLM]", architecture_for_config(type(config)).model_class)
         given: dict[str, Any] = {}
         if device is not None:
@@ -103,11 +106,24 @@ class AutoModelForSequenceClassification:
             ConfigError: The config's class belongs to no model class, or to one that reads images; or the labels are
                 invalid.
         """
+        _refuse_other_than_config(config)
         options = {"num_labels": num_labels, "id2label": id2label, "label2id": label2id, "problem_type": problem_type}
         architecture = classifier_architecture(architecture_for_config(type(config)), read_labels({}, options))
         dtype = torch.get_default_dtype() if dtype is None else parse_dtype(dtype, where="argument dtype")
         device = None if device is None else available_device(device)
         return architecture.build(config, device=device).to(dtype)
+
+
+def _refuse_other_than_config(config: object) -> None:
+    """Raises ConfigError for a model, the name of a checkpoint or a class in place of a config."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return
+    is_model = isinstance(config, LanguageModel)
+    remedy = "Pass model.config." if is_model else "To load a checkpoint, call from_pretrained."
+    raise ConfigError(
+        "not a config", where="config", got=repr(config) if isinstance(config, str | type) else type(config).__name__,
+        expected="a config of ligerzoo.models, such as LlamaConfig(...), or of a registered class", remedy=remedy,
+    )  # fmt: skip
 
 
 def _refuse_without_factory_kwargs(make: Callable[..., CausalLM], given: Mapping[str, Any]) -> None:

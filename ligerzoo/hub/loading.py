@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import os
 import re
@@ -27,7 +26,7 @@ from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stor
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
 from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
 from ligerzoo.device import available_device
-from ligerzoo.errors import CheckpointError, ConfigError, first_names
+from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, read_json
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
@@ -97,7 +96,7 @@ def load(
             match = match_tensors(_source(checkpoint), architecture, config, shapes, num_layers, strict=strict)
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
-        dtype = parse_dtype(dtype, where="dtype")
+        dtype = parse_dtype(dtype, where="argument dtype")
         weights = _read(checkpoint, match.slices, shapes, dtype, device)
         extra_tensors = {
             name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
@@ -178,6 +177,17 @@ def _config_class(architecture: Architecture, model_class: type[LanguageModel]) 
     )
 
 
+_REMEDIES = {
+    "attn_implementation": "Leave it out: attention chooses its kernel.",
+    "device_map": "Use device=..., one device for the whole model.",
+    "low_cpu_mem_usage": "Leave it out: weights are loaded without a second copy.",
+    "quantization_config": "Quantize the loaded model with torchao, see ligerzoo.integrations.torchao.",
+    "trust_remote_code": "Leave it out: code of checkpoints is never run.",
+    "use_safetensors": "Leave it out: only safetensors files are read.",
+}
+"""What to do instead, by the name of an option of transformers' `from_pretrained`."""
+
+
 def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, label_options: tuple[str, ...]) -> None:
     names = [field.name for field in dataclasses.fields(config_class)]
     options = [
@@ -185,10 +195,9 @@ def _refuse_unknown_overrides(overrides: Mapping[str, Any], config_class: type, 
     ]
     for name in overrides:
         if name not in names:
-            nearest = difflib.get_close_matches(name, [*names, *options, *label_options], n=1)
             raise ConfigError(
                 "unknown", where=name, expected=f"an option of from_pretrained or a field of {config_class.__name__}",
-                remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
+                remedy=_REMEDIES.get(name) or did_you_mean(name, [*names, *options, *label_options]),
             )  # fmt: skip
 
 

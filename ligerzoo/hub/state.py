@@ -158,7 +158,9 @@ def _is_tied(model: LanguageModel, state: Mapping[str, Tensor]) -> bool:
         return False
     if is_sharded(state):  # a comparison of DTensors would communicate
         return _shares_head(model)
-    head, embedding = state[HEAD], state[EMBEDDING]
+    head, embedding = state[HEAD].detach(), state[EMBEDDING].detach()
+    if type(head) is not type(embedding):  # one of them is quantized
+        return False
     return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
 
 

@@ -1,4 +1,4 @@
-"""ligerzoo in the libraries of others. Each module imports its library, which is optional."""
+"""Integrations with other libraries, which are optional. Each module imports the library that it is for."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -4,7 +4,7 @@
 
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=is_linear)
 
-Without the filter, `quantize_` quantizes all linear layers but the language-model head, whose class is not
+Without the filter, `quantize_` quantizes all linear layers except the language-model head, whose class is not
 `nn.Linear`.
 """
 

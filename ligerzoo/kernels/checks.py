@@ -77,15 +77,21 @@ def check_tensor(
     kind: Kind = "floating-point",
     shapes: Sequence[tuple[int, ...]] = (),
     device: torch.device | None = None,
+    *,
+    remedy: str = "",
 ) -> None:
-    """Raises unless the value is a tensor of this kind, of one of the shapes (if any are given), on the device."""
+    """Raises unless the value is a tensor of this kind, of one of the shapes (if any are given), on the device.
+
+    Messages about another shape end with the remedy.
+    """
     article = "an" if kind == "integer" else "a"
     if not isinstance(value, Tensor):
         shape = f" of shape {_alternatives(shapes)}" if shapes else ""
         require_tensor(name, argument, value, f"{article} {kind} tensor{shape}")
     assert isinstance(value, Tensor)
     if shapes and not any(value.shape == shape for shape in shapes):
-        raise ValueError(f"{name}: {argument} has shape {tuple(value.shape)}; expected {_alternatives(shapes)}")
+        end = f". {remedy}" if remedy else ""
+        raise ValueError(f"{name}: {argument} has shape {tuple(value.shape)}; expected {_alternatives(shapes)}{end}")
     if kind_of(value) != kind:
         expected = "torch.bool" if kind == "bool" else f"{article} {kind} dtype"
         raise ValueError(f"{name}: {argument} has dtype {value.dtype}; expected {expected}")

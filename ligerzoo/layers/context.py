@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import any_true
+from ligerzoo.kernels.checks import describe, kind_of
 from ligerzoo.layers.cache import KVCache, LayerCache
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
@@ -81,6 +82,7 @@ class Context:
             store none and use the fused kernels.
 
     Raises:
+        TypeError: an input has another type.
         ValueError: the shapes, dtypes or values of the inputs are inconsistent.
     """
 
@@ -92,6 +94,7 @@ class Context:
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> None:
+        _require_tensor("x", x, "(B, T) token ids or (B, T, H) embeddings")
         if x.ndim not in (2, 3) or x.shape[1] == 0:
             raise ValueError(
                 f"Context: x has shape {tuple(x.shape)}; expected (B, T) token ids or (B, T, H) embeddings with T > 0"
@@ -108,6 +111,8 @@ class Context:
             )
         if cu_seqlens is not None:
             _check_packing(cu_seqlens, x, attention_mask, cache)
+        if position_ids is not None:
+            _check_position_ids(position_ids, self.rows, self.tokens)
         self._full_mask: Tensor | Mask | None = None
         self.padding_mask: Tensor | None = None
         if isinstance(attention_mask, Mask) or (
@@ -262,8 +267,28 @@ def shifted_labels(labels: Tensor, segment_start: Tensor | None = None, ignore_i
     return shifted
 
 
+def _require_tensor(argument: str, value: object, expected: str) -> None:
+    if not isinstance(value, Tensor):
+        remedy = ". Convert it with torch.tensor" if isinstance(value, list | tuple) else ""
+        raise TypeError(f"{argument}: got {describe(value)}; expected a tensor of {expected}{remedy}")
+
+
+def _check_position_ids(position_ids: Tensor, rows: int, tokens: int) -> None:
+    """Raises unless `position_ids` are integers of shape (B or 1, T), or (A, B or 1, T)."""
+    _require_tensor("position_ids", position_ids, "integers of shape (B or 1, T)")
+    shape = tuple(position_ids.shape)
+    # Not `shape[-2] in (1, rows)`, see `_check_mask`.
+    fits = position_ids.ndim in (2, 3) and shape[-1] == tokens and (shape[-2] == 1 or shape[-2] == rows)
+    if not fits or kind_of(position_ids) != "integer":
+        rows_expected = "1" if rows == 1 else f"{rows} or 1"
+        raise ValueError(
+            f"position_ids: got shape {shape} and {position_ids.dtype}; expected integers of shape "
+            f"({rows_expected}, {tokens}): one position for each new token"
+        )
+
+
 def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask | None, cache: KVCache | None) -> None:
-    """Raises ValueError unless `cu_seqlens` are segment boundaries of one row.
+    """Raises unless `cu_seqlens` are segment boundaries of one row.
 
     Values are checked on a CPU only; on a GPU the check would be a host sync.
     """
@@ -273,9 +298,9 @@ def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask 
             "cu_seqlens needs batch size 1, no attention_mask and no cache; got "
             + " and ".join([f"batch size {len(x)}", *given])
         )
-    is_vector = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and len(cu_seqlens) > 0
-    if not is_vector or cu_seqlens.is_floating_point():
-        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens)
+    _require_tensor("cu_seqlens", cu_seqlens, "integers of shape (segments + 1,)")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or kind_of(cu_seqlens) != "integer":
+        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
         raise ValueError(f"cu_seqlens: got {got}; expected an integer tensor of shape (segments + 1,)")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
@@ -285,7 +310,8 @@ def _check_packing(cu_seqlens: Tensor, x: Tensor, attention_mask: Tensor | Mask 
 
 
 def _check_mask(attention_mask: Tensor, rows: int, tokens: int, cache: KVCache | None) -> Tensor:
-    """Returns the mask if it covers the cached and the new tokens, else raises ValueError."""
+    """Returns the mask if it covers the cached and the new tokens, else raises."""
+    _require_tensor("attention_mask", attention_mask, "shape (B, S) or (B, 1, T, S)")
     shape, keys = tuple(attention_mask.shape), tokens + (cache.length if cache is not None else 0)
     if attention_mask.ndim == 4:
         if shape[2:] != (tokens, keys):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.kernels.checks import describe
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, new_layer_cache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
+from ligerzoo.layers.linear import INIT_STD, check_features
 from ligerzoo.layers.norm import add_and_normalize
 
 
@@ -57,8 +59,12 @@ class CrossAttention(Attention):
             cache: a `CrossAttentionLayerCache`; keys and values of new states are appended to it.
         """
         inputs = context.cross_attention_inputs
-        if inputs is None:
-            raise ValueError("CrossAttention: context.cross_attention_inputs is None; expected CrossAttentionInputs")
+        if not isinstance(inputs, CrossAttentionInputs):
+            error = ValueError if inputs is None else TypeError
+            raise error(
+                f"CrossAttention: context.cross_attention_inputs is {describe(inputs)}; expected CrossAttentionInputs"
+            )
+        check_features(self, x, self.hidden_size)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -76,6 +82,7 @@ class CrossAttention(Attention):
             if not isinstance(cache, CrossAttentionLayerCache) or cache.length == 0:
                 raise ValueError("CrossAttention: got no states; expected new ones, or a cache that holds some")
             return cache.read()
+        check_features(self, states, self.hidden_size)
         k, v = (projection(states).unflatten(-1, (-1, self.head_dim)) for projection in (self.k_proj, self.v_proj))
         if self.k_norm is not None:
             k = self.k_norm(k)

@@ -50,6 +50,11 @@ class Decoder(nn.Module):
             x: the new tokens.
             context: positions, mask and cache. Default: positions 0 to T - 1, no padding, no cache.
         """
+        if x.ndim != (3 if x.is_floating_point() else 2):
+            raise ValueError(
+                f"Decoder: x has shape {tuple(x.shape)} and dtype {x.dtype}; expected (B, T) token ids, which are "
+                "integers, or (B, T, H) embeddings"
+            )
         context = context if context is not None else Context(x)
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:

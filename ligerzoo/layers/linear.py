@@ -9,7 +9,7 @@ INIT_STD = 0.02
 
 
 def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
-    """Raises ValueError unless the input of a layer has this many features in its last dimension."""
+    """Raises ValueError unless an input of a layer has this many features in its last dimension."""
     if x.shape[-1] != features:
         raise ValueError(
             f"{type(layer).__name__}: the input has shape {tuple(x.shape)}; expected {features} features in the last "

@@ -327,7 +327,7 @@ def grpo_loss(
             TRL).
         delta: clips ratios above delta for negative advantages too (two-sided clipping); more than 1 + epsilon_high.
         beta: weight of the KL term.
-        is_kl_corrected: multiply the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556).
+        is_kl_corrected: multiply the KL term by the ratio (DeepSeek-V3.2, arXiv 2512.02556). Requires `ref_logps`.
         entropy_coef: weight of the mean entropy of the tokens, which is subtracted from the loss.
         with_entropy: compute the metric "entropy" even if `entropy_coef` is 0.
         sapo_temperatures: t of "sapo", for positive advantages and for the others.
@@ -336,7 +336,7 @@ def grpo_loss(
         num_items: divides the summed losses. Default: the number of sequences or tokens in the batch, depending on the
             variant. For exact gradient accumulation, pass the number in the step to every microbatch.
         num_tokens: divides the summed entropy. Default: the number of tokens in the batch. With an `entropy_coef`, pass
-            it together with `num_items`.
+            it together with `num_items`; without one, leave it out.
         head: options of the LM head, see `LogpOptions`, and `temperature`: that of sampling.
 
     Returns:
@@ -397,7 +397,8 @@ def ppo_clip_loss(
     check_floats("ppo_clip_loss", old_logps=old_logps)
     options = PolicyOptions("bnpo", epsilon=epsilon, entropy_coef=entropy_coef)
     tensors = (hidden, weight, target, advantages, old_logps, None, None)
-    return _policy_loss("ppo_clip_loss", *tensors, options, num_items, num_items, head)
+    num_tokens = num_items if entropy_coef != 0 else None
+    return _policy_loss("ppo_clip_loss", *tensors, options, num_items, num_tokens, head)
 
 
 _FORMULA_OPTIONS: dict[PolicyFormula, tuple[str, ...]] = {
@@ -438,6 +439,8 @@ def check_policy_options(
     check_unused(
         name, choice, PolicyOptions._field_defaults, **{option: getattr(options, option) for option in sorted(unused)}
     )
+    if options.entropy_coef == 0:
+        check_unused(name, "entropy_coef=0 (no entropy term)", {"num_tokens": None}, num_tokens=num_tokens)
     if variant.divided_by == "max_tokens" and options.max_length is None:
         raise ValueError(f"{name}: max_length=None; {choice} requires it: the longest completion that sampling allows")
     if variant.formula is cispo and options.epsilon_high is None:
@@ -485,6 +488,8 @@ def _policy_loss(
             f"{name}: ref_logps=None with beta={options.beta}; expected log-probabilities of the reference model for "
             "the KL term. Pass ref_logps"
         )
+    if ref_logps is None:
+        check_unused(name, "ref_logps=None", PolicyOptions._field_defaults, is_kl_corrected=options.is_kl_corrected)
     check_tensors(name, hidden, weight, target, head.get("bias"))
     shape = tuple(target.shape)
     check_tensor(name, "advantages", advantages, shapes=[shape[:1], shape], device=hidden.device)

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.kernels.checks import check_integer
 from ligerzoo.layers import Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.labels import check_labels
@@ -121,8 +122,9 @@ class CausalLM(LanguageModel):
             modalities: further inputs of the architecture; see its `embed`.
 
         Raises:
-            ValueError: the inputs have inconsistent shapes or values, or are missing; or an output was asked for that
-                no layer has.
+            TypeError: an input has another type, such as a list instead of a tensor.
+            ValueError: the inputs have inconsistent shapes or values, or are missing; or no layer has an output that
+                was requested.
         """
         x = tokens_or_embeddings(input_ids, inputs_embeds)
         check_labels(labels, shift_labels, x.shape[:2], self.config.vocab_size, type(self))
@@ -137,8 +139,7 @@ class CausalLM(LanguageModel):
             shift_labels = shifted_labels(labels, context.segment_start)
         out = CausalLMOutput(past_key_values=context.cache, aux_loss=self.aux_loss(context), **layer_outputs(context))
         if shift_labels is None:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            out.logits = self.lm_head(hidden[:, kept])
+            out.logits = self.lm_head(hidden[:, _kept_tokens(logits_to_keep)])
             return out
         out.loss = self.lm_head(hidden, shift_labels, num_items_in_batch, objective)
         if objective is not None:
@@ -183,3 +184,11 @@ class CausalLM(LanguageModel):
         from ligerzoo.generate import release_decode_graphs
 
         release_decode_graphs(self)
+
+
+def _kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """Returns the index of the tokens to compute logits for, see `CausalLM.forward`."""
+    if isinstance(logits_to_keep, Tensor):
+        return logits_to_keep
+    check_integer("CausalLM", "logits_to_keep", logits_to_keep, 0)
+    return slice(-logits_to_keep, None)

@@ -10,6 +10,11 @@ from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.dispatch import DEBUG
 
+_REMEDIES = {
+    "labels": "Pass labels of all tokens: the model shifts them itself",
+    "shift_labels": "Pass the label that each token predicts, or -100 for an ignored token",
+}
+
 
 def check_labels(
     labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size, vocab_size: int, model_class: type
@@ -27,7 +32,7 @@ def check_labels(
     for argument, target, first in (("labels", labels, 1), ("shift_labels", shift_labels, 0)):
         if target is None:
             continue
-        check_tensor(name, argument, target, "integer", [tuple(shape)])
+        check_tensor(name, argument, target, "integer", [tuple(shape)], remedy=_REMEDIES[argument])
         is_read = argument == "shift_labels" or shift_labels is None
         if is_read and (DEBUG or target.device.type == "cpu") and not torch.compiler.is_compiling():
             read = target[:, first:]

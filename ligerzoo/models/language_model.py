@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
+from ligerzoo.kernels.checks import describe
 from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
 from ligerzoo.layers import Context, Decoder, KVCache
 from ligerzoo.models.config import require_config
@@ -56,9 +56,15 @@ class LanguageModel(nn.Module):
         cls.modalities = tuple(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Checks the config before a constructor reads it; copying and unpickling pass none."""
+        """Checks config and dtype before a constructor reads them; copying and unpickling pass none."""
         if args or "config" in options:
             require_config(cls, args[0] if args else options["config"])
+        if isinstance(dtype := options.get("dtype"), str):
+            raise LigerzooError(
+                "not a dtype", where=f"dtype of {cls.__name__}", got=repr(dtype), expected="a torch.dtype",
+                remedy="Pass a dtype such as torch.bfloat16, or call AutoModel.from_config(config, dtype=...), which "
+                "accepts names.",
+            )  # fmt: skip
         return super().__new__(cls)
 
     def __init__(self, config: LanguageModelConfig, model: Decoder) -> None:
@@ -104,16 +110,18 @@ class LanguageModel(nn.Module):
             Final hidden states (B, T, H), and the context, which holds what the layers stored and the cache.
 
         Raises:
-            ValueError: the inputs have inconsistent shapes or values, or an output was asked for that no layer has.
+            TypeError: an input has another type, such as a list instead of a tensor.
+            ValueError: the inputs have inconsistent shapes or values, or no layer has an output that was requested.
         """
         self._refuse_unknown(modalities)
         outputs = {
             "hidden_states": output_hidden_states, "attentions": output_attentions,
             "router_logits": output_router_logits,
         }  # fmt: skip
-        for name, flag in outputs.items():
+        flags = {"use_cache": use_cache, **{f"output_{name}": flag for name, flag in outputs.items()}}
+        for name, flag in flags.items():
             if not (flag is None or isinstance(flag, bool)):
-                raise LigerzooError("not a flag", where=f"output_{name}", got=flag, expected="True, False or None")
+                raise LigerzooError("not a flag", where=name, got=repr(flag), expected="True, False or None")
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         context = Context(x, attention_mask, position_ids, cu_seqlens, past_key_values)
@@ -137,13 +145,13 @@ class LanguageModel(nn.Module):
     def _refuse_unknown(self, modalities: Mapping[str, Any]) -> None:
         for name in modalities:
             if name not in self.modalities:
-                nearest = difflib.get_close_matches(
-                    name, [*inspect.signature(self.forward).parameters, *self.modalities], n=1
-                )
+                is_misspelt = self.modalities or not name.startswith(("pixel", "image", "video"))
+                accepted = [*inspect.signature(self.forward).parameters, *self.modalities]
+                remedy = did_you_mean(name, accepted) if is_misspelt else None
+                expected = ", ".join(self.modalities) or "text inputs only, such as input_ids"
                 raise LigerzooError(
-                    f"not an input of {type(self).__name__}", where=name,
-                    expected=", ".join(self.modalities) or "text inputs only, such as input_ids",
-                    remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
+                    f"not an input of {type(self).__name__}", where=name, expected=None if remedy else expected,
+                    remedy=remedy,
                 )  # fmt: skip
 
     def aux_loss(self, context: Context) -> Tensor | None:
@@ -214,7 +222,7 @@ class LanguageModel(nn.Module):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrong.
+        """Raises LigerzooError: only transformers' Trainer asks, and it would count and shift labels wrongly.
 
         The Trainer recognizes its own models only, by their class.
         """
@@ -249,8 +257,8 @@ class LanguageModel(nn.Module):
     ) -> nn.Embedding:
         """Changes the number of rows of the embedding and of the language-model head, and `config.vocab_size`.
 
-        Parameters stay the same objects, and tied ones stay tied. Make optimizers afterwards, since the moments of the
-        old shapes no longer fit.
+        Parameters stay the same objects, and tied ones stay tied. Create optimizers afterwards, since moments of old
+        shapes no longer fit.
 
         Args:
             new_num_tokens: number of tokens. New rows, at the end, are the mean of the old ones, so that a new token is
@@ -267,7 +275,9 @@ class LanguageModel(nn.Module):
         """
         for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
             if number is not None and (type(number) is not int or number < 1):
-                raise LigerzooError("not a number of tokens", where=name, got=number, expected="an integer, 1 or more")
+                raise LigerzooError(
+                    "not a number of tokens", where=name, got=repr(number), expected="an integer, 1 or more"
+                )
         embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
         weights = [cast(nn.Parameter, module.weight) for module in (embedding, head) if module is not None]
         size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
@@ -433,15 +443,38 @@ def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None)
     """Returns the one that was given.
 
     Raises:
-        ValueError: both were given, or none.
-        TypeError: `input_ids` is not a tensor of integers.
+        ValueError: both were given, or none; or it has another shape than (B, T) token ids or (B, T, H) embeddings.
+        TypeError: `input_ids` is not a tensor of integers, or `inputs_embeds` not a floating-point tensor.
     """
     x = input_ids if inputs_embeds is None else inputs_embeds
     if x is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError(
             f"expected exactly one of input_ids and inputs_embeds; got {'neither' if x is None else 'both'}"
         )
-    if input_ids is not None and not (isinstance(input_ids, Tensor) and not input_ids.is_floating_point()):
-        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise TypeError(f"input_ids: got {got}; expected a (B, T) tensor of integers")
+    if inputs_embeds is None:
+        _check_input_ids(x)
+    elif not (isinstance(x, Tensor) and x.is_floating_point()):
+        raise TypeError(f"inputs_embeds: got {describe(x)}; expected a (B, T, H) floating-point tensor")
+    elif x.ndim != 3:
+        raise ValueError(f"inputs_embeds: got shape {tuple(x.shape)}; expected (B, T, H)")
     return x
+
+
+def _check_input_ids(input_ids: object) -> None:
+    """Raises unless `input_ids` is a (B, T) tensor of integers."""
+    if not isinstance(input_ids, Tensor):
+        texts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
+        if any(isinstance(text, str) for text in texts):
+            remedy = "Encode text first: model(**tokenizer([text], return_tensors='pt'))"
+        elif isinstance(input_ids, Mapping):
+            remedy = "Pass the output of a tokenizer as model(**inputs)"
+        else:
+            remedy = "Convert it with torch.tensor"
+        raise TypeError(f"input_ids: got {type(input_ids).__name__}; expected a (B, T) tensor of integers. {remedy}")
+    if input_ids.is_floating_point():
+        raise TypeError(
+            f"input_ids: got {input_ids.dtype}; expected a (B, T) tensor of integers. Pass embeddings as inputs_embeds"
+        )
+    if input_ids.ndim != 2:
+        remedy = ". Use input_ids[None] for one sequence" if input_ids.ndim == 1 else ""
+        raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}; expected (B, T){remedy}")

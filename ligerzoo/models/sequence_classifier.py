@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.kernels.autograd import any_true, innermost
+from ligerzoo.kernels.checks import require_tensor
 from ligerzoo.layers import Decoder, KVCache, Linear
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
@@ -213,8 +215,10 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemTyp
 
     Raises:
         ConfigError: the problem type is unknown, or that of several labels for a single one.
-        LigerzooError: the labels have the wrong shape or dtype.
+        TypeError: the labels are not a tensor.
+        LigerzooError: the labels have the wrong shape or dtype, or (checked on a CPU only) no label has such an index.
     """
+    require_tensor("SequenceClassifier", "labels", labels)
     rows, num_labels = logits.shape
     labels, logits = labels.to(logits.device), logits.float()
     problem_type = problem_type or default_problem_type(num_labels, labels)
@@ -225,10 +229,24 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: ProblemTyp
             f"labels do not fit {problem_type} with {num_labels} labels", where="labels",
             got=f"{tuple(labels.shape)} {labels.dtype}",
             expected=f"({rows},) label indices" if is_single else f"{tuple(logits.shape)} numbers",
+            remedy=None if is_single or num_labels == 1 else "Integers choose one label for each sequence.",
         )  # fmt: skip
     if is_single:
+        _check_label_indices(labels, num_labels)
         return F.cross_entropy(logits, labels.view(-1).long())
     labels = labels.view_as(logits).float()
     if problem_type == "regression":
         return F.mse_loss(logits, labels)
     return F.binary_cross_entropy_with_logits(logits, labels)
+
+
+def _check_label_indices(labels: Tensor, num_labels: int) -> None:
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    is_wrong = (labels != -100) & ((labels < 0) | (labels >= num_labels))
+    if any_true(is_wrong):
+        raise LigerzooError(
+            "no label has this index", where="labels", got=innermost(labels)[innermost(is_wrong)][:8].tolist(),
+            expected=f"0 to {num_labels - 1}, or -100 for an ignored sequence",
+            remedy="Load the model with num_labels=..., the number of labels.",
+        )  # fmt: skip

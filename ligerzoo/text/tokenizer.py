@@ -4,7 +4,6 @@ The tokenizers library encodes and decodes; `tokenizer_files` reads the files. O
 adds a beginning-of-sequence token.
 """
 
-import difflib
 import inspect
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken
 
-from ligerzoo.errors import TokenizerError
+from ligerzoo.errors import TokenizerError, did_you_mean
 from ligerzoo.files.atomic import reading_directory, replace_files
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.incremental_decoding import IncrementalDecoder
@@ -276,11 +275,11 @@ class Tokenizer:
         lists = ("extra_special_tokens", "additional_special_tokens")
         for name in special_tokens_dict:
             if name not in (*NAMED_TOKENS, *lists):
-                nearest = difflib.get_close_matches(name, [*NAMED_TOKENS, *lists], n=1)
+                names = (*NAMED_TOKENS, *lists)
+                remedy = did_you_mean(name, names)
                 raise TokenizerError(
                     "not a name of special tokens", where="special_tokens_dict", got=repr(name),
-                    expected=", ".join((*NAMED_TOKENS, *lists)),
-                    remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
+                    expected=None if remedy else ", ".join(names), remedy=remedy,
                 )  # fmt: skip
         named = {name: token for name, token in special_tokens_dict.items() if name not in lists}
         extra = [token for name in lists for token in special_tokens_dict.get(name, [])]
@@ -699,10 +698,18 @@ class Tokenizer:
         Raises:
             TokenizerError: `ids` is not a sequence of non-negative integers, or the text is too long.
         """
+        row = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        if isinstance(row, Iterable) and not isinstance(row, str):
+            row = list(row)
+        if not (isinstance(row, list) and all(map(_is_integer, row[:1]))):
+            raise TokenizerError(
+                "cannot decode these ids", where=self._where, got=reprlib.repr(ids),
+                expected="a list or a 1-D tensor of integers",
+                remedy="decode takes one row of ids, batch_decode takes several.",
+            )  # fmt: skip
         with reporting("cannot decode these ids", self._where, ids):
-            numbers = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
-            self._limits.check_tokens(map(self._backend.id_to_token, numbers), len(numbers))
-            return self._backend.decode(numbers, skip_special_tokens=skip_special_tokens)
+            self._limits.check_tokens(map(self._backend.id_to_token, row), len(row))
+            return self._backend.decode(row, skip_special_tokens=skip_special_tokens)
 
     def batch_decode(
         self, sequences: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor, skip_special_tokens: bool = False
@@ -723,10 +730,14 @@ class Tokenizer:
     # Implementation
 
     def _check_text(self, text: object) -> None:
+        if not isinstance(text, str):
+            raise TokenizerError(
+                "cannot encode this text: it is not a string", where=self._where, got=reprlib.repr(text),
+                remedy="Call tokenizer([...]) for several texts." if isinstance(text, list | tuple) else None,
+            )  # fmt: skip
         self._limits.check_text(text)
         try:
-            if isinstance(text, str):
-                text.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(
                 "cannot encode this text: it contains half of a surrogate pair",
@@ -760,6 +771,12 @@ class Tokenizer:
             return self.chat_templates[name]
         if "{" in name:
             return ChatTemplate(name, "the chat_template argument")
+        if not self.chat_templates and chat_template is None:
+            raise TokenizerError(
+                "the tokenizer has no chat template", where=self._where,
+                remedy="Base models have none: use the instruction-tuned variant of the model, or pass the source of a "
+                "template as chat_template.",
+            )  # fmt: skip
         raise TokenizerError(
             f"there is no chat template named {name!r}",
             where=self._where,
@@ -784,6 +801,10 @@ def _checked_objects(values: Any, where: str) -> list[Mapping[str, Any]]:
     raise TokenizerError("not a list of dictionaries", where=where, got=reprlib.repr(values))
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not getattr(value, "ndim", 0)
+
+
 def _flattened(values: Iterable[Any]) -> list[Any]:
     return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
 
@@ -791,10 +812,10 @@ def _flattened(values: Iterable[Any]) -> list[Any]:
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in options:
         accepted = [option for option in inspect.signature(Tokenizer.__call__).parameters if option != "self"]
-        nearest = difflib.get_close_matches(name, accepted, n=1)
+        remedy = did_you_mean(name, accepted)
         raise TokenizerError(
-            "not an option of the tokenizer", where=name, expected=", ".join(accepted[:-1]),
-            remedy=f"Did you mean {nearest[0]!r}?" if nearest else None,
+            "not an option of the tokenizer", where=name, expected=None if remedy else ", ".join(accepted[:-1]),
+            remedy=remedy,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from ligerzoo.errors import ImageError, TokenizerError
+from ligerzoo.errors import ImageError, TokenizerError, did_you_mean
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -22,7 +22,7 @@ def conversations_in(text: Any) -> list[Messages] | None:
 
     Raises:
         TokenizerError: the argument is neither texts nor conversations.
-        ImageError: a part of a message has more than one image or video.
+        ImageError: a part of a message has more than one image or video, or another type.
     """
     if isinstance(text, str):
         return None
@@ -64,6 +64,11 @@ def _normalize_part(part: Any) -> Any:
                 )
             rest = {name: value for name, value in part.items() if name not in _MEDIA_KEYS[kind]}
             return {**rest, kind: media[0]} if media else rest
+        case {"type": other} if part.keys() & {"image", "video", "path", "url"}:
+            raise ImageError(
+                "neither an image nor a video", where="messages", got=f"a part of type {other!r}",
+                expected='type "image" or "video"', remedy=did_you_mean(str(other), _MEDIA_KEYS),
+            )  # fmt: skip
     return part
 
 
@@ -113,12 +118,14 @@ def group_images(images: Any, counts: list[int], token: str) -> list[list[Any]]:
 def check_count(got: int, expected: int, where: str, token: str) -> None:
     """Raises ImageError if the number of images or videos differs from the number of placeholders."""
     if got != expected:
+        marked = f"Mark each one by a {token} in the text, or by a part of a message."
+        given = f"Pass one for each {token} in the text. A part of a message names its file as path."
         raise ImageError(
             "the number given differs from the number of placeholders in the text",
             where=where,
             got=got,
             expected=expected,
-            remedy=f"Mark each one by a {token} in the text, or by a part of a message.",
+            remedy=marked if got > expected else given,
         )
 
 

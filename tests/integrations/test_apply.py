@@ -24,6 +24,8 @@ from ligerzoo.integrations import AutoKernelModelForCausalLM, apply
 from ligerzoo.integrations.kernels import apply_kernels
 from ligerzoo.integrations.kernels.loss import DeferredLogits, KernelHead
 from ligerzoo.integrations.kernels.replace import KernelModule
+from ligerzoo.integrations.transformers import wrap
+from ligerzoo.models import Llama, LlamaConfig
 from tests.integrations.families import FAMILIES, VOCABULARY, inputs, tiny
 from tests.models.comparing import TOLERANCE
 from tools.kernel_table import PAGE, with_table
@@ -434,6 +436,17 @@ def test_a_second_call_replaces_nothing() -> None:
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="apply: hf_model is a Linear; expected a transformers model"):
         apply(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="apply: hf_model is a str; expected a transformers model"):
+        apply("meta-llama/Llama-3.2-1B")  # type: ignore[arg-type]
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    ours = Llama(LlamaConfig(**sizes, num_attention_heads=2))
+    for zoo_model in (ours, wrap(ours)):
+        with pytest.raises(TypeError, match=r"of ligerzoo; expected .* The layers of ligerzoo use the kernels already"):
+            apply(zoo_model)
+    with pytest.raises(TypeError, match="apply: norm='yes'; expected True or False"):
+        apply(tiny("llama"), norm="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"norm=False is an argument of apply; .* Pass kernels={'norm': False}"):
+        AutoKernelModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", norm=False)
     model = tiny("llama")
     with pytest.raises(ValueError, match=r"21 parameters are on the meta device \(model.embed_tokens.weight, ...\)"):
         apply(copy.deepcopy(model).to("meta"))

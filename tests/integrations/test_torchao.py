@@ -145,8 +145,9 @@ def test_the_state_dict_saves_to_safetensors_with_torchao(config: str, ids: Tens
 
 
 @every_config
-def test_save_pretrained_refuses_a_quantized_model(config: str, tmp_path: Path) -> None:
-    model = quantized(MODELS["llama"](), config)
+@pytest.mark.parametrize("name", ["llama", "tied llama"])
+def test_save_pretrained_refuses_a_quantized_model(name: str, config: str, tmp_path: Path) -> None:
+    model = quantized(MODELS[name](), config)
     with pytest.raises(CheckpointError, match=r"q_proj.*got (Int8|Float8)Tensor.*Save the model before you quantize"):
         model.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists() or not list((tmp_path / "model").iterdir())

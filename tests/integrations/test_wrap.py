@@ -364,6 +364,12 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     assert raw_bytes(trainer.model.state_dict()) == raw_bytes(best.state_dict())
 
 
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", nn.Linear(2, 2)], ids=["name", "module"])
+def test_other_models_and_names_are_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model: not a model of ligerzoo; .* ligerzoo\.from_transformers converts"):
+        wrap(model)
+
+
 def test_a_bare_model_is_refused_by_name(tmp_path: Path) -> None:
     model = ligerzoo.AutoModel.from_pretrained(written("llama", tmp_path))
     with pytest.raises(LigerzooError, match=r"Give the Trainer ligerzoo\.integrations\.transformers\.wrap\(model\)\.$"):

@@ -175,7 +175,20 @@ def test_cross_attention_without_states_fails() -> None:
     context = Context(x)
     with pytest.raises(ValueError, match=r"context\.cross_attention_inputs is None"):
         attention(x, context)
+    context.cross_attention_inputs = x  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"is a tensor of shape .* and dtype .*; expected CrossAttentionInputs$"):
+        attention(x, context)
     context.cross_attention_inputs = CrossAttentionInputs()
     for cache in (None, LayerCache(), CrossAttentionLayerCache()):
         with pytest.raises(ValueError, match="got no states; expected new ones, or a cache that holds some"):
             attention(x, context, cache)
+
+
+def test_inputs_with_another_number_of_features() -> None:
+    attention = CrossAttention(H, 4)
+    for features, states in ((H + 1, H), (H, H + 1)):
+        x = torch.randn(1, 2, features)
+        context = Context(x)
+        context.cross_attention_inputs = CrossAttentionInputs(states=torch.randn(1, 3, states))
+        with pytest.raises(ValueError, match=rf"CrossAttention: the input has shape .*{H + 1}\); expected {H} feat"):
+            attention(x, context)

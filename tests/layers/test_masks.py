@@ -1,6 +1,7 @@
 """Attention masks as matrices and block masks, against plain loops over the definition."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -287,6 +288,37 @@ def test_full_mask_for_fewer_queries_is_refused(shape: tuple[int, ...]) -> None:
 def test_full_mask_of_integers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"got torch\.int64; expected bool, or a floating dtype to be added"):
         mask_of(torch.ones(2, 1, 5, 5, dtype=torch.int64), 5, 5)
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        ({"attention_mask": [[1] * 6]}, r"attention_mask: got a list; expected a tensor of shape \(B, S\)"),
+        ({"position_ids": list(range(6))}, "position_ids: got a list; expected a tensor of integers"),
+        ({"cu_seqlens": [0, 3, 6]}, "cu_seqlens: got a list; expected a tensor of integers"),
+        ({"x": [1, 2]}, "x: got a list; expected a tensor of"),
+    ],
+    ids=str,
+)
+def test_lists_are_refused(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{message}.*\. Convert it with torch\.tensor$"):
+        Context(**{"x": torch.zeros(1, 6), **inputs})
+
+
+@pytest.mark.parametrize(
+    "position_ids, got",
+    [
+        (torch.arange(5)[None], r"\(1, 5\) and torch.int64"),
+        (torch.arange(6), r"\(6,\) and torch.int64"),
+        (torch.zeros(3, 6).long(), r"\(3, 6\) and torch.int64"),
+        (torch.zeros(3, 3, 6).long(), r"\(3, 3, 6\) and torch.int64"),
+        (torch.zeros(2, 6), r"\(2, 6\) and torch.float32"),
+    ],
+    ids=["tokens", "dimensions", "rows", "rows of axes", "dtype"],
+)
+def test_position_ids_of_another_shape_or_dtype(position_ids: Tensor, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"position_ids: got shape {got}; expected integers of shape \(2 or 1, 6\)"):
+        Context(torch.zeros(2, 6), position_ids=position_ids)
 
 
 def test_full_mask_hides_unwritten_slots() -> None:

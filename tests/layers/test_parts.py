@@ -12,6 +12,7 @@ from ligerzoo.layers import (
     Attention,
     Context,
     Decoder,
+    Embedding,
     GatedMLP,
     LayerNorm,
     LMHead,
@@ -171,6 +172,13 @@ def test_inputs_with_another_number_of_features(layer: nn.Module, compiled: bool
         valid = tuple(Context(x[..., :H]) if isinstance(t, Context) else t[..., :H] for t in inputs)
         expected = layer(*valid)
         torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(*valid), expected)
+
+
+def test_a_decoder_refuses_floats_without_features() -> None:
+    decoder = Decoder(Embedding(20, H), [], RMSNorm(H))
+    for x in (torch.rand(2, 3), torch.zeros(2, 3, H).long()):
+        with pytest.raises(ValueError, match=r"Decoder: x has shape \(2, 3.* expected \(B, T\) token ids, which"):
+            decoder(x)
 
 
 @pytest.mark.parametrize("options, message", [

@@ -306,13 +306,14 @@ def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
     epsilon, high = choice["epsilon"], choice["epsilon_high"]
     if variant == "cispo" and high is None:
         high = 0.6
+    entropy_coef = choice["entropy"] if isinstance(choice["entropy"], float) else 0.0
+    is_kl_corrected = choice["is_kl_corrected"] and choice["reference"] is not None
     scalars: Choice = {
         "variant": variant, "level": choice["level"], "epsilon": epsilon, "epsilon_high": high,
         "delta": 1.7 if choice["delta"] else None, "beta": 0.2 if choice["reference"] == "loss" else 0.0,
-        "is_kl_corrected": choice["is_kl_corrected"], "max_length": 50, "num_items": items,
-        "entropy_coef": choice["entropy"] if isinstance(choice["entropy"], float) else 0.0,
-        "num_tokens": 9 if items is not None else None, "sapo_temperatures": choice["sapo_temperatures"],
-        "vespo_shapes": choice["vespo_shapes"],
+        "is_kl_corrected": is_kl_corrected, "max_length": 50, "num_items": items, "entropy_coef": entropy_coef,
+        "num_tokens": 9 if items is not None and entropy_coef else None,
+        "sapo_temperatures": choice["sapo_temperatures"], "vespo_shapes": choice["vespo_shapes"],
     }  # fmt: skip
     for option in _POLICY_OPTIONS:
         if option not in _USED_OPTIONS[variant]:
@@ -327,7 +328,7 @@ def _grpo(draw: Draw, choice: Choice) -> tuple[Choice, Formula]:
         metrics = oracles.grpo_metrics(
             logps, entropy, draw.target, converted["advantages"], variant=variant, level=choice["level"],
             old_logps=converted["old_logps"], ref_logps=converted["ref_logps"], epsilon=epsilon,
-            epsilon_high=epsilon if high is None else high, is_kl_corrected=choice["is_kl_corrected"],
+            epsilon_high=epsilon if high is None else high, is_kl_corrected=is_kl_corrected,
         )  # fmt: skip
         if choice["entropy"] is None:
             del metrics["entropy"]

@@ -110,6 +110,21 @@ def test_options_that_a_variant_does_not_use(options: dict[str, Any], unused: st
     losses.GRPO(**default)
 
 
+@pytest.mark.parametrize("num_tokens", [5, torch.tensor(5)])
+def test_a_divisor_of_the_entropy_needs_an_entropy_term(num_tokens: Any) -> None:
+    got = re.escape(f"num_tokens={num_tokens!r}")
+    message = rf"{got} with entropy_coef=0 \(no entropy term\), which does not use it; leave out num_tokens"
+    refused(lambda: losses.GRPO(num_tokens=num_tokens), ValueError, f"GRPO: {message}")
+    refused(lambda: call(losses.GRPO, num_tokens=num_tokens), ValueError, f"grpo_loss: {message}")
+    losses.GRPO(num_tokens=num_tokens, entropy_coef=0.1)
+
+
+def test_a_correction_of_the_kl_term_needs_a_reference() -> None:
+    message = "grpo_loss: is_kl_corrected=True with ref_logps=None, which does not use it; leave out is_kl_corrected"
+    refused(lambda: call(losses.GRPO, is_kl_corrected=True), ValueError, message)
+    call(losses.GRPO, is_kl_corrected=True, ref_logps=torch.zeros(B, T))
+
+
 def test_options_that_other_losses_do_not_use() -> None:
     refused(lambda: losses.DPO(discopop_tau=0.1), ValueError, r"DPO: discopop_tau=0\.1 with variant='sigmoid', .*")
     message = r"Distillation: beta=0\.1 with divergence='tvd', which does not use it; leave out beta"
@@ -210,7 +225,7 @@ def test_a_label_is_named_by_its_own_position(wrong: int) -> None:
     ([[1, 2]], TypeError, r"Llama: labels is a list; expected an integer tensor of shape \(4, 7\)\. .*torch\.tensor"),
     (np.zeros((4, 7)), TypeError, r"Llama: labels is a ndarray; .*\. Convert it with torch\.from_numpy"),
     (torch.zeros(4, 7), ValueError, r"Llama: labels has dtype torch\.float32; expected an integer dtype"),
-    (torch.zeros(4, 6).long(), ValueError, r"Llama: labels has shape \(4, 6\); expected \(4, 7\)"),
+    (torch.zeros(4, 6).long(), ValueError, r"Llama: labels has shape \(4, 6\); expected \(4, 7\)\. Pass labels of .*"),
 ])  # fmt: skip
 def test_labels_of_another_type(labels: Any, error: type[Exception], message: str) -> None:
     model, (input_ids, _) = tiny(layers=1), batch_of()

@@ -16,9 +16,12 @@ from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import generate
 from ligerzoo.models import CausalLMOutput, Llama, LlamaConfig
+from ligerzoo.text.padding import BatchEncoding
 from tests.models.zoo import CHECKPOINTS
 
 VOCAB = 70
+
+IDS = torch.arange(6)[None]
 
 
 @pytest.fixture
@@ -155,11 +158,43 @@ def test_a_token_outside_the_vocabulary(model: Llama, device: str, wrong: int) -
 
 
 @pytest.mark.parametrize(
-    "input_ids, named", [([[1, 2]], "got list"), (torch.ones(1, 2), "got torch.float32")], ids=["list", "floats"]
+    "input_ids, named, remedy",
+    [
+        ([[1, 2]], "list", "Convert it with torch.tensor"),
+        (torch.ones(1, 2), "torch.float32", "Pass embeddings as inputs_embeds"),
+        ("text", "str", "Encode text first: model"),
+        (["text"], "list", "Encode text first: model"),
+        (BatchEncoding(input_ids=[1, 2]), "BatchEncoding", "Pass the output of a tokenizer as model"),
+    ],
+    ids=str,
 )
-def test_input_ids_must_be_integers(model: Llama, input_ids: Any, named: str) -> None:
-    with pytest.raises(TypeError, match=f"input_ids: {named}; expected a .B, T. tensor of integers"):
+def test_input_ids_must_be_integers(model: Llama, input_ids: Any, named: str, remedy: str) -> None:
+    message = rf"^input_ids: got {named}; expected a \(B, T\) tensor of integers\. {remedy}"
+    with pytest.raises(TypeError, match=message):
         model(input_ids)
+
+
+@pytest.mark.parametrize(
+    "inputs, error, message",
+    [
+        ({"input_ids": IDS[0]}, ValueError, r"input_ids: got shape \(6,\); expected \(B, T\)\. Use input_ids\[None\]"),
+        ({"input_ids": IDS[None]}, ValueError, r"input_ids: got shape \(1, 1, 6\); expected \(B, T\)$"),
+        ({"inputs_embeds": IDS}, TypeError, r"inputs_embeds: got a tensor of shape \(1, 6\) and dtype torch.int64; ex"),
+        ({"inputs_embeds": torch.ones(1, 6)}, ValueError, r"inputs_embeds: got shape \(1, 6\); expected \(B, T, H\)"),
+        ({"input_ids": IDS, "use_cache": "yes"}, LigerzooError, "use_cache: not a flag; got 'yes'; expected True"),
+        ({"input_ids": IDS, "logits_to_keep": 1.5}, TypeError, "logits_to_keep=1.5; expected an integer, 0 or more"),
+        ({"input_ids": IDS, "logits_to_keep": -1}, ValueError, "logits_to_keep=-1; expected an integer, 0 or more"),
+        ({"input_ids": IDS, "labels": IDS.tolist()}, TypeError, "labels is a list; expected .* Convert it with torch"),
+        ({"input_ids": IDS, "labels": IDS[:, 1:]}, ValueError, "labels has shape .*the model shifts them itself"),
+        ({"input_ids": IDS, "shift_labels": IDS[:, 1:]}, ValueError, "shift_labels has shape .*the label that each"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_inputs_of_another_type_or_shape(
+    model: Llama, inputs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model(**inputs)
 
 
 def test_input_values_are_checked_on_a_cpu_or_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +211,8 @@ def test_input_values_are_checked_on_a_cpu_or_in_debug_mode(monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["images", "pixel_values", "attention_masks"])
 def test_unknown_inputs_are_refused(model: Llama, device: str, name: str) -> None:
     tokens, _ = tokens_and_labels(2, 10, device)
-    with pytest.raises(LigerzooError, match=f"{name}: not an input of Llama; expected text inputs only"):
+    remedy = r"\. Did you mean 'attention_mask'" if name == "attention_masks" else "; expected text inputs only"
+    with pytest.raises(LigerzooError, match=f"{name}: not an input of Llama{remedy}"):
         model(tokens, **{name: torch.zeros(2, 3)})
     with pytest.raises(LigerzooError, match=f"{name}: not an option of generate or input of Llama"):
         model.generate(tokens, max_new_tokens=1, **{name: torch.zeros(2, 3)})
@@ -184,7 +220,7 @@ def test_unknown_inputs_are_refused(model: Llama, device: str, name: str) -> Non
 
 def test_a_misspelt_input_is_answered_with_the_nearest(model: Llama, device: str) -> None:
     tokens, _ = tokens_and_labels(2, 10, device)
-    with pytest.raises(LigerzooError, match=r"lables: not an input of Llama; .* Did you mean 'labels'"):
+    with pytest.raises(LigerzooError, match=r"^lables: not an input of Llama\. Did you mean 'labels'\?$"):
         model(tokens, lables=tokens)
 
 

@@ -364,6 +364,20 @@ def test_invalid_problem_types(problem_type: Any, num_labels: int) -> None:
         classification_loss(torch.randn(2, num_labels), torch.tensor([0, 0]), problem_type)
 
 
+@pytest.mark.parametrize(
+    "labels, error, message",
+    [
+        ([1, 0], TypeError, "SequenceClassifier: labels is a list; expected a tensor. Convert it with torch.tensor"),
+        (torch.tensor([1, 3]), LigerzooError, "labels: no label has this index; got .3.; expected 0 to 2, or -100"),
+        (torch.tensor([-1, -100]), LigerzooError, "labels: no label has this index; got .-1.; expected 0 to 2"),
+        (torch.tensor([1.0, 0.0]), LigerzooError, "got .2,. torch.float32; .* Integers choose one label for each seq"),
+    ],
+)
+def test_labels_of_another_type_or_value(labels: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        classification_loss(torch.randn(2, 3), labels)
+
+
 def test_losses_in_bf16_are_computed_in_fp32() -> None:
     logits, labels = torch.randn(5, 1).bfloat16(), torch.randint(9, (5, 1))
     loss = classification_loss(logits, labels)
@@ -395,7 +409,7 @@ def test_names_of_labels(raw: dict[str, Any], options: dict[str, Any], expected:
         ({"num_labels": 3, "id2label": {0: "a"}}, "num_labels: differs from the number of names; got 3; expected 1"),
         ({"id2label": {0: "a", 2: "b"}}, "id2label: invalid indices of labels; got '0', '2'; expected 0 to 1"),
         ({"id2label": {0: "a"}, "label2id": {"b": 0}}, "label2id: contradicts id2label"),
-        ({"id2label": ["a"]}, "id2label: not an object"),
+        ({"id2label": ["a"]}, r"id2label: not a dictionary; got \['a'\]; expected a dictionary such as {0: \"negative"),
         ({"problem_type": "clustering"}, "problem_type: unknown; got 'clustering'; expected 'regression'"),
         ({"num_labels": 1, "problem_type": "single_label_classification"}, "problem_type: a single label leaves"),
     ],

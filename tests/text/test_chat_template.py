@@ -309,7 +309,7 @@ def test_a_missing_template_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="no chat template named 'tool_used'"):
         tokenizer.apply_chat_template([USER], chat_template="tool_used")
     path = write(tmp_path / "base model", {})
-    with pytest.raises(TokenizerError, match=r"base model: there is no chat template named 'default'\. Pass"):
+    with pytest.raises(TokenizerError, match=r"base model: the tokenizer has no chat template\. Base models have"):
         Tokenizer.from_pretrained(path).apply_chat_template([USER])
 
 

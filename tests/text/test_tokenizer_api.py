@@ -250,7 +250,13 @@ def test_other_entries_of_the_files_are_kept(directories: dict[str, Path], tmp_p
 def test_invalid_arguments(directories: dict[str, Path]) -> None:
     tokenizer: Any = Tokenizer.from_pretrained(directories["qwen"])
     for call, message in (
-        (lambda: tokenizer("a", max_lenght=3), "max_lenght: not an option .*Did you mean 'max_length'"),
+        (lambda: tokenizer("a", max_lenght=3), "max_lenght: not an option of the tokenizer. Did you mean 'max_length'"),
+        (lambda: tokenizer.encode(["a"]), r"not a string; got \['a'\]. Call tokenizer\(\[...\]\) for several texts"),
+        (lambda: tokenizer.encode(3), "cannot encode this text: it is not a string; got 3$"),
+        (lambda: tokenizer.decode(torch.ones(2, 3).long()), "got tensor.*decode takes one row of ids, batch_de"),
+        (lambda: tokenizer.decode([[1, 2]]), r"got \[\[1, 2\]\]; expected a list or a 1-D tensor of integers. decode"),
+        (lambda: tokenizer.decode("a"), "got 'a'; expected a list or a 1-D tensor of integers. decode takes one row"),
+        (lambda: tokenizer.batch_decode([1, 2]), "got 1; expected a list or a 1-D tensor of integers. decode takes"),
         (lambda: tokenizer("a", stride=3), "stride: not an option of the tokenizer; expected text, text_pair, add"),
         (lambda: tokenizer("a", padding="both"), "padding: unsupported value; got 'both'; expected True"),
         (lambda: tokenizer("a", padding="max_length"), 'max_length: padding="max_length" without a length'),

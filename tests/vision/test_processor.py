@@ -565,6 +565,8 @@ P = picture(30, 30)
         ([IMAGE], {"images": picture(1, 201)}, r"images\[0\]: the image is too long and thin; got 201 x 1 pixels"),
         ([user({"type": "image", "url": "https://example.org/a.png"})], {}, "Download it first"),
         ([user({"type": "image", "image": P, "path": "a.png"})], {}, "more than one image"),
+        ([user({"type": "images", "path": "a.png"})], {}, "neither an image nor a video.*Did you mean 'image'"),
+        ([user({"type": "image", "file": "a.png"})], {}, "got 0; expected 1. Pass one for each .* names its file"),
         ([user({"type": "image", "image": P})], {"images": P}, "given both in the messages and as an argument"),
         ([user({"type": "image", "image": P}, text("<|image_pad|>"))], {}, "got 1; expected 2"),
         ([[]], {}, "neither text nor messages"),

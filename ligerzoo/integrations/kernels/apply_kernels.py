@@ -17,6 +17,7 @@ from ligerzoo.integrations.kernels.norms import recognize_norm
 from ligerzoo.integrations.kernels.replace import Replacement, difference, reason_to_keep, signature
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
 from ligerzoo.integrations.kernels.whole_model import change, run_model
+from ligerzoo.kernels.checks import check_flag
 
 Recognize = Callable[[nn.Module], Replacement | str | None]
 
@@ -36,8 +37,8 @@ def apply(
     """Replaces modules of one transformers model by ligerzoo's kernels, in place.
 
     Modules are recognized by their structure and class name, so that families that are not listed in
-    docs/kernels-in-transformers.md are replaced as far as their modules are outcomes. Parameters, their names and
-    `state_dict` do not change; nor do the classes of transformers, and all other models. On a CPU the replaced
+    docs/kernels-in-transformers.md are replaced as far as their modules are recognized. Parameters, their names and
+    `state_dict` do not change. Other models and the classes of transformers do not change either. On a CPU the replaced
     modules compute with the references of the kernels, in plain torch.
 
     In training with labels, a replaced causal language model returns no logits, unless `logits_to_keep` asks for them.
@@ -51,18 +52,20 @@ def apply(
         loss: replace the head and the loss of causal language models.
         experts: replace the experts of mixtures.
         attention: replace transformers' "sdpa" attention by `ligerzoo.layers.attend`.
-        check: compare each kind of replaced module with the module itself, on random input, and the logits and the loss
-            of the model on 16 random tokens with those before. A module that differs is kept.
+        check: compare the results of each kind of replaced module, on random input, with those of the original module,
+            and the logits and the loss of the model, on 16 random tokens, with those before the call. Keep a module
+            whose results differ.
 
     Returns:
         What was replaced, what was kept and why. Its `undo` restores the model.
 
     Raises:
-        TypeError: `hf_model` contains no `PreTrainedModel`.
+        TypeError: `hf_model` contains no `PreTrainedModel`, or layers of ligerzoo; or an option is not a flag.
         ValueError: the model is sharded over processes by tensor parallelism, or parameters are on the meta device.
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
     _check_model(hf_model)
+    check_flag("apply", norm=norm, rope=rope, mlp=mlp, loss=loss, experts=experts, attention=attention, check=check)
     before = run_model(hf_model) if check else "Not compared with the model before: check=False."
     application = _Application(hf_model, check)
     application.replace_each(recognize_norm, "norm", norm)
@@ -84,7 +87,13 @@ def apply(
 
 
 def _check_model(model: nn.Module) -> None:
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if any(type(module).__module__.startswith("ligerzoo.layers.") for module in modules):
+        raise TypeError(
+            f"apply: hf_model is a {type(model).__name__} of ligerzoo; expected a model that transformers loaded. "
+            "The layers of ligerzoo use the kernels already"
+        )
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
     if not models:
         raise TypeError(f"apply: hf_model is a {type(model).__name__}; expected a transformers model, or one around it")
     sizes = {getattr(module, "_tp_size", None) for module in models} - {None, 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,16 @@ class AutoKernelModelForCausalLM:
 
         Returns:
             The transformers model. Its `kernel_report` is the report of `apply`.
+
+        Raises:
+            TypeError: an argument of `apply` is not in `kernels`.
         """
+        for name in options:
+            if name in inspect.signature(apply).parameters:
+                raise TypeError(
+                    f"from_pretrained: {name}={options[name]!r} is an argument of apply; expected options of "
+                    f"transformers. Pass kernels={{{name!r}: {options[name]!r}}}"
+                )
         model: Any = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **options)
         model.kernel_report = apply(model, **(kernels or {}))
         return model

@@ -38,7 +38,7 @@ class KernelModule(nn.Module):
         return {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no importable name, so that pickle and copy receive its ingredients.
+        # pickle and copy cannot import the class by name. They call a function that makes it again.
         cls = type(self)
         return _new_module, (cls.kernel_original, cls.kernel_mixin, cls.kernel_options), self.__dict__
 

@@ -83,7 +83,7 @@ def wrap(model: CausalLM | SequenceClassifier) -> WrappedCausalLM | WrappedSeque
             decoder of one.
 
     Raises:
-        ConfigError: the model's class is not registered.
+        ConfigError: the model's class is not registered, or it is not a model of ligerzoo.
     """
     name = architecture_of_model(model).hf_class
     if isinstance(model, SequenceClassifier):
