@@ -36,7 +36,7 @@ def apply(
     """Replaces modules of one transformers model by ligerzoo's kernels, in place.
 
     Modules are recognized by their structure and class name, so that families that are not listed in
-    docs/kernels-in-transformers.md are replaced as far as their modules are outcomes. Parameters, their names and
+    docs/kernels-in-transformers.md are replaced as far as their modules are recognized. Parameters, their names and
     `state_dict` do not change; nor do the classes of transformers, and all other models. On a CPU the replaced
     modules compute with the references of the kernels, in plain torch.
 
@@ -58,19 +58,35 @@ def apply(
         What was replaced, what was kept and why. Its `undo` restores the model.
 
     Raises:
-        TypeError: `hf_model` contains no `PreTrainedModel`.
+        TypeError: `hf_model` contains no `PreTrainedModel`, or another argument is not a bool.
         ValueError: the model is sharded over processes by tensor parallelism, or parameters are on the meta device.
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
+    switches = {
+        "norm": norm,
+        "rope": rope,
+        "mlp": mlp,
+        "loss": loss,
+        "experts": experts,
+        "attention": attention,
+        "check": check,
+    }
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"apply: {name} is {value!r}; expected True or False")
     _check_model(hf_model)
     before = run_model(hf_model) if check else "Not compared with the model before: check=False."
     application = _Application(hf_model, check)
-    application.replace_each(recognize_norm, "norm", norm)
-    application.replace_each(recognize_mlp, "mlp", mlp)
-    application.replace_each(recognize_experts, "experts", experts)
-    application.replace_attention(rope, attention)
-    application.replace_each(recognize_layer, "norm", norm)
-    application.replace_losses(loss)
+    try:
+        application.replace_each(recognize_norm, "norm", norm)
+        application.replace_each(recognize_mlp, "mlp", mlp)
+        application.replace_each(recognize_experts, "experts", experts)
+        application.replace_attention(rope, attention)
+        application.replace_each(recognize_layer, "norm", norm)
+        application.replace_losses(loss)
+    except BaseException:
+        application.report("").undo()
+        raise
     report = application.report(before if isinstance(before, str) else "The results of the model are the same.")
     if not isinstance(before, str):
         changed = change(before, run_model(hf_model))
@@ -84,7 +100,8 @@ def apply(
 
 
 def _check_model(model: nn.Module) -> None:
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
     if not models:
         raise TypeError(f"apply: hf_model is a {type(model).__name__}; expected a transformers model, or one around it")
     sizes = {getattr(module, "_tp_size", None) for module in models} - {None, 1}
