@@ -57,7 +57,9 @@ def test_weights_of_the_model_itself_can_be_exchanged(tiny: Tiny, tmp_path: Path
     by_shape: dict[Any, list[str]] = {}
     for name, tensor in state.items():
         by_shape.setdefault(tensor.shape, []).append(name)
-    exchanged = {to: state[name] for names in by_shape.values() for name, to in zip(names, reversed(names), strict=True)}
+    exchanged = {
+        to: state[name] for names in by_shape.values() for name, to in zip(names, reversed(names), strict=True)
+    }
     assert exchanged.keys() == state.keys()
     expected = raw_bytes(exchanged)
     model.load_hf_state_dict(exchanged)

@@ -264,7 +264,7 @@ class Tokenizer:
             special_tokens_dict: tokens by name, such as `{"pad_token": "<pad>"}`, and a list under
                 "additional_special_tokens" or "extra_special_tokens"; or only such a list.
             replace_extra_special_tokens: whether the list replaces `additional_special_tokens`, or extends it by the
-                tokens that it lacks. The others are then left as they are.
+                tokens that it lacks. The others then keep their flags.
 
         Returns:
             The number of tokens that are new.

@@ -218,7 +218,7 @@ def test_a_list_of_special_tokens_and_its_replacement(directories: dict[str, Pat
 
 @every_kind
 @pytest.mark.parametrize("again", ["<x>", AddedToken("<x>", lstrip=True)], ids=["text", "object"])
-def test_a_token_that_the_list_has_is_left_as_it_is(directories: dict[str, Path], kind: str, again: Any) -> None:
+def test_a_token_that_the_list_has_keeps_its_flags(directories: dict[str, Path], kind: str, again: Any) -> None:
     first = AddedToken("<x>", lstrip=isinstance(again, str), special=True)
     text = "a <x> b"
     counts, ids = [], []
@@ -275,7 +275,7 @@ def test_invalid_arguments(directories: dict[str, Path]) -> None:
         (lambda: tokenizer.add_special_tokens({"padding_token": "x"}), "got 'padding_token'.*Did you mean 'pad_t"),
         (lambda: tokenizer.add_special_tokens({"pad_token": 3}), "not a token; got 3"),
         (lambda: tokenizer.add_special_tokens({"pad_token": ["<x>"]}), r"not a token; got \['<x>'\]"),
-        (lambda: tokenizer.add_special_tokens({"extra_special_tokens": "<x>"}), "extra_special_tokens: not a list of t"),
+        (lambda: tokenizer.add_special_tokens({"extra_special_tokens": "<x>"}), "extra_special_tokens: not a list"),
         (lambda: tokenizer.add_tokens([""]), "not a token; got ''"),
         (lambda: tokenizer.add_tokens("x" * 10**5), "added_tokens: exceeds the limit"),
     ):  # fmt: skip
