@@ -50,6 +50,54 @@ def test_the_state_is_what_save_pretrained_writes(tiny: Tiny, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tiny", ONE_PER_ARCHITECTURE, ids=str)
+def test_weights_of_the_model_itself_can_be_exchanged(tiny: Tiny, tmp_path: Path) -> None:
+    """Such as to reorder layers: the state shares memory with the parameters that are written."""
+    model = load(tiny, tmp_path)
+    state = model.hf_state_dict()
+    by_shape: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        by_shape.setdefault(tensor.shape, []).append(name)
+    exchanged = {
+        to: state[name] for names in by_shape.values() for name, to in zip(names, reversed(names), strict=True)
+    }
+    assert exchanged.keys() == state.keys()
+    expected = raw_bytes(exchanged)
+    model.load_hf_state_dict(exchanged)
+    assert raw_bytes(model.hf_state_dict()) == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x.to_sparse(), "not a dense tensor; got torch.sparse_coo. Call to_dense"),
+        (lambda x: x.to_sparse_csr(), "not a dense tensor; got torch.sparse_csr"),
+        (lambda x: torch.nested.nested_tensor([x]), "not a dense tensor; got a nested tensor"),
+        (lambda x: x.numpy(), "not a tensor; got ndarray"),
+        (lambda x: x.long(), "not a dtype of weights; got torch.int64"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
+def test_values_that_are_not_dense_weights_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    state, before = model.hf_state_dict(), copies(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = change(state[name])
+    with pytest.raises(CheckpointError, match=f"state, tensor '{name}': {message}"):
+        model.load_hf_state_dict(state)
+    assert raw_bytes(copies(model)) == raw_bytes(before)
+    with pytest.raises(CheckpointError, match=f"state_dict, tensor '{name}': {message}"):
+        model.save_pretrained(tmp_path / "saved", state_dict={**model.state_dict(), name: state[name]})
+    assert not (tmp_path / "saved").exists()
+
+
+def test_names_that_are_not_strings_are_refused() -> None:
+    model = tiny_llama()
+    state: Any = {**model.hf_state_dict(), 3: torch.zeros(1)}
+    with pytest.raises(CheckpointError, match="state, tensor 3: not a name; got int; expected a string"):
+        model.load_hf_state_dict(state)
+
+
+@pytest.mark.parametrize("tiny", ONE_PER_ARCHITECTURE, ids=str)
 def test_a_new_model_has_the_names_of_the_hub(tiny: Tiny, tmp_path: Path) -> None:
     """Loading another model's state makes both equal, in place, and a saved file is the state."""
     model = load(tiny, tmp_path)

@@ -14,13 +14,13 @@ from torch import Tensor
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
-from ligerzoo.errors import ConfigError, first_names
+from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
 from ligerzoo.hub.matching import TIED
 from ligerzoo.hub.origin import Origin, is_of
 from ligerzoo.hub.sharding import GatheredTensors, is_sharded, write_gathered
-from ligerzoo.hub.state import refuse_other_names, stored_tensors
+from ligerzoo.hub.state import refuse_other_names, refuse_other_values, stored_tensors
 from ligerzoo.models.language_model import LanguageModel
 
 
@@ -62,6 +62,8 @@ def save(
         return
     architecture = architecture_of_model(model)
     _refuse_other_config(model, architecture)
+    if state_dict is not None:
+        _refuse_other_weights(state_dict)
     refuse_other_names(state, model, directory)
     origin = None if native else model.origin
     files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
@@ -79,6 +81,17 @@ def _with_both_tied_weights(state: Mapping[str, Tensor], model: LanguageModel) -
     if not model.config.tie_word_embeddings:
         return state
     return {**state, **{TIED[name]: state[name] for name in TIED if name in state and TIED[name] not in state}}
+
+
+def _refuse_other_weights(state_dict: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for values that are not dense tensors in a dtype of weights."""
+    refuse_other_values(state_dict, "state_dict")
+    for name, tensor in state_dict.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                "not a dtype of weights", where=f"state_dict, tensor {name!r}", got=tensor.dtype,
+                expected="a floating-point dtype",
+            )  # fmt: skip
 
 
 def _refuse_other_config(model: LanguageModel, architecture: Architecture) -> None:

@@ -70,7 +70,7 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
     """
     parameters: dict[str, Tensor] = model.state_dict()
     refuse_other_names(parameters, model, "load_hf_state_dict")
-    _refuse_other_values(state)
+    refuse_other_values(state, "state")
     architecture = architecture_of_model(model)
     shapes = shapes_of(parameters)
     source = Source(
@@ -89,6 +89,7 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
     _refuse_parameters_without_data(parameters)
     if _shares_head(model):
         _refuse_different_tied_weights(state, slices)
+    state = _apart_from(parameters, state, slices)
     with torch.no_grad():
         for name, parts in groupby(slices, key=lambda part: part.name):
             _copy(parts, state, parameters[name])
@@ -164,14 +165,26 @@ def _is_tied(model: LanguageModel, state: Mapping[str, Tensor]) -> bool:
     return head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
 
 
-def _refuse_other_values(state: Mapping[str, Tensor]) -> None:
+def refuse_other_values(state: Mapping[str, Tensor], where: str) -> None:
+    """Raises CheckpointError if a value is not a dense tensor with data, or a name is not a string.
+
+    Args:
+        state: tensors by name.
+        where: the argument, for the error message.
+    """
     for name, tensor in state.items():
+        location = f"{where}, tensor {name!r}"
+        if not isinstance(name, str):
+            raise CheckpointError("not a name", where=location, got=type(name).__name__, expected="a string")
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                "not a tensor", where=f"state, tensor {name!r}", got=type(tensor).__name__, expected="a torch.Tensor"
-            )
+            raise CheckpointError("not a tensor", where=location, got=type(tensor).__name__, expected="a torch.Tensor")
         if tensor.is_meta:
-            raise CheckpointError("a meta tensor has no data", where=f"state, tensor {name!r}")
+            raise CheckpointError("a meta tensor has no data", where=location)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise CheckpointError(
+                "not a dense tensor", where=location,
+                got="a nested tensor" if tensor.is_nested else str(tensor.layout), remedy="Call to_dense() on it.",
+            )  # fmt: skip
 
 
 def _refuse_parameters_without_data(parameters: Mapping[str, Tensor]) -> None:
@@ -190,6 +203,35 @@ def _refuse_different_tied_weights(state: Mapping[str, Tensor], slices: Iterable
             expected="equal tensors, or one of them",
             remedy="For independent weights, build the model with tie_word_embeddings=False.",
         )  # fmt: skip
+
+
+def _apart_from(
+    parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], slices: Iterable[TensorSlice]
+) -> Mapping[str, Tensor]:
+    """Returns the state with copies of tensors that another parameter's copy would overwrite.
+
+    Such as those of `hf_state_dict()` under other names: they share memory with the parameters.
+    """
+    memory = {_storage(parameter) for parameter in parameters.values()}
+    overlapping = {
+        part.stored_name
+        for part in slices
+        if _storage(state[part.stored_name]) in memory
+        and not _is_same(state[part.stored_name], parameters[part.name], part)
+    }
+    return {**state, **{name: state[name].clone() for name in overlapping}}
+
+
+def _storage(tensor: Tensor) -> tuple[torch.device, int]:
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.device, local.untyped_storage().data_ptr()
+
+
+def _is_same(stored: Tensor, parameter: Tensor, part: TensorSlice) -> bool:
+    """Whether the slices of both are the same elements of the same memory."""
+    if is_dtensor(stored) or is_dtensor(parameter):
+        return False
+    return stored[part.stored_index].is_set_to(parameter[part.index])
 
 
 def _copy(parts: Iterable[TensorSlice], state: Mapping[str, Tensor], parameter: Tensor) -> None:

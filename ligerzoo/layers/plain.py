@@ -15,7 +15,7 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """
     return (
         type(module) in kinds
-        and _PLAIN_TENSORS.issuperset(map(type, module._parameters.values()))
+        and is_plain_tensor(*module._parameters.values())
         and not (
             module._forward_pre_hooks
             or module._forward_hooks
@@ -24,6 +24,11 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
             or "forward" in vars(module)
         )
     )
+
+
+def is_plain_tensor(*tensors: Tensor | None) -> bool:
+    """Whether a fused kernel may read the tensors: False if one has a subclass, such as quantized ones and DTensors."""
+    return _PLAIN_TENSORS.issuperset(map(type, tensors))
 
 
 def dequantized(weight: Tensor) -> Tensor:

@@ -262,7 +262,8 @@ class Tokenizer:
         Args:
             special_tokens_dict: tokens by name, such as `{"pad_token": "<pad>"}`, and a list under
                 "additional_special_tokens" or "extra_special_tokens"; or only such a list.
-            replace_extra_special_tokens: whether the list replaces `additional_special_tokens`, or extends it.
+            replace_extra_special_tokens: whether the list replaces `additional_special_tokens`, or extends it by the
+                tokens that it lacks. The others then keep their flags.
 
         Returns:
             The number of tokens that are new.
@@ -281,12 +282,20 @@ class Tokenizer:
                     "not a name of special tokens", where="special_tokens_dict", got=repr(name),
                     expected=None if remedy else ", ".join(names), remedy=remedy,
                 )  # fmt: skip
-        named = {name: token for name, token in special_tokens_dict.items() if name not in lists}
-        extra = [token for name in lists for token in special_tokens_dict.get(name, [])]
-        added = self._add(_flattened(special_tokens_dict.values()), special=True)
-        self.special_tokens = {**self.special_tokens, **{name: str(token) for name, token in named.items()}}
-        if extra:
-            kept = [] if replace_extra_special_tokens else self.additional_special_tokens
+            if name in lists and not isinstance(special_tokens_dict[name], list | tuple):
+                raise TokenizerError(
+                    "not a list of tokens", where=f"special_tokens_dict, {name}",
+                    got=reprlib.repr(special_tokens_dict[name]), expected="a list",
+                )  # fmt: skip
+        kept = [] if replace_extra_special_tokens else self.additional_special_tokens
+        tokens = {
+            name: [token for token in value if str(token) not in kept] if name in lists else [value]
+            for name, value in special_tokens_dict.items()
+        }
+        added = self._add([token for listed in tokens.values() for token in listed], special=True)
+        named = {name: str(token) for name, token in special_tokens_dict.items() if name not in lists}
+        self.special_tokens = {**self.special_tokens, **named}
+        if extra := [token for name in lists for token in tokens.get(name, [])]:
             self.additional_special_tokens = list(dict.fromkeys([*kept, *map(str, extra)]))
         self._update_files()
         return added
@@ -803,10 +812,6 @@ def _checked_objects(values: Any, where: str) -> list[Mapping[str, Any]]:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, SupportsIndex) and not getattr(value, "ndim", 0)
-
-
-def _flattened(values: Iterable[Any]) -> list[Any]:
-    return [item for value in values for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

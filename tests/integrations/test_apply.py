@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import random
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ligerzoo.integrations import AutoKernelModelForCausalLM, apply
-from ligerzoo.integrations.kernels import apply_kernels
+from ligerzoo.integrations.kernels import apply_kernels, loss
+from ligerzoo.integrations.kernels.attend import AttentionFunctions
 from ligerzoo.integrations.kernels.loss import DeferredLogits, KernelHead
 from ligerzoo.integrations.kernels.replace import KernelModule
 from ligerzoo.integrations.transformers import wrap
@@ -201,11 +205,11 @@ def test_a_loss_function_of_the_user_receives_logits() -> None:
     apply(model)
     seen: list[Any] = []
 
-    def loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    def summed(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
         seen.append(logits)
         return logits.sum()
 
-    model.loss_function = loss
+    model.loss_function = summed
     ids = torch.randint(3, 90, (1, 8))
     assert model(ids, labels=ids).logits is seen[0]
     assert isinstance(seen[0], Tensor)
@@ -246,7 +250,7 @@ def test_deferred_logits_behave_as_logits() -> None:
         deferred, logits = function(DeferredLogits(head, hidden)), function(head(hidden))
         if isinstance(deferred, DeferredLogits):
             expected = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-            assert abs(deferred.loss(target, None, -100) - expected) < 1e-5
+            assert abs(deferred.loss(target, VOCABULARY, None, -100) - expected) < 1e-5
         assert torch.equal(torch.softmax(deferred, -1), torch.softmax(logits, -1))
         assert deferred.shape == logits.shape
 
@@ -328,7 +332,7 @@ def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     dist.destroy_process_group()
 
 
-def test_sharded_models_compute_the_same(one_process: None) -> None:
+def test_sharded_models_compute_the_same(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     given = inputs(model)
     before = results(model, given)
@@ -338,7 +342,10 @@ def test_sharded_models_compute_the_same(one_process: None) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    fused = mock.Mock(wraps=loss.linear_cross_entropy)
+    monkeypatch.setattr(loss, "linear_cross_entropy", fused)
     after = results(model, given)
+    fused.assert_called_once()
     assert_same({name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in after.items()}, before)
     with pytest.raises(RuntimeError, match=r"Report.undo: replaced modules have another class now \(FSDP"):
         report.undo()
@@ -376,6 +383,16 @@ def test_a_checkpoint_is_loaded_and_saved(tmp_path: Path) -> None:
     assert (tmp_path / "ours/config.json").read_text() == (tmp_path / "theirs/config.json").read_text()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_checkpoint_is_loaded_with_information(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    model, information = AutoKernelModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert model.kernel_report.replaced
+    assert not information["missing_keys"]
+    for kernels in ({"nrom": False}, ["norm"], "norm"):
+        with pytest.raises(TypeError, match=r"from_pretrained: kernels is .*; expected a mapping from names"):
+            AutoKernelModelForCausalLM.from_pretrained(tmp_path, kernels=kernels)
 
 
 class ClampedMLP(nn.Module):
@@ -421,6 +438,153 @@ def test_modules_that_compute_something_else_are_kept() -> None:
     assert found["model.layers.0.self_attn"] is None
 
 
+class DroppingMLP(nn.Module):
+    """An MLP with the structure of Llama's that drops elements in training, as that of Seed-OSS."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = mlp.gate_proj, mlp.up_proj, mlp.down_proj, nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return nn.functional.dropout(down, 0.1, self.training)
+
+
+class DroppingDecoderLayer(nn.Module):
+    """A decoder layer with the submodules of Llama's that drops elements in training, as that of IDEFICS."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Tensor:
+        attended = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **named)[0]
+        hidden_states = hidden_states + nn.functional.dropout(attended, 0.1, self.training)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_modules_with_dropout_in_their_forward_are_kept(training: bool) -> None:
+    model = tiny("llama").train(training)
+    model.model.layers[0].mlp = DroppingMLP(model.model.layers[0].mlp)
+    model.model.layers[1] = DroppingDecoderLayer(model.model.layers[1])
+    model.train(training)
+    model.model.layers[0].mlp.eval()
+    generator = torch.get_rng_state()
+    found = reasons(model)
+    assert "differ from the kernel's" in (found["model.layers.0.mlp"] or "")
+    assert "differ from the kernel's" in (found["model.layers.1"] or "")
+    assert found["model.layers.1.mlp"] is None
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.training == model.model.layers[1].training == training
+    assert not model.model.layers[0].mlp.training
+
+
+class UnusualActivation(nn.Module):
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.relu(gate) * up
+
+
+def test_activations_of_two_arguments_have_no_kernel() -> None:
+    model = tiny("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = UnusualActivation()
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x), mlp.up_proj(x)))
+    mlp = model.model.layers[1].mlp
+    mlp.act_fn = nn.PReLU(dtype=torch.bfloat16)
+    found = reasons(model, check=False)
+    assert "replaced the instance's forward" in (found["model.layers.0.mlp"] or "")
+    assert found["model.layers.1.mlp"] == "no kernel for its activation, PReLU"
+
+
+class ParameterlessRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return y.to(x.dtype)
+
+
+def test_layers_whose_norms_have_no_weight_are_replaced() -> None:
+    model = tiny("llama")
+    for layer in model.model.layers:  # as those of nanochat
+        layer.input_layernorm, layer.post_attention_layernorm = ParameterlessRMSNorm(), ParameterlessRMSNorm()
+    given = inputs(model)
+    before = results(model, given)
+    report = apply(model)
+    assert {entry.kernel for entry in report.modules if entry.class_name == "LlamaDecoderLayer"} == {"add_rms_norm"}
+    assert_same(results(model, given), before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral"])
+def test_the_first_token_after_padding_has_the_loss_of_sdpa(family: str) -> None:
+    model = tiny(family)
+    given = {"input_ids": torch.randint(3, 90, (2, 12)), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+    given["attention_mask"][0, :5] = 0
+    given["attention_mask"][1, 9:] = 0
+    before = results(model, given)
+    apply(model, attention=True)
+    assert_same(results(model, given), before)
+
+
+def test_a_bias_of_the_scores_is_passed_to_sdpa() -> None:
+    torch.manual_seed(0)
+    q, k, v, bias = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 4, 6, 6)
+    module = tiny("llama").model.layers[0].self_attn
+    if "position_bias" not in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters:
+        pytest.skip("a newer argument of transformers' function")
+    ours, theirs = (
+        functions.get_interface("sdpa", None)(module, q, k, v, None, position_bias=bias)[0]
+        for functions in (AttentionFunctions(), ALL_ATTENTION_FUNCTIONS)
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_a_model_is_restored_when_apply_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(module: nn.Module) -> None:
+        raise KeyError("a layer")
+
+    model = tiny("llama")
+    own = classes(model)
+    monkeypatch.setattr(apply_kernels, "recognize_layer", fail)
+    with pytest.raises(KeyError, match="a layer"):
+        apply(model)
+    assert classes(model) == own
+
+
+def test_undo_refuses_forwards_that_call_the_kernels() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny("llama")
+    own, given = classes(model), inputs(model)
+    before = results(model, given)
+    report = apply(model)
+    for module in (model, model.lm_head):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+    assert_same(results(model, given), before)
+    with pytest.raises(RuntimeError, match=r"replaced the forward of instances \(Linear, LlamaForCausalLM\)"):
+        report.undo()
+    assert isinstance(model, KernelModule)
+    hooks.remove_hook_from_module(model, recurse=True)
+    report.undo()
+    assert classes(model) == own
+    assert_same(results(model, given), before)
+
+
+def test_quantized_heads_compute_logits() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = tiny("llama")
+    ids = torch.randint(3, 90, (2, 8))
+    apply(model)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    loss = model.train()(ids, labels=ids).loss
+    logits = model.eval()(ids).logits
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(loss - expected) < 1e-5
+
+
 def test_heads_with_hooks_are_kept() -> None:
     model = tiny("llama")
     model.lm_head.register_forward_hook(lambda module, args, output: None)
@@ -434,6 +598,10 @@ def test_a_second_call_replaces_nothing() -> None:
 
 
 def test_other_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="apply: hf_model is a str; expected a transformers model"):
+        apply("meta-llama/Llama-3.2-1B")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="apply: norm is 'no'; expected True or False"):
+        apply(tiny("llama"), norm="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="apply: hf_model is a Linear; expected a transformers model"):
         apply(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="apply: hf_model is a str; expected a transformers model"):

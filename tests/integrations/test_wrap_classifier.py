@@ -347,7 +347,7 @@ def test_the_last_token_by_the_padding_mask(tmp_path: Path) -> None:
 
 def test_unknown_inputs_are_refused(tmp_path: Path) -> None:
     model = ours(written("llama", tmp_path))
-    with pytest.raises(LigerzooError, match=r"lables: not an input of SequenceClassifier; .* Did you mean 'labels'\?"):
+    with pytest.raises(LigerzooError, match=r"lables: not an input of SequenceClassifier\. Did you mean 'labels'\?"):
         model(torch.tensor([[5]]), lables=torch.tensor([1]))
     with pytest.raises(LigerzooError, match="past_key_values: not a cache of this model; got DynamicCache"):
         model(torch.tensor([[5]]), past_key_values=transformers.DynamicCache())

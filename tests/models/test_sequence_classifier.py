@@ -348,7 +348,7 @@ def test_labels_that_do_not_fit(labels: Tensor, problem_type: Any, num_labels: i
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("lables", r"lables: not an input of SequenceClassifier; .* Did you mean 'labels'\?"),
+        ("lables", r"lables: not an input of SequenceClassifier\. Did you mean 'labels'\?"),
         ("output_router_logits", "output_router_logits: not an input of SequenceClassifier"),
         ("num_items_in_batch", "num_items_in_batch: not an input of SequenceClassifier"),
     ],

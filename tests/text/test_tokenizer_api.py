@@ -216,6 +216,20 @@ def test_a_list_of_special_tokens_and_its_replacement(directories: dict[str, Pat
     assert len(tokenizer) == size + 3
 
 
+@every_kind
+@pytest.mark.parametrize("again", ["<x>", AddedToken("<x>", lstrip=True)], ids=["text", "object"])
+def test_a_token_that_the_list_has_keeps_its_flags(directories: dict[str, Path], kind: str, again: Any) -> None:
+    first = AddedToken("<x>", lstrip=isinstance(again, str), special=True)
+    text = "a <x> b"
+    counts, ids = [], []
+    for one in both(directories[kind]):
+        for token in (first, again):
+            counts.append(one.add_special_tokens({"extra_special_tokens": [token]}, replace_extra_special_tokens=False))
+        ids.append(one.encode(text))
+    assert counts == [1, 0, 1, 0]
+    assert ids[0] == ids[1]
+
+
 def test_special_tokens_can_be_set(directories: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(directories["llama2"])
     tokenizer.pad_token = tokenizer.eos_token
@@ -266,6 +280,8 @@ def test_invalid_arguments(directories: dict[str, Path]) -> None:
         (lambda: tokenizer.encode("a", True), "text_pair: not a text; got True"),
         (lambda: tokenizer.add_special_tokens({"padding_token": "x"}), "got 'padding_token'.*Did you mean 'pad_t"),
         (lambda: tokenizer.add_special_tokens({"pad_token": 3}), "not a token; got 3"),
+        (lambda: tokenizer.add_special_tokens({"pad_token": ["<x>"]}), r"not a token; got \['<x>'\]"),
+        (lambda: tokenizer.add_special_tokens({"extra_special_tokens": "<x>"}), "extra_special_tokens: not a list"),
         (lambda: tokenizer.add_tokens([""]), "not a token; got ''"),
         (lambda: tokenizer.add_tokens("x" * 10**5), "added_tokens: exceeds the limit"),
     ):  # fmt: skip

@@ -60,7 +60,7 @@ def apply(
         What was replaced, what was kept and why. Its `undo` restores the model.
 
     Raises:
-        TypeError: `hf_model` contains no `PreTrainedModel`, or layers of ligerzoo; or an option is not a flag.
+        TypeError: `hf_model` contains no `PreTrainedModel`, or layers of ligerzoo; or another argument is not a bool.
         ValueError: the model is sharded over processes by tensor parallelism, or parameters are on the meta device.
         RuntimeError: the results of the model have changed. All modules have been restored.
     """
@@ -68,12 +68,16 @@ def apply(
     check_flag("apply", norm=norm, rope=rope, mlp=mlp, loss=loss, experts=experts, attention=attention, check=check)
     before = run_model(hf_model) if check else "Not compared with the model before: check=False."
     application = _Application(hf_model, check)
-    application.replace_each(recognize_norm, "norm", norm)
-    application.replace_each(recognize_mlp, "mlp", mlp)
-    application.replace_each(recognize_experts, "experts", experts)
-    application.replace_attention(rope, attention)
-    application.replace_each(recognize_layer, "norm", norm)
-    application.replace_losses(loss)
+    try:
+        application.replace_each(recognize_norm, "norm", norm)
+        application.replace_each(recognize_mlp, "mlp", mlp)
+        application.replace_each(recognize_experts, "experts", experts)
+        application.replace_attention(rope, attention)
+        application.replace_each(recognize_layer, "norm", norm)
+        application.replace_losses(loss)
+    except BaseException:
+        application.report("").undo()
+        raise
     report = application.report(before if isinstance(before, str) else "The results of the model are the same.")
     if not isinstance(before, str):
         changed = change(before, run_model(hf_model))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -42,7 +43,7 @@ def _attention(
         dropout
         or query.shape[-1] != value.shape[-1]
         or (attention_mask is None and tokens not in (1, keys))
-        or any(options.get(name) not in (None, False) for name in UNSUPPORTED)
+        or any(options.get(name) is not None and options[name] is not False for name in UNSUPPORTED)
     ):
         return theirs(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
@@ -50,4 +51,9 @@ def _attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attend(q, k, v, attention_mask, scaling, is_causal=is_causal), None
+    out = attend(q, k, v, attention_mask, scaling, is_causal=is_causal)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        # As in torch's function. The first token after padding on the left is predicted from such a row.
+        sees_nothing = ~attention_mask.any(-1).transpose(1, 2)[..., None]
+        out = out.masked_fill(sees_nothing, 0)
+    return out, None

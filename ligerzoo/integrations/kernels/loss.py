@@ -11,20 +11,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement
 from ligerzoo.kernels import cross_entropy, linear_cross_entropy
-from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.plain import is_plain, is_plain_tensor
 
 Number = float
 """`DeferredLogits.float` hides the builtin."""
@@ -61,28 +60,46 @@ class DeferredLogits:
 
     def materialize(self) -> Tensor:
         """Returns the logits, (..., V)."""
-        logits: Tensor = self.head.compute(self.hidden_states)
-        for operation in self.operations:
-            logits = operation(logits)
-        return logits
+        return self._operated(self.head.compute(self.hidden_states))
 
-    def loss(self, target: Tensor, num_items: int | Tensor | None, ignore_index: int) -> Tensor:
+    def loss(self, target: Tensor, vocab_size: int, num_items: int | Tensor | None, ignore_index: int) -> Tensor:
         """Returns the cross entropy, 0-d in fp32.
+
+        Computes logits if the weight of the head is a tensor that no kernel reads (quantized or tensor parallel), or
+        has other than `vocab_size` rows.
 
         Args:
             target: (...), shifted.
+            vocab_size: V.
             num_items: divisor of the summed loss; None for the number of valid targets.
             ignore_index: the target of ignored tokens.
         """
-        objective = partial(
-            linear_cross_entropy,
-            ignore_index=ignore_index,
-            softcap=self.softcap,
-            logit_scale=self.logit_scale,
-            num_items=num_items,
-        )
-        loss: Tensor = self.head.compute(self.hidden_states, target, objective)
+
+        def objective(hidden_states: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
+            weight, bias = self.head.weight, self.head.bias
+            targets = target.to(hidden_states.device)
+            if not is_plain_tensor(weight, bias) or weight.shape[0] != vocab_size:
+                return _cross_entropy(
+                    self._operated(project(hidden_states)), targets, vocab_size, num_items, ignore_index
+                )
+            return linear_cross_entropy(
+                hidden_states,
+                weight,
+                targets,
+                bias,
+                ignore_index=ignore_index,
+                softcap=self.softcap,
+                logit_scale=self.logit_scale,
+                num_items=num_items,
+            )
+
+        loss: Tensor = self.head.compute(self.hidden_states, objective)
         return loss
+
+    def _operated(self, logits: Tensor) -> Tensor:
+        for operation in self.operations:
+            logits = operation(logits)
+        return logits
 
     def float(self) -> DeferredLogits:
         """The loss is computed in fp32 in any case."""
@@ -174,22 +191,15 @@ class KernelHead(KernelModule):
         """Calls the module, with its hooks. Arguments are those of `forward`."""
         return super().__call__(*arguments)
 
-    def forward(
-        self,
-        input: Tensor,
-        target: Tensor | None = None,
-        objective: Callable[..., Tensor] | None = None,
-    ) -> Tensor:
-        """Returns logits, or the loss if a target is given.
+    def forward(self, input: Tensor, objective: Callable[..., Tensor] | None = None) -> Tensor:
+        """Returns logits, or the loss if an objective is given.
 
         Args:
             input: hidden states, (..., H).
-            target: (...).
-            objective: called with hidden states, weight, target and bias.
+            objective: called with hidden states and the function that computes their logits.
         """
-        if target is None or objective is None:
-            return super().forward(input)  # type: ignore[no-any-return]
-        return objective(input, self.weight, target.to(input.device), self.bias)
+        project: Callable[[Tensor], Tensor] = super().forward
+        return project(input) if objective is None else objective(input, project)
 
 
 class KernelCausalLM(KernelModule):
@@ -257,12 +267,17 @@ def causal_lm_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(logits.device)
     if isinstance(logits, DeferredLogits):
-        weight = logits.head.weight
-        if weight.shape[0] == vocab_size and not isinstance(weight, DTensor):
-            return logits.loss(shift_labels, num_items_in_batch, ignore_index)
-        logits = logits.materialize()
-    target = shift_labels.to(logits.device).reshape(-1)
-    return cross_entropy(logits.view(-1, vocab_size), target, ignore_index=ignore_index, num_items=num_items_in_batch)
+        return logits.loss(shift_labels, vocab_size, num_items_in_batch, ignore_index)
+    return _cross_entropy(logits, shift_labels.to(logits.device), vocab_size, num_items_in_batch, ignore_index)
+
+
+def _cross_entropy(
+    logits: Tensor, target: Tensor, vocab_size: int, num_items: int | Tensor | None, ignore_index: int
+) -> Tensor:
+    """logits: (..., V), target: (...) -> 0-d."""
+    return cross_entropy(
+        logits.view(-1, vocab_size), target.reshape(-1), ignore_index=ignore_index, num_items=num_items
+    )
 
 
 def recognize_causal_lm(module: nn.Module) -> Replacement | str | None:

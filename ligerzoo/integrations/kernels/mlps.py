@@ -105,9 +105,15 @@ def activation_of(module: nn.Module) -> Activation | None:
     function = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
     if function is None:
         return None
-    x = torch.linspace(-30, 30, 601)
-    with torch.no_grad():
-        y = function(x)
+    parameter = next(function.parameters(), None) if isinstance(function, nn.Module) else None
+    x = torch.linspace(-30, 30, 601, device=None if parameter is None else parameter.device)
+    try:
+        with torch.no_grad():
+            y = function(x)
+    except Exception:  # an activation of any class, which may take other arguments
+        return None
+    if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
+        return None
     return next(
         (name for name, reference in ACTIVATIONS.items() if torch.allclose(reference(x), y, rtol=0, atol=1e-6)), None
     )

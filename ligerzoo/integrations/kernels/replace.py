@@ -126,23 +126,55 @@ def class_of(module: nn.Module, cls: type[nn.Module]) -> Iterator[None]:
 
 
 def difference(module: nn.Module, replacement: Replacement) -> str | None:
-    """Compares the replacement with the module's forward on random input; returns what differs, None if nothing does.
-
-    Runs without gradients and hooks, and leaves the state of torch's random number generators.
-    """
+    """Compares the replacement with the module's forward on random input; returns what differs, None for nothing."""
     if replacement.inputs is None:
         return None
     try:
         inputs = replacement.inputs(module)
-        with torch.no_grad(), torch.random.fork_rng(_devices(module)):
-            torch.manual_seed(0)  # the same dropout in both
-            expected = type(module).forward(module, *inputs)
-            torch.manual_seed(0)
-            with class_of(module, replacement.class_for(module)):
-                actual = type(module).forward(module, *inputs)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # the first layers of any module
         return f"its forward fails on random input: {error}"
-    return difference_of(actual, expected)
+    return difference_for(module, replacement, *inputs)
+
+
+def difference_for(module: nn.Module, replacement: Replacement, *arguments: Any, **named: Any) -> str | None:
+    """Compares the replacement with the module's forward; returns what differs, None if nothing does.
+
+    Compares in training mode, where a module may apply dropout, and in evaluation mode. Runs without gradients and
+    hooks, and restores the mode of each module and the state of torch's random number generators.
+
+    Args:
+        module: the module.
+        replacement: what may replace it.
+        arguments: positional arguments of the forward.
+        named: keyword arguments of the forward.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng(_devices(module)):
+            for training in (True, False):
+                with training_mode(module, training):
+                    torch.manual_seed(0)  # the same dropout in both
+                    expected = type(module).forward(module, *arguments, **named)
+                    torch.manual_seed(0)
+                    with class_of(module, replacement.class_for(module)):
+                        actual = type(module).forward(module, *arguments, **named)
+                found = difference_of(actual, expected)
+                if found is not None:
+                    return found
+    except Exception as error:  # the forward of any module
+        return f"its forward fails on random input: {error}"
+    return None
+
+
+@contextmanager
+def training_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Sets training or evaluation mode within the block, and then the mode that each submodule had."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def difference_of(actual: Any, expected: Any, ulps: float = ULPS) -> str | None:

@@ -53,7 +53,8 @@ class Report:
         """Gives all replaced modules their own class again. Does nothing the second time.
 
         Raises:
-            RuntimeError: a replaced module has been wrapped since, for instance by `fully_shard`. Nothing is undone.
+            RuntimeError: a replaced module or its forward has been wrapped since, for instance by `fully_shard` or by
+                accelerate. Nothing is undone.
         """
         wrapped = {type(module).__name__ for module in self._instances if "kernel_original" not in vars(type(module))}
         if wrapped:
@@ -61,9 +62,18 @@ class Report:
                 f"Report.undo: replaced modules have another class now ({', '.join(sorted(wrapped))}); "
                 "expected the class that apply gave them. Call undo before sharding or wrapping the model"
             )
+        hooked = {type(module).__name__ for module in self._instances if _has_other_forward(module)}
+        if hooked:
+            raise RuntimeError(
+                f"Report.undo: another library has replaced the forward of instances ({', '.join(sorted(hooked))}), "
+                "which calls the kernels; expected the forward of their class. Remove it first: accelerate adds it for "
+                "mixed precision (delete the model's attribute `forward`) and for device maps "
+                "(accelerate.hooks.remove_hook_from_module(model, recurse=True))"
+            )
         while self._instances:
             module = self._instances.pop()
             vars(module).pop("kernel_defers", None)
+            vars(module).pop("forward", None)  # the bound method of its class
             module.__class__ = vars(type(module))["kernel_original"]
 
     def __str__(self) -> str:
@@ -72,6 +82,12 @@ class Report:
         lines += ["", "kept:"]
         lines += _table([(m.name, m.class_name, m.reason or "") for m in self.kept]) or ["  nothing"]
         return "\n".join(lines)
+
+
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether the instance has an attribute `forward` other than the method of its class."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:

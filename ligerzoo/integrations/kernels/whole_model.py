@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
+
+from ligerzoo.integrations.kernels.replace import training_mode
 
 TOKENS = 16
 
@@ -23,7 +22,7 @@ def run_model(model: nn.Module) -> list[Tensor] | str:
     hf_model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     try:
         tokens = _random_tokens(hf_model)
-        with torch.no_grad(), _without_dropout(model):
+        with torch.no_grad(), training_mode(model, False):
             results = [model(input_ids=tokens, use_cache=False)[0]]
             hf_model.training = True
             if hasattr(hf_model, "lm_head"):
@@ -60,15 +59,3 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
     order = torch.randperm(weight.shape[0], generator=generator).tolist()
     tokens = [token for token in order[: TOKENS + len(special)] if token not in special][:TOKENS]
     return torch.tensor([tokens], device=weight.device)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode within the block, and then the mode that each module had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
