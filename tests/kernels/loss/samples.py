@@ -110,7 +110,7 @@ def divergence_forward(device: str) -> list[dict[str, Any]]:
 
 
 def divergence_backward(device: str) -> list[dict[str, Any]]:
-    logits, statistics, upstream = new(5, 33, device=device), new(5, 5, device=device), new(5, device=device)
+    logits, statistics, upstream = new(5, 33, device=device), new(5, 6, device=device), new(5, device=device)
     return [
         {
             "student": logits, "teacher": logits.flip(0), "target": classes(device), "statistics": statistics,
