@@ -600,7 +600,7 @@ def test_a_second_call_replaces_nothing() -> None:
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="apply: hf_model is a str; expected a transformers model"):
         apply("meta-llama/Llama-3.2-1B")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="apply: norm is 'no'; expected True or False"):
+    with pytest.raises(TypeError, match="apply: norm='no'; expected True or False"):
         apply(tiny("llama"), norm="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="apply: hf_model is a Linear; expected a transformers model"):
         apply(nn.Linear(2, 2))
