@@ -4,9 +4,9 @@
 
 over the keys from `first` to `last` that are not padding. A decode step reads the whole cache and computes little, so
 the keys of a head are split among programs until all multiprocessors read. Each program also returns the logarithm of
-its sum of exponentials; a second kernel combines the parts in order. The bounds of the visible keys are read on the
-device: a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible. The result
-does not depend on the capacity, to the bit.
+its sum of exponentials; a second kernel combines the parts, sixteen at a time. The bounds of the visible keys are read
+on the device: a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible. The
+result does not depend on the capacity, to the bit.
 
 Not differentiable: caches are for inference.
 """
@@ -30,6 +30,7 @@ from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 
 _BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
+_PARTS = 16  # parts that are combined at a time
 _MIN_HEADS = 16  # rows of the smallest matrix product
 
 
@@ -136,7 +137,7 @@ def _split_kernel(
 @kernel
 def _combine_kernel(
     parts_ptr, lse_ptr, first_ptr, last_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys, n_splits,
-    BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // n_heads
@@ -146,19 +147,23 @@ def _combine_kernel(
     if last_ptr is not None:
         stop = tl.load(last_ptr + batch * last_stride) + 1
     features = tl.arange(0, DIM)
-    mask = features < head_dim
+    in_head = features < head_dim
+    n_parts = tl.cdiv(stop - first, BLOCKS * BLOCK)
     maximum, total = -float("inf"), 0.0
     sums = tl.zeros((DIM,), dtype=tl.float32)
-    for split in range(tl.cdiv(stop - first, BLOCKS * BLOCK)):
-        part = row * n_splits + split
-        lse = tl.load(lse_ptr + part)
-        new_maximum = tl.maximum(maximum, lse)
+    for start in range(0, n_parts, PARTS):
+        splits = start + tl.arange(0, PARTS)
+        is_part = splits < n_parts
+        lse = tl.load(lse_ptr + row * n_splits + splits, mask=is_part, other=-float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
         pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        decay, weight = tl.exp(maximum - pivot), tl.exp(lse - pivot)
-        total = total * decay + weight
-        sums = sums * decay + weight * tl.load(parts_ptr + part * head_dim + features, mask=mask, other=0.0)
+        decay, weights = tl.exp(maximum - pivot), tl.exp(lse - pivot)
+        offsets = (row * n_splits + splits[:, None]) * head_dim + features[None, :]
+        parts = tl.load(parts_ptr + offsets, mask=is_part[:, None] & in_head[None, :], other=0.0)
+        total = total * decay + tl.sum(weights, axis=0)
+        sums = sums * decay + tl.sum(weights[:, None] * parts, axis=0)
         maximum = new_maximum
-    tl.store(out_ptr + row * head_dim + features, (sums / total).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * head_dim + features, (sums / total).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 def _allocate(q: Tensor) -> Tensor:
@@ -191,7 +196,7 @@ def _forward(
     if lse is not None:
         _combine_kernel[batch * n_heads](
             parts, lse, first, last, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, block,
-            num_warps=1,
+            _PARTS, num_warps=4,
         )  # fmt: skip
     return out
 
