@@ -171,6 +171,13 @@ class StaticPosition:
         assert self._newest is not None
         return self._newest
 
+    def remove_last(self, length: int, tokens: int) -> None:
+        """Moves back by `tokens`, for a layer that holds `length` tokens."""
+        if length == self.length:  # the first layer
+            self.length -= tokens
+            if self._end is not None:
+                self._end -= tokens
+
     def restart(self, length: int = 0) -> None:
         """Makes `length` the next position."""
         self.length = length
@@ -225,6 +232,12 @@ class StaticLayerCache(LayerCache):
         self.length += tokens
         end = self.capacity if tokens == 1 else self.length
         return _slice(self._keys, 0, end), _slice(self._values, 0, end)
+
+    def remove_last(self, tokens: int) -> None:
+        """See `LayerCache.remove_last`."""
+        length = self.length
+        super().remove_last(tokens)
+        self.position.remove_last(length, tokens)
 
     def copy_from(self, other: StaticLayerCache) -> None:
         """Takes over the tokens of a cache with a smaller capacity."""

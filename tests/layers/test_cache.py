@@ -1,5 +1,6 @@
 """Key-value caches."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,6 +73,26 @@ def test_static_cache_keeps_its_memory(tokens: int) -> None:
     with pytest.raises(ValueError, match="cannot append 3 tokens to the 297 in the cache; expected at most 299 in all"):
         cache.append(keys[:, :3], values[:, :3])
     assert cache.length == 297
+
+
+@pytest.mark.parametrize("new_layer", [LayerCache, lambda: StaticLayerCache(20)], ids=["growing", "static"])
+@pytest.mark.parametrize("new", [1, 3])
+def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: int) -> None:
+    keys, values = random_tokens()
+    cache = KVCache([new_layer() for _ in range(2)])
+
+    def append(start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        return [layer.append(keys[:, start:end], values[:, start:end]) for layer in cache.layers]
+
+    append(0, 9)
+    cache.remove_last(4)
+    assert cache.length == 5
+    assert cache.positions(new, keys.device).tolist() == list(range(5, 5 + new))
+    for got in append(20, 20 + new):
+        for part, x in zip(got, (keys, values), strict=True):
+            assert torch.equal(part[:, : 5 + new], torch.cat([x[:, :5], x[:, 20 : 20 + new]], 1))
+    with pytest.raises(ValueError, match=f"cannot remove 9 tokens; expected 0 to {5 + new}"):
+        cache.remove_last(9)
 
 
 def test_buffers_double() -> None:
