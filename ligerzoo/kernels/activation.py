@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, did_you_mean
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, nearest_hint
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
@@ -52,7 +52,7 @@ def check_activation(activation: Activation) -> Activation:
         ValueError: there is no such activation.
     """
     if activation not in ACTIVATIONS:
-        nearest = did_you_mean(activation, ACTIVATIONS)
+        nearest = nearest_hint(activation, ACTIVATIONS)
         raise ValueError(f"activation={activation!r}; expected one of {', '.join(map(repr, ACTIVATIONS))}{nearest}")
     return activation
 

@@ -41,7 +41,7 @@ def describe(value: object) -> str:
     return f"{article} {type(value).__name__}"
 
 
-def did_you_mean(word: object, words: Collection[str]) -> str:
+def nearest_hint(word: object, words: Collection[str]) -> str:
     """Returns the end of a message about an unknown word: the nearest known one; empty if none is near."""
     nearest = difflib.get_close_matches(word, list(words), n=1) if isinstance(word, str) else []
     return f". Did you mean {nearest[0]!r}?" if nearest else ""

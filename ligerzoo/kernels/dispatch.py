@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import did_you_mean
+from ligerzoo.kernels.checks import nearest_hint
 from ligerzoo.kernels.jit import INTERPRETING
 
 Backend = Literal["auto", "triton", "torch"]
@@ -31,7 +31,7 @@ def check_backend(backend: Backend) -> Backend:
         ValueError: there is no such backend.
     """
     if backend not in _BACKENDS:
-        nearest = did_you_mean(backend, _BACKENDS)
+        nearest = nearest_hint(backend, _BACKENDS)
         raise ValueError(f'backend={backend!r}; expected "auto", "triton" or "torch"{nearest}')
     return backend
 

@@ -347,7 +347,6 @@ class KVCache:
 
     def copy_from(self, other: KVCache) -> None:
         """Takes over the tokens of static caches with a smaller capacity."""
-        self.reset()
         for layer, smaller in zip(self._static, other._static, strict=True):
             layer.copy_from(smaller)
         self._static[0].position.restart(other.length)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor, describe, did_you_mean, kind_of
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor, describe, kind_of, nearest_hint
 from ligerzoo.kernels.loss.reduction import check_target_dtype
 from ligerzoo.losses.names import choice_hint, option_hint
 
@@ -73,7 +73,7 @@ def check_choice(name: str, choices: Collection[str], **arguments: object) -> No
     """Raises ValueError for an argument, such as a variant, that is not among the choices."""
     for argument, choice in arguments.items():
         if not isinstance(choice, str) or choice not in choices:
-            hint = choice_hint(choice) or did_you_mean(choice, choices)
+            hint = choice_hint(choice) or nearest_hint(choice, choices)
             raise ValueError(f"{name}: {argument}={choice!r}; expected one of {', '.join(map(repr, choices))}{hint}")
 
 
@@ -86,5 +86,5 @@ def check_unused(name: str, choice: str, defaults: Mapping[str, object], **unuse
 
 def unknown_option(name: str, option: str, value: Any, names: Collection[str], remedy: str = "") -> TypeError:
     """Returns the error about an unknown option, with our name for it or the nearest known one."""
-    hint = option_hint(option, value) or did_you_mean(option, names) or remedy
+    hint = option_hint(option, value) or nearest_hint(option, names) or remedy
     return TypeError(f"{name}: unknown option {option}={describe(value)}; expected an option of {name}{hint}")
