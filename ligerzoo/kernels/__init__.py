@@ -10,6 +10,7 @@ from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
+from ligerzoo.kernels.few_rows import linear_glu, linears
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
@@ -38,9 +39,11 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_glu",
     "linear_jsd",
     "linear_kl_div",
     "linear_tvd",
+    "linears",
     "rms_norm",
     "rope",
     "set_logits_budget",

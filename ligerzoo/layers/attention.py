@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import decode_attention, rope
+from ligerzoo.kernels import decode_attention, linears, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear, check_features
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
+from ligerzoo.layers.plain import is_plain
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 # Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
@@ -280,7 +281,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        if not torch.is_grad_enabled() and all(is_plain(layer, Linear, nn.Linear) for layer in layers):
+            return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+        return tuple(layer(x) for layer in layers)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""

@@ -13,7 +13,7 @@ from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.kernels.checks import ANY, POSITIVE, check_numbers, check_optional_numbers
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.kernels.loss.chunked_head import check_budget
-from ligerzoo.layers.linear import INIT_STD, check_features
+from ligerzoo.layers.linear import INIT_STD, check_features, linear
 from ligerzoo.layers.plain import dequantized
 
 
@@ -86,7 +86,7 @@ class LMHead(nn.Module):
         """
         check_features(self, hidden, self.hidden_size)
         if target is None:
-            logits = nn.functional.linear(hidden, self.weight)
+            logits = linear(hidden, self.weight)
             if self.logit_scale != 1.0:
                 logits = logits * self.logit_scale
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

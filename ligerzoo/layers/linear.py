@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ligerzoo.kernels import linears
+from ligerzoo.layers.plain import is_plain_tensor
 
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
@@ -17,8 +22,19 @@ def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
         )
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`; by a fused kernel for few rows without gradients (`kernels.linears`)."""
+    if torch.is_grad_enabled() or not is_plain_tensor(weight, bias):
+        return F.linear(x, weight, bias)
+    return linears(x, [weight], [bias])[0]
+
+
 class Linear(nn.Linear):
     """`torch.nn.Linear` whose weight is initialized from a normal distribution, and whose bias is initialized to 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., K) -> (..., N)."""
+        return linear(x, self.weight, self.bias)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""

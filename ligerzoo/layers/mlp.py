@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import activation_linear, glu, glu_linear
+from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
@@ -44,12 +44,20 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
         check_features(self, x, self.hidden_size)
-        gate, up = self.project(x)
-        if is_plain(self.down_proj, Linear, nn.Linear):
+        if torch.is_grad_enabled() and is_plain(self.down_proj, Linear, nn.Linear):
+            gate, up = self.project(x)
             weight, bias = self.down_proj.weight, self.down_proj.bias
             return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
-        gated = glu(gate, up, activation=self.activation, backend=self.backend)
-        return self.down_proj(gated)  # type: ignore[no-any-return]
+        return self.down_proj(self.gated(x))  # type: ignore[no-any-return]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """(..., H) -> activation(gate) * up, (..., I)."""
+        gate, up = self.gate_proj, self.up_proj
+        if torch.is_grad_enabled() or not (is_plain(gate, Linear, nn.Linear) and is_plain(up, Linear, nn.Linear)):
+            return glu(*self.project(x), activation=self.activation, backend=self.backend)
+        return linear_glu(
+            x, gate.weight, up.weight, gate.bias, up.bias, activation=self.activation, backend=self.backend
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., H) -> gate and up features, (..., I) each."""

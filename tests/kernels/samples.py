@@ -148,6 +148,17 @@ def _decode_attention(device: str) -> Samples:
     ]  # fmt: skip
 
 
+def _few_rows(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.bfloat16)
+    empty = {"weight_1": None, "weight_2": None, "bias_0": None, "bias_1": None, "bias_2": None, "activation": None}
+    biases = {"bias_0": t(7), "bias_1": t(7)}
+    return [
+        empty | {"x": t(1, 20), "weight_0": t(7, 20)},
+        empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(2, 20), "weight_2": t(33, 20)},
+        empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(7, 20), "activation": "silu"} | biases,
+    ]
+
+
 def _softmax_forward(device: str) -> Samples:
     t = partial(new, device=device)
     return [{"x": t(5, 33)}, {"x": transposed(t(2, 3, 33)).half()}, {"x": t(0, 33)}]
@@ -212,6 +223,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "activation_forward": _activation_forward,
     "activation_backward": _activation_backward,
     "decode_attention": _decode_attention,
+    "few_rows": _few_rows,
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
     "experts_forward": _experts_forward,

@@ -45,6 +45,9 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         }
         for divergence in ("jsd", "kl_div", "tvd")
     },
+    "linear_glu": {
+        "x": X, "gate": HEAD, "up": HEAD, "gate_bias": torch.randn(9), "up_bias": torch.randn(9),
+    },
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
     "softmax": {"x": X},
@@ -60,7 +63,7 @@ NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 
 def test_every_public_function_with_tensors_is_listed() -> None:
     functions = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
-    assert functions == {*ARGUMENTS, "set_logits_budget"}
+    assert functions == {*ARGUMENTS, "linears", "set_logits_budget"}
 
 
 @pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name]])

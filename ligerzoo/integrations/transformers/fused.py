@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.convert.weights import Fused
+from ligerzoo.kernels import glu
 from ligerzoo.layers import Attention, GatedMLP
 
 
@@ -38,6 +39,10 @@ class FusedGatedMLP(GatedMLP):
 
     gate_up_proj: nn.Module
     sizes: list[int]
+
+    def gated(self, x: Tensor) -> Tensor:
+        """(..., H) -> activation(gate) * up, (..., I)."""
+        return glu(*self.project(x), activation=self.activation, backend=self.backend)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., H) -> gate and up features, (..., I) each."""

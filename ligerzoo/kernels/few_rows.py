@@ -1,0 +1,324 @@
+"""Linear layers applied to few rows without gradients, as in each step of decoding.
+
+    linears:      y_i = x W_i^T + b_i              several projections of the same rows, in one kernel
+    linear_glu:   y = a(x G^T + g) * (x U^T + u)   the gate, the up projection and their product, in one kernel
+
+With few rows the time is that of reading the weights. A single row is multiplied and summed without matrix units. Up to
+64 rows are the right operand of a matrix product, transposed, whose left operand, the weight, streams through shared
+memory. torch's own products compute everything else: more rows, inputs that need gradients, other dtypes than bf16 and
+fp16, and several rows with so few outputs that cuBLAS, which splits the sums among multiprocessors, is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.activation import Activation, activate, check_activation
+from ligerzoo.kernels.autograd import under_transform
+from ligerzoo.kernels.checks import check_floats, check_optional_floats
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, next_power_of_2, uses_triton
+from ligerzoo.kernels.glu import glu
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.registration import register
+
+MAX_ROWS = 64
+_MAX_WEIGHTS = 3
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Tiling(NamedTuple):
+    """How a kernel divides its work.
+
+    Attributes:
+        outputs: output features per program.
+        features: input features that a program reads at a time.
+        stages: number of such reads in flight.
+        warps: warps per program.
+    """
+
+    outputs: int
+    features: int
+    stages: int
+    warps: int
+
+
+@jit
+def _weight_of_program(program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
+                       bias_distance_1, bias_distance_2):  # fmt: skip
+    """Which of three weights a program computes: its first program, size, offset in the output, and distances."""
+    is_0, is_1 = program < tiles_0, program < tiles_0 + tiles_1
+    first = tl.where(is_0, 0, tl.where(is_1, tiles_0, tiles_0 + tiles_1))
+    size = tl.where(is_0, size_0, tl.where(is_1, size_1, size_2))
+    offset = tl.where(is_0, 0, tl.where(is_1, size_0, size_0 + size_1))
+    distance = tl.where(is_0, 0, tl.where(is_1, distance_1, distance_2))
+    bias_distance = tl.where(is_0, 0, tl.where(is_1, bias_distance_1, bias_distance_2))
+    return first, size, offset, distance, bias_distance
+
+
+@kernel
+def _row_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, n_features, tiles_0, tiles_1, size_0, size_1, size_2,
+    distance_1, distance_2, bias_distance_1, bias_distance_2,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if ACTIVATION is None:
+        first, size, offset, distance, bias_distance = _weight_of_program(
+            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2, bias_distance_1, bias_distance_2
+        )  # fmt: skip
+    else:
+        first, size, offset, distance, bias_distance = 0, size_0, 0, 0, 0
+    outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = tl.arange(0, BLOCK_K)
+    in_size = outputs < size
+    rows = w_ptr + distance + outputs[:, None].to(tl.int64) * n_features + features[None, :]
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in tl.range(0, n_features, BLOCK_K, num_stages=STAGES):  # without a matrix product, not by default
+        mask = in_size[:, None]
+        if EVEN:
+            x = tl.load(x_ptr + start + features).to(tl.float32)
+        else:
+            in_row = start + features < n_features
+            x = tl.load(x_ptr + start + features, mask=in_row, other=0.0).to(tl.float32)
+            mask = mask & in_row[None, :]
+        sums += x[None, :] * tl.load(rows + start, mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION is not None:
+            up_sums += x[None, :] * tl.load(rows + start + distance_1, mask=mask, other=0.0).to(tl.float32)
+    y = tl.sum(sums, axis=1)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + bias_distance + outputs, mask=in_size, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        up = tl.sum(up_sums, axis=1)
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + bias_distance_1 + outputs, mask=in_size, other=0.0).to(tl.float32)
+        y, _ = activate(y, ACTIVATION, False)
+        y = y * up
+    tl.store(out_ptr + offset + outputs, y.to(out_ptr.dtype.element_ty), mask=in_size)
+
+
+@kernel
+def _rows_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, n_rows, n_features, x_stride, n_out, tiles_0, tiles_1, size_0, size_1, size_2,
+    distance_1, distance_2, bias_distance_1, bias_distance_2,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if ACTIVATION is None:
+        first, size, offset, distance, bias_distance = _weight_of_program(
+            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2, bias_distance_1, bias_distance_2
+        )  # fmt: skip
+    else:
+        first, size, offset, distance, bias_distance = 0, size_0, 0, 0, 0
+    outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, ROWS)
+    in_size, in_rows = outputs < size, rows < n_rows
+    weights = w_ptr + distance + outputs[:, None].to(tl.int64) * n_features + features[None, :]
+    inputs = x_ptr + rows[None, :] * x_stride + features[:, None]
+    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    for start in range(0, n_features, BLOCK_K):
+        x_mask, w_mask = in_rows[None, :], in_size[:, None]
+        if not EVEN:
+            in_row = start + features < n_features
+            x_mask, w_mask = x_mask & in_row[:, None], w_mask & in_row[None, :]
+        x = tl.load(inputs + start, mask=x_mask, other=0.0)
+        sums = tl.dot(tl.load(weights + start, mask=w_mask, other=0.0), x, sums)
+        if ACTIVATION is not None:
+            up_sums = tl.dot(tl.load(weights + start + distance_1, mask=w_mask, other=0.0), x, up_sums)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + bias_distance + outputs, mask=in_size, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION is not None:
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + bias_distance_1 + outputs, mask=in_size, other=0.0).to(tl.float32)
+            up_sums += bias[:, None]
+        active, _ = activate(sums, ACTIVATION, False)
+        sums = active * up_sums
+    out = out_ptr + rows[None, :] * n_out + offset + outputs[:, None]
+    tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=in_rows[None, :] & in_size[:, None])
+
+
+def _tiling(n_rows: int, n_outputs: int, is_glu: bool) -> Tiling:
+    """The fastest tiling measured on an H200."""
+    if n_rows == 1:
+        return Tiling(16, 256, 3, 4) if n_outputs > 4096 or is_glu else Tiling(8, 512, 3, 4)
+    if is_glu:
+        return Tiling(64, 128, 4, 4)
+    return Tiling(128, 128, 4, 8) if n_outputs > 32768 else Tiling(64, 128, 6, 4)
+
+
+def _distance(first: Tensor | None, other: Tensor | None) -> int:
+    """Elements from the start of one tensor to that of another, which a kernel adds to its pointer to the first."""
+    return 0 if first is None or other is None else (other.data_ptr() - first.data_ptr()) // first.element_size()
+
+
+@register(
+    "few_rows",
+    fake=lambda x, weight_0, weight_1, weight_2, activation: x.new_empty(
+        len(x), sum(_sizes([weight_0, weight_1, weight_2])[: 3 if activation is None else 1])
+    ),
+)
+def _few_rows(
+    x: Tensor, weight_0: Tensor, weight_1: Tensor | None, weight_2: Tensor | None,
+    bias_0: Tensor | None, bias_1: Tensor | None, bias_2: Tensor | None, activation: Activation | None,
+) -> Tensor:  # fmt: skip
+    """(R, K) -> (R, N_0 + N_1 + N_2); with an activation, (R, I) from the weights of the gate and the up projection."""
+    (n_rows, n_features), is_glu = x.shape, activation is not None
+    sizes = _sizes([weight_0, weight_1, weight_2])
+    out = x.new_empty(n_rows, sizes[0] if is_glu else sum(sizes))
+    outputs, features, stages, warps = _tiling(n_rows, out.shape[1], is_glu)
+    tiles = [cdiv(size, outputs) for size in sizes]
+    programs = tiles[0] if is_glu else sum(tiles)
+    distances = [_distance(weight_0, weight) for weight in (weight_1, weight_2)]
+    distances += [_distance(bias_0, bias) for bias in (bias_1, bias_2)]
+    is_even = n_features % features == 0
+    if n_rows == 1:
+        _row_kernel[programs](
+            x, weight_0, bias_0, out, n_features, *tiles[:2], *sizes, *distances,
+            activation, outputs, features, is_even, stages, num_warps=warps,
+        )  # fmt: skip
+    else:
+        _rows_kernel[programs](
+            x, weight_0, bias_0, out, n_rows, n_features, x.stride(0), out.shape[1], *tiles[:2], *sizes, *distances,
+            activation, max(16, next_power_of_2(n_rows)), outputs, features, is_even,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return out
+
+
+def _sizes(weights: Sequence[Tensor | None]) -> list[int]:
+    return [0 if weight is None else len(weight) for weight in weights]
+
+
+def _uses_kernels(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend) -> bool:
+    """Whether the kernels of this file compute a product of these tensors."""
+    if backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
+        return False
+    if torch.is_autocast_enabled(x.device.type) or under_transform():
+        return False
+    tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
+    return (
+        0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and x.dtype in _DTYPES
+        and all(tensor.dtype == x.dtype for tensor in tensors)
+        and all(tensor.is_contiguous() for tensor in tensors[1:])
+        and len({bias is None for bias in biases}) == 1
+        and uses_triton(*tensors, backend=backend)
+    )
+
+
+def _is_faster(n_rows: int, sizes: Sequence[int]) -> bool:
+    """Whether the kernels are faster than cuBLAS on an H200. cuBLAS splits the sums of products with few outputs."""
+    return n_rows == 1 or len(sizes) > 1 or sizes[0] >= (4096 if n_rows <= 32 else 32768)
+
+
+def reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, ...]:
+    """`linears` in plain torch: the specification, the CPU path and the test oracle."""
+    biases = [None] * len(weights) if biases is None else biases
+    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """Computes `x @ weight.T + bias` for several weights: in one kernel for few rows without gradients.
+
+    Args:
+        x: (..., K), up to 64 rows for the kernel.
+        weights: up to three, (N_i, K) each, like `torch.nn.Linear.weight`.
+        biases: (N_i,) or None each; None for no biases.
+        backend: "auto" (Triton where it is supported and faster), "triton" (where supported) or "torch" (the
+            reference).
+
+    Returns:
+        (..., N_i) for each weight; with the kernel, views of one tensor.
+
+    Raises:
+        ValueError: the number of weights or biases is wrong, or the shapes do not match.
+    """
+    biases = [None] * len(weights) if biases is None else biases
+    if not 1 <= len(weights) <= _MAX_WEIGHTS or len(biases) != len(weights):
+        raise ValueError(
+            f"linears: got {len(weights)} weights and {len(biases)} biases; expected 1 to {_MAX_WEIGHTS}, of each as "
+            "many"
+        )
+    _check(
+        "linears", x, {f"weights[{i}]": weight for i, weight in enumerate(weights)},
+        {f"biases[{i}]": bias for i, bias in enumerate(biases)},
+    )  # fmt: skip
+    if not _uses_kernels(x, weights, biases, backend):
+        return reference(x, weights, biases)
+    rows, sizes = as_rows(x), [len(weight) for weight in weights]
+    if backend == "auto" and not _is_faster(len(rows), sizes):
+        return reference(x, weights, biases)
+    missing = [None] * (_MAX_WEIGHTS - len(weights))
+    out = _few_rows(rows, *weights, *missing, *biases, *missing, None)  # type: ignore[arg-type, call-arg]
+    return tuple(y.unflatten(0, x.shape[:-1]) for y in out.split(sizes, 1))
+
+
+def glu_reference(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
+    activation: Activation = "silu",
+) -> Tensor:  # fmt: skip
+    """`linear_glu` in plain torch."""
+    return glu(F.linear(x, gate, gate_bias), F.linear(x, up, up_bias), activation=activation, backend="torch")
+
+
+def linear_glu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Computes `a(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`: in one kernel for few rows without gradients.
+
+    Args:
+        x: (..., K), up to 64 rows for the kernel.
+        gate: (I, K), like `torch.nn.Linear.weight`.
+        up: (I, K).
+        gate_bias: (I,) or None.
+        up_bias: (I,) or None, like `gate_bias`.
+        activation: the activation a, see `activation_linear`.
+        backend: "auto" (Triton where supported), "triton" (where supported) or "torch" (the reference).
+
+    Returns:
+        (..., I).
+
+    Raises:
+        ValueError: the shapes do not match, or the activation is unknown.
+    """
+    check_activation(activation)
+    _check("linear_glu", x, {"gate": gate, "up": up}, {"gate_bias": gate_bias, "up_bias": up_bias})
+    weights, biases = (gate, up), (gate_bias, up_bias)
+    if gate.shape != up.shape:
+        raise ValueError(f"linear_glu: gate is {tuple(gate.shape)} and up {tuple(up.shape)}; expected the same shape")
+    if not _uses_kernels(x, weights, biases, backend):
+        return glu(*reference(x, weights, biases), activation=activation, backend=backend)
+    out = _few_rows(as_rows(x), gate, up, None, gate_bias, up_bias, None, activation)
+    return out.unflatten(0, x.shape[:-1])
+
+
+def _check(name: str, x: Tensor, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None]) -> None:
+    check_floats(name, x=x, **weights)
+    check_optional_floats(name, **biases)
+    for (argument, weight), (bias_argument, bias) in zip(weights.items(), biases.items(), strict=True):
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(f"{name}: {argument} is {tuple(weight.shape)}; expected (N, {x.shape[-1]}), as x has")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name}: {bias_argument} is {tuple(bias.shape)}; expected ({len(weight)},)")
