@@ -11,16 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from benchmarks.measure import PACKAGES
+from benchmarks.generation_report import generation_chart, generation_figures, generation_highlights
+from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS, compare
-
-Json = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")
@@ -31,7 +28,7 @@ TRAINERS = {
     "trainer_llama_1b_plain_loop": "Llama-3.2-1B shape, another run",
     "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
 }
-SUITES = ("operations", "losses", "launching", "scaling", *STEPS, *TRAINERS, "loading")
+SUITES = ("operations", "losses", "launching", "scaling", "generation", *STEPS, *TRAINERS, "loading")
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 HIGHLIGHTS = (
@@ -56,40 +53,6 @@ def read_results(directory: Path) -> dict[str, Json]:
         for name in SUITES
         if (path := directory / f"{name}.json").exists()
     }
-
-
-# Formatting
-
-
-def paragraph(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])
-
-
-def bold(text: str, condition: bool) -> str:
-    return f"**{text}**" if condition else text
-
-
-def number(value: float | None) -> str:
-    """Three digits; empty for None."""
-    if value is None:
-        return ""
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits + (value < 1)}f}"
-
-
-def measured_on(*results: Json) -> str:
-    """The GPUs and package versions of these results."""
-
-    def values(key: str) -> str:
-        found = dict.fromkeys(result["environment"].get(key, "not installed") for result in results)
-        return " and ".join(value for value in found if value != "not installed")
-
-    versions = ", ".join(f"{package} {values(package)}" for package in PACKAGES if values(package))
-    return f"{values('gpu')}; {versions}"
 
 
 # Whole models
@@ -288,6 +251,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
     """The figures of docs/benchmarks.md."""
     parts = model_figures(results) + trainer_figures(results)
     for name, figures in (
+        ("generation", generation_figures),
         ("operations", operation_figures),
         ("losses", loss_figures),
         ("scaling", scaling_figures),
@@ -304,9 +268,11 @@ def highlights(results: Mapping[str, Json]) -> list[Json]:
 
 
 def readme_figures(results: Mapping[str, Json]) -> str:
-    """The figures of the README: two tables and a plot."""
+    """The figures of the README: tables and plots."""
     used = [results[name] for name in (*STEPS, "loading", "operations", "losses") if name in results]
     parts = [paragraph(f"bf16. {measured_on(*used)}.") if used else "", model_table(results)]
+    if "generation" in results:
+        parts += generation_highlights(results["generation"])
     if rows := highlights(results):
 
         def line(row: Json) -> list[str]:
@@ -388,7 +354,10 @@ def outputs(root: Path) -> dict[Path, str]:
         for name, figures in PAGES.items()
     }
     plots = {"highlights": highlights(results), "operations": measured(results.get("operations", {}).get("rows", ()))}
-    return contents | {root / RESULTS / f"{name}.svg": bar_chart(rows) for name, rows in plots.items() if rows}
+    drawn = {name: bar_chart(rows) for name, rows in plots.items() if rows}
+    if chart := generation_chart(results.get("generation", {"workloads": {}})):
+        drawn["generation"] = chart
+    return contents | {root / RESULTS / f"{name}.svg": drawing for name, drawing in drawn.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

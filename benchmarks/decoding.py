@@ -1,0 +1,243 @@
+"""Speed of generation: our `generate`, transformers' with and without compilation, and our layers compiled.
+
+Weights and prompts are random, without padding. Decoding is greedy and never stops early.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.compiled_decoding import CompiledDecoding
+from benchmarks.loading import LLAMA_8B
+from benchmarks.measure import synchronize
+from benchmarks.row import OURS
+from benchmarks.trainer import QWEN3_30B_A3B_4_LAYERS, TINY
+from benchmarks.training_step import LLAMA_1B
+from ligerzoo import AutoModel, models
+from ligerzoo.convert import architecture_for_config
+from ligerzoo.layers import Experts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16
+BANDWIDTH = {"NVIDIA H200": 4.27e12}
+"""Bytes per second of a large copy, by GPU."""
+
+CONFIGS: dict[str, Any] = {
+    "llama_8b": LLAMA_8B,
+    "llama_1b": models.LlamaConfig(**LLAMA_1B),
+    "qwen3_30b_a3b": models.Qwen3MoeConfig(**{**QWEN3_30B_A3B_4_LAYERS, "num_hidden_layers": 48}),
+    "tiny": models.LlamaConfig(**TINY),
+    "tiny_moe": models.Qwen3MoeConfig(**TINY, num_key_value_heads=2, moe_intermediate_size=16, num_experts=8),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens to generate.
+
+    Attributes:
+        model: name of a config in `CONFIGS`.
+        rows: prompts of a batch.
+        prompt: tokens of each prompt.
+        new_tokens: tokens that each row is continued by, at least 2.
+    """
+
+    model: str
+    rows: int
+    prompt: int
+    new_tokens: int
+
+
+WORKLOADS = {
+    "llama_8b_1": Workload("llama_8b", 1, 512, 256),
+    "llama_8b_8": Workload("llama_8b", 8, 512, 256),
+    "llama_8b_32": Workload("llama_8b", 32, 512, 256),
+    "llama_8b_128": Workload("llama_8b", 128, 1024, 128),
+    "llama_1b_1": Workload("llama_1b", 1, 512, 256),
+    "llama_1b_32": Workload("llama_1b", 32, 512, 256),
+    "qwen3_30b_a3b_1": Workload("qwen3_30b_a3b", 1, 512, 256),
+    "qwen3_30b_a3b_32": Workload("qwen3_30b_a3b", 32, 512, 256),
+    "tiny": Workload("tiny", 2, 16, 32),
+    "tiny_moe": Workload("tiny_moe", 2, 16, 32),
+}
+
+Generate = Callable[[Tensor, int], Tensor]
+"""(prompts (B, T), new tokens) -> (B, T + new tokens)."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model that is ready to generate.
+
+    Attributes:
+        generate: see `Generate`.
+        release: frees what calls keep for later calls, such as captured graphs and compiled code.
+        has_warmup: whether calls after the first are faster because of it.
+    """
+
+    generate: Generate
+    release: Callable[[], None]
+    has_warmup: bool = True
+
+
+def build(config: Any) -> models.CausalLM:
+    """Our model with random weights."""
+    return AutoModel.from_config(config, device=DEVICE, dtype=DTYPE)
+
+
+def with_ligerzoo(config: Any) -> Generator:
+    model = build(config)
+
+    def generate(prompts: Tensor, new_tokens: int) -> Tensor:
+        return model.generate(prompts, max_new_tokens=new_tokens, eos_token_id=[])
+
+    return Generator(generate, model.release_decode_graphs)
+
+
+def with_compiled_layers(config: Any) -> Generator:
+    decoding = CompiledDecoding(build(config), "inductor" if DEVICE == "cuda" else "aot_eager")
+
+    def release() -> None:
+        decoding.release()
+        torch._dynamo.reset()
+
+    return Generator(decoding.generate, release)
+
+
+def build_transformers(config: Any) -> Any:
+    """transformers' model with random weights, initialized on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    architecture = architecture_for_config(type(config))
+    theirs = AutoConfig.for_model(architecture.model_type, **architecture.config_to_hf(config))
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(theirs, dtype=DTYPE, attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def with_transformers(config: Any, **options: Any) -> Generator:
+    model = build_transformers(config)
+
+    def generate(prompts: Tensor, new_tokens: int) -> Tensor:
+        mask = torch.ones_like(prompts)
+        tokens: Tensor = model.generate(
+            prompts, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options
+        )
+        return tokens
+
+    return Generator(generate, torch._dynamo.reset, has_warmup=bool(options))
+
+
+def with_compiled_transformers(config: Any) -> Generator:
+    """transformers compiles the decode step, with mode="reduce-overhead", if the cache is static and on a GPU."""
+    return with_transformers(config, cache_implementation="static")
+
+
+PROVIDERS: dict[str, Callable[[Any], Generator]] = {
+    OURS: with_ligerzoo,
+    f"{OURS}, torch.compile": with_compiled_layers,
+    "transformers": with_transformers,
+    "transformers, torch.compile": with_compiled_transformers,
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Builds a provider's model in a new process; see `benchmarks.processes.measured_apart`."""
+
+    provider: str
+    model: str
+    calls: int
+
+    def __call__(self) -> Callable[[str], dict[str, Any]]:
+        generator = PROVIDERS[self.provider](CONFIGS[self.model])
+        return lambda name: measure(generator, WORKLOADS[name], self.calls)
+
+
+def measure(generator: Generator, workload: Workload, calls: int) -> dict[str, Any]:
+    """Measures one workload, and releases what its calls kept.
+
+    Returns:
+        decode_tokens_per_s: tokens of all rows over the time of decoding, which is that of a whole call without that
+            of a call for one token.
+        tokens_per_s: tokens of all rows over the time of a whole call.
+        prefill_s: seconds of a call for one token.
+        peak_gib: peak memory of the calls, weights included.
+        first_call_extra_s: seconds that the first call took longer than a later one: it compiles kernels and captures
+            graphs. Only for providers that do.
+        all_s: seconds of each measured call.
+    """
+    torch.manual_seed(0)
+    shape = workload.rows, workload.prompt
+    prompts = torch.randint(CONFIGS[workload.model].vocab_size, shape, device=DEVICE)
+
+    def seconds(new_tokens: int = workload.new_tokens) -> float:
+        synchronize(DEVICE)
+        begin = time.perf_counter()
+        tokens = generator.generate(prompts, new_tokens)
+        synchronize(DEVICE)
+        elapsed = time.perf_counter() - begin
+        if tokens.shape != (workload.rows, workload.prompt + new_tokens):
+            raise RuntimeError(f"generated {tuple(tokens.shape)} tokens; expected {new_tokens} after {shape}")
+        return elapsed
+
+    clean_up()
+    first = seconds() if generator.has_warmup else seconds(2)
+    whole = [seconds() for _ in range(calls)]
+    seconds(1)
+    prefill = statistics.median(seconds(1) for _ in range(calls))
+    call = statistics.median(whole)
+    tokens = workload.rows * workload.new_tokens
+    result = {
+        "decode_tokens_per_s": (tokens - workload.rows) / (call - prefill),
+        "tokens_per_s": tokens / call,
+        "prefill_s": prefill,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0,
+        "all_s": whole,
+    }
+    if generator.has_warmup:
+        result["first_call_extra_s"] = first - call
+    generator.release()
+    return result
+
+
+def clean_up() -> None:
+    """Returns cached memory to the GPU and starts a new peak."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def limit(workload: Workload) -> dict[str, float]:
+    """Bytes that a decode step reads at least, and the tokens per second that the GPU's bandwidth allows.
+
+    A step reads all weights except the embedding, and the keys and values of the prompt and, on average, of half of
+    the new tokens. In a mixture of experts it reads the experts that B tokens select, E (1 - (1 - k / E)^B) if each
+    selects k of E uniformly at random.
+    """
+    config = CONFIGS[workload.model]
+    model = AutoModel.from_config(config, device="meta", dtype=DTYPE)
+    total = sum(weight.nbytes for weight in model.parameters())
+    if not config.tie_word_embeddings:
+        total -= model.get_input_embeddings().weight.nbytes
+    experts = sum(
+        weight.nbytes for layer in model.modules() if isinstance(layer, Experts) for weight in layer.parameters()
+    )
+    if experts:
+        total -= experts * (1 - config.num_experts_per_tok / config.num_experts) ** workload.rows
+    context = workload.prompt + workload.new_tokens / 2
+    per_token = 2 * config.num_hidden_layers * config.kv_heads * config.head_size * DTYPE.itemsize
+    total += workload.rows * context * per_token
+    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
+    allowed = {"limit_tokens_per_s": workload.rows * BANDWIDTH[gpu] / total} if gpu in BANDWIDTH else {}
+    return {"gb_per_step": total / 1e9, **allowed}
