@@ -5,6 +5,7 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 """
 
 from ligerzoo.kernels.activation import Activation, activation_linear
+from ligerzoo.kernels.cache_write import write_to_cache
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.dispatch import Backend
@@ -52,4 +53,5 @@ __all__ = [
     "token_logps",
     "token_statistics",
     "tvd",
+    "write_to_cache",
 ]

@@ -55,8 +55,12 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "token_statistics": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "tvd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
+    "write_to_cache": {
+        "key_cache": torch.zeros(2, 3, 8, 4), "value_cache": torch.zeros(2, 3, 8, 4), "keys": torch.randn(2, 1, 3, 4),
+        "values": torch.randn(2, 1, 3, 4), "positions": torch.tensor([[5], [2]]),
+    },
 }  # fmt: skip
-INTEGERS = ("target", "expert_ids", "first", "last", "fallback")
+INTEGERS = ("target", "expert_ids", "first", "last", "fallback", "positions")
 NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 """Functions that are another function with one option."""
 

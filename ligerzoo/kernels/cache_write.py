@@ -1,0 +1,108 @@
+"""Writes the keys and values of new tokens to a KV cache of fixed size, in one kernel.
+
+    key_cache[b, :, positions[b, t]] = keys[b, t],   and the same for the values
+
+In place, without a host sync: a captured CUDA graph writes to other positions in each replay. Not differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.checks import check_floats, check_tensor
+from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.registration import needs_dispatch
+
+
+def reference(key_cache: Tensor, value_cache: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    """`write_to_cache` in plain torch: the specification, the CPU path and the test oracle."""
+    row = torch.arange(len(keys), device=keys.device)[:, None]
+    for cache, new in ((key_cache, keys), (value_cache, values)):
+        cache.transpose(1, 2)[row, positions] = new
+
+
+@jit
+def _copy_heads(x_ptr, cache_ptr, x_head_stride, x_feature_stride, cache_head_stride, n_heads, head_dim,
+                HEADS: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    heads = tl.arange(0, HEADS)[:, None].to(tl.int64)
+    features = tl.arange(0, DIM)[None, :]
+    mask = (heads < n_heads) & (features < head_dim)
+    x = tl.load(x_ptr + heads * x_head_stride + features * x_feature_stride, mask=mask)
+    tl.store(cache_ptr + heads * cache_head_stride + features, x, mask=mask)
+
+
+@kernel
+def _kernel(
+    k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, positions_ptr,
+    k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
+    v_batch_stride, v_token_stride, v_head_stride, v_feature_stride,
+    key_cache_batch_stride, key_cache_head_stride, key_cache_token_stride,
+    value_cache_batch_stride, value_cache_head_stride, value_cache_token_stride,
+    positions_batch_stride, n_tokens, n_heads, head_dim, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // n_tokens, row % n_tokens
+    position = tl.load(positions_ptr + batch * positions_batch_stride + token)
+    _copy_heads(
+        k_ptr + batch * k_batch_stride + token * k_token_stride,
+        key_cache_ptr + batch * key_cache_batch_stride + position * key_cache_token_stride,
+        k_head_stride, k_feature_stride, key_cache_head_stride, n_heads, head_dim, HEADS, DIM,
+    )  # fmt: skip
+    _copy_heads(
+        v_ptr + batch * v_batch_stride + token * v_token_stride,
+        value_cache_ptr + batch * value_cache_batch_stride + position * value_cache_token_stride,
+        v_head_stride, v_feature_stride, value_cache_head_stride, n_heads, head_dim, HEADS, DIM,
+    )  # fmt: skip
+
+
+def write_to_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Writes new keys and values to a KV cache, in place.
+
+    Args:
+        key_cache: (B, K, S, D), adjacent features.
+        value_cache: (B, K, S, D), adjacent features, in the dtype of `key_cache`.
+        keys: (B, T, K, D), any strides, in the dtype of `key_cache`.
+        values: (B, T, K, D), any strides.
+        positions: (B, T) int64, from 0 to S - 1, adjacent tokens; not checked on a GPU.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Raises:
+        ValueError: the shapes or dtypes do not match.
+    """
+    tensors = key_cache, value_cache, keys, values, positions
+    check_floats("write_to_cache", key_cache=key_cache, value_cache=value_cache, keys=keys, values=values)
+    check_tensor("write_to_cache", "positions", positions, "integer")
+    batch, tokens, heads, head_dim = keys.shape if keys.dim() == 4 else (0, 0, 0, 0)
+    capacity = key_cache.shape[2:3]
+    is_valid = (
+        keys.shape == values.shape
+        and key_cache.shape == value_cache.shape == (batch, heads, *capacity, head_dim)
+        and positions.shape == (batch, tokens)
+        and len({tensor.dtype for tensor in tensors[:4]}) == 1
+    )
+    if not is_valid:
+        raise ValueError(
+            f"write_to_cache: caches are {tuple(key_cache.shape)} {key_cache.dtype} and {tuple(value_cache.shape)} "
+            f"{value_cache.dtype}, keys {tuple(keys.shape)} {keys.dtype}, values {tuple(values.shape)} {values.dtype} "
+            f"and positions {tuple(positions.shape)}; expected (B, K, S, D) twice, (B, T, K, D) twice, in one dtype, "
+            "and (B, T)"
+        )
+    if not uses_triton(*tensors[:4], backend=backend) or needs_dispatch(*tensors):
+        reference(*tensors)
+        return
+    cache_strides = [stride for cache in (key_cache, value_cache) for stride in cache.stride()[:3]]
+    with torch.cuda.device(keys.device if keys.is_cuda else -1):
+        _kernel[batch * tokens](
+            keys, values, key_cache, value_cache, positions, *keys.stride(), *values.stride(), *cache_strides,
+            positions.stride(0), tokens, heads, head_dim, next_power_of_2(heads), next_power_of_2(head_dim),
+        )  # fmt: skip
