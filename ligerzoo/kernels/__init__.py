@@ -8,6 +8,7 @@ from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.cache_write import write_to_cache
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
+from ligerzoo.kernels.decode_experts import decode_experts
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
@@ -21,17 +22,20 @@ from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
+from ligerzoo.kernels.route import Routing, route
 from ligerzoo.kernels.softmax import softmax
 
 __all__ = [
     "Activation",
     "Backend",
     "Reduction",
+    "Routing",
     "TokenStatistics",
     "activation_linear",
     "add_rms_norm",
     "cross_entropy",
     "decode_attention",
+    "decode_experts",
     "experts_mlp",
     "geglu",
     "glu",
@@ -47,6 +51,7 @@ __all__ = [
     "linears",
     "rms_norm",
     "rope",
+    "route",
     "set_logits_budget",
     "softmax",
     "swiglu",

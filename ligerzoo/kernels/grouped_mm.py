@@ -25,8 +25,8 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 
 
 @jit
-def _add_product(total, a, b, PRECISION: tl.constexpr):
-    """total + a @ b."""
+def add_product(total, a, b, PRECISION: tl.constexpr):
+    """total + a @ b, total in fp32."""
     if a.dtype == tl.float32:
         # Partial sums per step: accumulating thousands of products one by one would round more often than torch does.
         return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
@@ -62,7 +62,7 @@ def _product_kernel(
                 w = w_descriptor.load([group, col, inner]).reshape(COLS, INNER).T
             else:
                 w = w_descriptor.load([group, inner, col]).reshape(INNER, COLS)
-            y = _add_product(y, x, w, PRECISION)
+            y = add_product(y, x, w, PRECISION)
         rows, cols = row.to(tl.int64) + tl.arange(0, ROWS), col + tl.arange(0, COLS)
         mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
         tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -87,7 +87,7 @@ def _outer_product_kernel(
         b_mask = (inner < end)[:, None] & (cols < n_cols)[None, :]
         a = tl.load(a_ptr + inner[:, None] * n_rows + rows[None, :], mask=a_mask, other=0.0)
         b = tl.load(b_ptr + inner[:, None] * n_cols + cols[None, :], mask=b_mask, other=0.0)
-        z = _add_product(z, tl.trans(a), b, PRECISION)
+        z = add_product(z, tl.trans(a), b, PRECISION)
     z_ptrs = z_ptr + group.to(tl.int64) * n_rows * n_cols + rows.to(tl.int64)[:, None] * n_cols + cols[None, :]
     mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
     tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=mask)
@@ -98,7 +98,7 @@ _LARGE_GROUP = 512
 """Average rows per group from which torch's product is used."""
 
 
-def _precision() -> str:
+def input_precision() -> str:
     """The input precision of `tl.dot` in fp32, from torch's setting."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
@@ -154,7 +154,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor, triton: bool) -> Tensor:
             _descriptor(x, [rows, inner]),
             _descriptor(stored, [1, cols, inner] if is_transposed else [1, inner, cols]),
             ends, y, n_rows, n_cols, n_inner, n_groups, next_power_of_2(n_groups), rows, cols, inner, _BAND,
-            is_transposed, _precision(), num_warps=warps, num_stages=stages,
+            is_transposed, input_precision(), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y
 
@@ -176,7 +176,7 @@ def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, triton: bool) -> T
         rows, cols, inner, warps, stages = _tile(a.dtype)
         programs = n_groups * cdiv(n_rows, rows) * cdiv(n_cols, cols)
         _outer_product_kernel[programs](
-            a, b, ends, z, n_rows, n_cols, rows, cols, inner, _precision(), num_warps=warps, num_stages=stages
+            a, b, ends, z, n_rows, n_cols, rows, cols, inner, input_precision(), num_warps=warps, num_stages=stages
         )
     else:
         for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):

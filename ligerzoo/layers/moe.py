@@ -16,11 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels import experts_mlp
+from ligerzoo.kernels import decode_experts, experts_mlp, route
 from ligerzoo.kernels.activation import Activation, check_activation
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
+from ligerzoo.kernels.autograd import under_transform
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
+from ligerzoo.kernels.route import fits_one_program
 from ligerzoo.layers.linear import INIT_STD
-from ligerzoo.layers.plain import dequantized
+from ligerzoo.layers.plain import dequantized, is_plain
+
+_MAX_DECODED_TOKENS = 64
+"""Most tokens of a call for which the kernels for decoding are used."""
 
 
 class RouterLogits(Protocol):
@@ -72,11 +77,15 @@ class Router(nn.Module):
         Returns:
             Logits (T, E) in the dtype of `x`; expert ids (T, k), the most probable first; expert weights (T, k), fp32.
         """
-        logits = F.linear(x, self.weight)
+        logits = self.logits(x)
         weights, expert_ids = _probabilities(logits).topk(self.num_experts_per_token)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, expert_ids, weights
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E)."""
+        return F.linear(x, self.weight)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
@@ -179,10 +188,15 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         if self.training and self.jitter_noise:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
-        logits, expert_ids, expert_weights = self.gate(tokens)
+        decoded = _decode(self.gate, self.experts, tokens)
+        if decoded is not None:
+            logits, y = decoded
+        else:
+            logits, expert_ids, expert_weights = self.gate(tokens)
+            y = self.experts(tokens, expert_ids, expert_weights)
         if context is not None and context.router_logits is not None:
             context.router_logits.append(logits)
-        return self.experts(tokens, expert_ids, expert_weights).reshape(x.shape)  # type: ignore[no-any-return]
+        return y.reshape(x.shape)
 
     def extra_repr(self) -> str:
         return f"jitter_noise={self.jitter_noise}" if self.jitter_noise else ""
@@ -218,6 +232,31 @@ class SharedExpertMoE(MoE):
         """x: (..., H) -> (..., H); see `MoE`."""
         shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x, context) + shared
+
+
+def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns the router's logits and the output of the experts, computed by the kernels for few tokens.
+
+    None if these do not apply: for many tokens, gradients, modules that are not plain, or if Triton is not used.
+    """
+    if not (is_plain(gate, Router) and is_plain(experts, Experts)):
+        return None
+    backend, parameters = experts.backend, (gate.weight, experts.gate_up_proj, experts.down_proj)
+    needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, *parameters))
+    if (
+        needs_gradients
+        or under_transform()
+        or not uses_triton(tokens, *parameters, backend=backend)
+        or len(tokens) > _MAX_DECODED_TOKENS
+        or not fits_one_program(len(tokens), len(gate.weight))
+    ):
+        return None
+    logits = gate.logits(tokens)
+    routing = route(logits, gate.num_experts_per_token, renormalize=gate.renormalize, backend=backend)
+    y = decode_experts(
+        tokens, routing, experts.gate_up_proj, experts.down_proj, activation=experts.activation, backend=backend
+    )
+    return logits, y
 
 
 def load_balancing_loss(

@@ -1,13 +1,16 @@
 """Detects modules and weights that a fused kernel may read directly."""
 
 from types import NoneType
+from typing import TypeGuard, TypeVar
 
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 _PLAIN_TENSORS = frozenset({nn.Parameter, Tensor, NoneType})
 
 
-def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, *kinds: type[M]) -> TypeGuard[M]:
     """Whether `module` computes exactly what one of `kinds` does, so that a fused kernel may read its weights directly.
 
     False for a subclass or wrapper (such as an adapter), a replaced `forward`, any hook (such as those of parallelism

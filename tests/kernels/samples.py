@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels import route
 from ligerzoo.kernels.jit import INTERPRETING
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import angles, numbers
@@ -211,6 +212,33 @@ def _experts_backward(device: str) -> Samples:
     ]
 
 
+def _route(device: str) -> Samples:
+    t = partial(new, device=device)
+    return [
+        {"logits": t(5, 4), "num_experts_per_token": 3, "renormalize": True},
+        {"logits": t(1, 40).half(), "num_experts_per_token": 2, "renormalize": False},
+        {"logits": transposed(t(3, 5)), "num_experts_per_token": 5, "renormalize": True},
+    ]
+
+
+def _decode_experts(device: str) -> Samples:
+    t = partial(new, device=device)
+
+    def sample(tokens: int, dtype: torch.dtype, **others: Any) -> dict[str, Any]:
+        x, gate_up, down = (t(*shape).to(dtype) for shape in ((tokens, 7), (3, 8, 7), (3, 7, 4)))
+        routing = route(t(tokens, 3), 2, backend="torch")
+        common = {"x": x, "routing": routing, "gate_up": gate_up, "down": down, "residual": None, "activation": "silu"}
+        return common | others
+
+    return [
+        sample(5, torch.float32),
+        sample(1, torch.float32, residual=t(1, 7), activation="gelu"),
+        sample(5, torch.float16, residual=transposed(t(5, 7).half())),
+        sample(5, torch.float32, x=transposed(t(5, 7)), gate_up=transposed(t(3, 8, 7)), down=transposed(t(3, 7, 4))),
+        sample(0, torch.float32),
+    ]
+
+
 SAMPLES: dict[str, Callable[[str], Samples]] = {
     "rms_norm_forward": _rms_norm_forward,
     "add_rms_norm_forward": _add_rms_norm_forward,
@@ -228,5 +256,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "softmax_backward": _softmax_backward,
     "experts_forward": _experts_forward,
     "experts_backward": _experts_backward,
+    "route": _route,
+    "decode_experts": _decode_experts,
 }
 """Op name -> its samples on a device, by the parameter names of the registered function."""

@@ -28,6 +28,9 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "q": torch.randn(2, 4, 16), "keys": torch.randn(2, 2, 5, 16), "values": torch.randn(2, 2, 5, 16),
         "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]), "fallback": torch.tensor([-1, 2]),
     },
+    "decode_experts": {
+        "x": X, "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "residual": X,
+    },
     "geglu": {"gate": X, "up": X},
     "glu": {"gate": X, "up": X},
     "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
@@ -48,8 +51,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "linear_glu": {
         "x": X, "gate": HEAD, "up": HEAD, "gate_bias": torch.randn(9), "up_bias": torch.randn(9),
     },
+    "linears": {"x": X},
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
+    "route": {"logits": LOGITS},
     "softmax": {"x": X},
     "swiglu": {"gate": X, "up": X},
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
@@ -60,6 +65,12 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "values": torch.randn(2, 1, 3, 4), "positions": torch.tensor([[5], [2]]),
     },
 }  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "decode_experts": {"routing": kernels.route(torch.randn(4, 3), 2)},
+    "linears": {"weights": [HEAD]},
+    "route": {"num_experts_per_token": 2},
+}
+"""Required arguments that are not tensors."""
 INTEGERS = ("target", "expert_ids", "first", "last", "fallback", "positions")
 NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 """Functions that are another function with one option."""
@@ -67,13 +78,14 @@ NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 
 def test_every_public_function_with_tensors_is_listed() -> None:
     functions = {name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
-    assert functions == {*ARGUMENTS, "linears", "set_logits_budget"}
+    assert functions == {*ARGUMENTS, "set_logits_budget"}
 
 
 @pytest.mark.parametrize("name, argument", [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name]])
 def test_arguments_of_another_type_or_dtype(name: str, argument: str) -> None:
     function: Callable[..., Any] = getattr(kernels, name)
-    function(**ARGUMENTS[name])
+    arguments = ARGUMENTS[name] | OTHERS.get(name, {})
+    function(**arguments)
     valid, where = ARGUMENTS[name][argument], f"{NAMED_BY.get(name, name)}: {argument}"
     other_dtype = valid.float() if argument in INTEGERS else valid.long()
     for wrong, error, message in (
@@ -83,7 +95,7 @@ def test_arguments_of_another_type_or_dtype(name: str, argument: str) -> None:
         (other_dtype, ValueError, rf" has dtype {other_dtype.dtype}; expected .* dtype$"),
     ):
         with pytest.raises(error, match=f"^{where}{message}"):
-            function(**(ARGUMENTS[name] | {argument: wrong}))
+            function(**(arguments | {argument: wrong}))
 
 
 @pytest.mark.parametrize("budget", ["256", 256.0, None, True])

@@ -31,7 +31,7 @@ class KernelMLP(KernelModule):
     def _down(self, gate: Tensor, up: Tensor) -> Tensor:
         down = self.down_proj
         if is_plain(down, nn.Linear):
-            return glu_linear(gate, up, down.weight, down.bias, activation=self.kernel_activation)  # type: ignore[arg-type]
+            return glu_linear(gate, up, down.weight, down.bias, activation=self.kernel_activation)
         return down(glu(gate, up, activation=self.kernel_activation))  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,7 @@ class KernelUngatedMLP(KernelModule):
         first, second = (self.get_submodule(name) for name in self.kernel_projections)
         x: Tensor = first(hidden_states)
         if is_plain(second, nn.Linear):
-            return activation_linear(x, second.weight, second.bias, activation=self.kernel_activation)  # type: ignore[arg-type]
+            return activation_linear(x, second.weight, second.bias, activation=self.kernel_activation)
         return second(ACTIVATIONS[self.kernel_activation](x))  # type: ignore[no-any-return]
 
 

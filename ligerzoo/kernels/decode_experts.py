@@ -1,0 +1,337 @@
+"""The expert MLPs of a few tokens, as in each step of decoding a mixture of experts (Shazeer et al. 2017).
+
+    y_t = residual_t + sum_e w_te * down[e] @ (act(gate) * up),   gate and up the halves of gate_up[e] @ x_t
+
+over the experts e of token t, as `experts_mlp`. A decode step reads the weights of the experts that its tokens need and
+computes little, so the kernels are made to keep many reads in flight:
+
+    gate_up    a program computes some features of one expert, for its rows, and applies the activation and w
+    down       likewise, from those features to outputs in fp32
+    combine    sums the outputs of each token in fp32, in the order of experts, and adds the residual
+
+A program loads some rows of an expert's weights, in blocks through a pipeline in shared memory, and multiplies them by
+the rows of tokens: 16 of them, or up to 64 if experts have many on average. More rows take a second pass over these
+weights. For one token, a single kernel does the work of `down` and `combine`, in the same order: it continues with the
+next expert where the last one ends, without emptying its pipeline.
+
+Deterministic, without a host sync, and with shapes that depend on the shapes of the inputs only: a captured CUDA graph
+serves all routes. Not differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, describe
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    as_rows,
+    autocast,
+    cdiv,
+    next_power_of_2,
+    uses_triton,
+)
+from ligerzoo.kernels.grouped_mm import add_product, input_precision
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.route import Routing
+
+_MIN_ROWS, _MAX_ROWS = 16, 64  # of tokens in a matrix product
+
+
+class _Tile(NamedTuple):
+    """How a program multiplies by weights: rows of weights, elements of each row at a time, warps, pipeline stages."""
+
+    cols: int
+    inner: int
+    warps: int
+    stages: int
+
+
+_GATE_UP_TILE = _Tile(64, 128, 4, 3)
+_DOWN_TILE = _Tile(64, 128, 4, 3)
+_ONE_TOKEN_TILE = _Tile(16, 256, 4, 4)
+_FP32_INNER = 32
+_STAGE_BYTES = 98304  # of all stages of a pipeline; also fits the shared memory of smaller GPUs than Hopper's
+_COMBINE_BLOCK = 512
+
+
+def reference(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None = None,
+    activation: Activation = "silu",
+) -> Tensor:
+    """`decode_experts` in plain torch, one expert after the other: the specification and the test oracle."""
+    wide = accumulation_dtype(x.dtype)
+    values = x.new_empty(len(routing.tokens), x.shape[1], dtype=wide)
+    bounds = routing.bounds.tolist()
+    for expert, start, end in zip(routing.experts.tolist(), bounds, bounds[1:], strict=False):
+        gate, up = F.linear(x[routing.tokens[start:end]], gate_up[expert]).to(wide).chunk(2, -1)
+        active = routing.weights[start:end, None] * ACTIVATIONS[activation](gate) * up
+        values[start:end] = F.linear(active.to(x.dtype), down[expert]).to(wide)
+    y = values[routing.rows].sum(1)
+    return (y if residual is None else residual + y).to(x.dtype)
+
+
+@jit
+def _load_block(ptrs, mask, start, n_inner, INNER: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Elements `start` to `start + INNER` of these rows. IS_EVEN: all rows have them."""
+    inner = start + tl.arange(0, INNER)
+    if not IS_EVEN:
+        mask = mask & (inner < n_inner)[None, :]
+    return tl.load(ptrs[:, None] + inner[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _product(
+    x_ptrs, x_mask, w_ptrs, w_mask, n_inner,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The products of ROWS rows of x with COLS rows of weights, in fp32."""
+    y = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for start in range(0, n_inner, INNER):
+        x = _load_block(x_ptrs, x_mask[:, None], start, n_inner, INNER, IS_EVEN)
+        w = _load_block(w_ptrs, w_mask[:, None], start, n_inner, INNER, IS_EVEN)
+        y = add_product(y, x, w.T, PRECISION)
+    return y
+
+
+@kernel
+def _gate_up_kernel(
+    x_ptr, gate_up_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, active_ptr,
+    x_stride, expert_stride, row_stride, n_features, n_inner,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    FEATURES: tl.constexpr = COLS // 2
+    tiles = tl.cdiv(n_features, FEATURES)
+    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    start, end = tl.load(bounds_ptr + index), tl.load(bounds_ptr + index + 1)
+    expert = tl.load(experts_ptr + index).to(tl.int64)
+    # Rows of the gate and of the up projection alternate, so that a thread holds both numbers of a feature.
+    cols = tl.arange(0, COLS)
+    feature = tile.to(tl.int64) * FEATURES + cols // 2
+    w_ptrs = gate_up_ptr + expert * expert_stride + (feature + cols % 2 * n_features) * row_stride
+    for first in range(start, end, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        tokens = tl.load(tokens_ptr + rows, mask=rows < end, other=0).to(tl.int64)
+        hidden = _product(
+            x_ptr + tokens * x_stride, rows < end, w_ptrs, feature < n_features, n_inner,
+            ROWS, COLS, INNER, IS_EVEN, PRECISION,
+        )  # fmt: skip
+        gate, up = hidden.reshape(ROWS, FEATURES, 2).split()
+        weights = tl.load(weights_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)
+        activated, _ = activate(gate, ACTIVATION, x_ptr.dtype.element_ty == tl.float32)
+        features = tile * FEATURES + tl.arange(0, FEATURES)
+        tl.store(
+            active_ptr + rows.to(tl.int64)[:, None] * n_features + features[None, :],
+            (weights[:, None] * activated * up).to(active_ptr.dtype.element_ty),
+            mask=(rows < end)[:, None] & (features < n_features)[None, :],
+        )
+
+
+@kernel
+def _down_kernel(
+    active_ptr, down_ptr, experts_ptr, bounds_ptr, values_ptr, expert_stride, row_stride, n_cols, n_inner,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n_cols, COLS)
+    index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    start, end = tl.load(bounds_ptr + index), tl.load(bounds_ptr + index + 1)
+    expert = tl.load(experts_ptr + index).to(tl.int64)
+    cols = tile.to(tl.int64) * COLS + tl.arange(0, COLS)
+    w_ptrs = down_ptr + expert * expert_stride + cols * row_stride
+    for first in range(start, end, ROWS):
+        rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+        values = _product(
+            active_ptr + rows * n_inner, rows < end, w_ptrs, cols < n_cols, n_inner,
+            ROWS, COLS, INNER, IS_EVEN, PRECISION,
+        )  # fmt: skip
+        tl.store(
+            values_ptr + rows[:, None] * n_cols + cols[None, :],
+            values,
+            mask=(rows < end)[:, None] & (cols < n_cols)[None, :],
+        )
+
+
+@kernel
+def _combine_kernel(
+    values_ptr, rows_ptr, residual_ptr, y_ptr, residual_stride, n_cols, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(n_cols, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    y = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(rows_ptr + token * SLOTS + slot).to(tl.int64)
+        y += tl.load(values_ptr + row * n_cols + cols, mask=cols < n_cols, other=0.0)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + token * residual_stride + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+@kernel
+def _one_token_kernel(
+    active_ptr, down_ptr, experts_ptr, residual_ptr, y_ptr, expert_stride, row_stride, n_cols, n_inner, n_rows,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
+    is_first = tl.arange(0, ROWS) == 0  # the only row of the products that is used
+    blocks = tl.cdiv(n_inner, INNER)
+    value = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    y = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    row_index = tl.arange(0, EXPERTS)
+    experts = tl.load(experts_ptr + row_index, mask=row_index < n_rows, other=0)
+    for step in range(n_rows * blocks):
+        row, block = step // blocks, step % blocks  # each expert has one row
+        expert = tl.sum(tl.where(row_index == row, experts, 0), axis=0).to(tl.int64)
+        x_ptrs = active_ptr + row * n_inner + tl.zeros((ROWS,), dtype=tl.int32)
+        w_ptrs = down_ptr + expert * expert_stride + cols * row_stride
+        x = _load_block(x_ptrs, is_first[:, None], block * INNER, n_inner, INNER, IS_EVEN)
+        w = _load_block(w_ptrs, (cols < n_cols)[:, None], block * INNER, n_inner, INNER, IS_EVEN)
+        value = add_product(value, x, w.T, PRECISION)
+        is_last = block == blocks - 1
+        y = tl.where(is_last, y + value, y)
+        value = tl.where(is_last, 0.0, value)
+    y = tl.sum(tl.where(is_first[:, None], y, 0.0), axis=0)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+
+
+def _allocate(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _flops(routing: Routing, gate_up: Tensor, down: Tensor) -> int:
+    return 2 * len(routing.tokens) * (gate_up[0].numel() + down[0].numel())
+
+
+@register("decode_experts", fake=_allocate, flops=_flops)
+def _forward(
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, residual: Tensor | None, activation: Activation
+) -> Tensor:
+    y, x = _allocate(x), as_rows(x)
+    (n_tokens, n_cols), (n_experts, _, n_features) = x.shape, down.shape
+    n_rows, n_active = len(routing.tokens), len(routing.experts)
+    if n_rows == 0:
+        return y
+    gate_up, down = (w if w.stride(-1) == 1 else w.contiguous() for w in (gate_up, down))
+    residual = None if residual is None else as_rows(residual)
+    rows = _row_tile(n_tokens, n_rows, n_experts)
+    active = x.new_empty(n_rows, n_features)
+
+    tile = _fitted(_GATE_UP_TILE, rows, n_cols, x.dtype)
+    _gate_up_kernel[n_active * cdiv(n_features, tile.cols // 2)](
+        x, gate_up, routing.experts, routing.bounds, routing.tokens, routing.weights, active,
+        x.stride(0), *gate_up.stride()[:2], n_features, n_cols, rows, tile.cols, tile.inner, n_cols % tile.inner == 0,
+        activation, input_precision(), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if n_tokens == 1:
+        tile = _fitted(_ONE_TOKEN_TILE, _MIN_ROWS, n_features, x.dtype)
+        _one_token_kernel[cdiv(n_cols, tile.cols)](
+            active, down, routing.experts, residual, y, *down.stride()[:2], n_cols, n_features, n_rows,
+            next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return y
+    values = x.new_empty(n_rows, n_cols, dtype=torch.float32)
+    tile = _fitted(_DOWN_TILE, rows, n_features, x.dtype)
+    _down_kernel[n_active * cdiv(n_cols, tile.cols)](
+        active, down, routing.experts, routing.bounds, values, *down.stride()[:2], n_cols, n_features,
+        rows, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    block = min(_COMBINE_BLOCK, next_power_of_2(n_cols))
+    _combine_kernel[n_tokens * cdiv(n_cols, block)](
+        values, routing.rows, residual, y, 0 if residual is None else residual.stride(0), n_cols,
+        routing.rows.shape[1], block, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def _row_tile(n_tokens: int, n_rows: int, n_experts: int) -> int:
+    """Rows of a matrix product: all rows of an expert, or twice the average if that is less."""
+    return max(_MIN_ROWS, min(_MAX_ROWS, next_power_of_2(min(n_tokens, 2 * cdiv(n_rows, n_experts)))))
+
+
+def _fitted(tile: _Tile, rows: int, n_inner: int, dtype: torch.dtype) -> _Tile:
+    """The tile for products of `rows` rows with weights of this dtype, whose rows have `n_inner` elements."""
+    inner = min(_FP32_INNER if dtype == torch.float32 else tile.inner, max(16, next_power_of_2(n_inner)))
+    bytes_per_stage = (rows + tile.cols) * inner * dtype.itemsize
+    return tile._replace(inner=inner, stages=min(tile.stages, _STAGE_BYTES // bytes_per_stage))
+
+
+def decode_experts(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    residual: Tensor | None = None,
+    activation: Activation = "silu",
+    backend: Backend = "auto",
+) -> Tensor:
+    """Computes the weighted sum of each token's expert MLPs, for few tokens. Not differentiable.
+
+    `y_t = residual_t + sum_e w_te * down[e] @ (act(gate) * up)` over the experts e of token t, where `gate` and `up`
+    are the halves of `gate_up[e] @ x_t`. Deterministic. Without a host sync, except in fp64 and for backend="torch".
+    For many tokens, and for training, use `experts_mlp`.
+
+    Args:
+        x: (T, H) hidden states of the tokens, any strides.
+        routing: of these tokens, from `route`.
+        gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`. Copied if its last stride is not 1.
+        down: (E, H, I), in the dtype of `x`. Copied if its last stride is not 1.
+        residual: (T, H), added in fp32 before the result is rounded; None for 0.
+        activation: the activation of the gate, see `activation_linear`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (T, H), contiguous, in the dtype of `x`.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: shapes or dtypes do not match, or the activation or `backend` is unknown, or `backend` does not
+            support the tensors.
+    """
+    check_floats("decode_experts", x=x, gate_up=gate_up, down=down)
+    check_optional_floats("decode_experts", residual=residual)
+    if not isinstance(routing, Routing):
+        raise TypeError(f"decode_experts: routing is {describe(routing)}; expected the result of `route`")
+    x, gate_up, down = autocast(x, gate_up, down)
+    n_experts, n_features = gate_up.shape[0], x.shape[-1]
+    if (
+        x.dim() != 2
+        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
+        or down.shape[:-1] != (n_experts, n_features)
+        or not x.dtype == gate_up.dtype == down.dtype
+        or (residual is not None and residual.shape != x.shape)
+    ):
+        shape = "" if residual is None else f", residual {tuple(residual.shape)}"
+        raise ValueError(
+            f"decode_experts: x is {tuple(x.shape)} {x.dtype}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
+            f"down {tuple(down.shape)} {down.dtype}{shape}; expected (T, H), (E, 2I, H), (E, H, I) and (T, H), with "
+            "the same dtype for x, gate_up and down"
+        )
+    if len(routing.rows) != len(x) or len(routing.experts) != min(n_experts, len(routing.tokens)):
+        raise ValueError(
+            f"decode_experts: routing is of {len(routing.rows)} tokens with {len(routing.experts)} experts listed for "
+            f"{len(routing.tokens)} rows, but x has {len(x)} tokens and gate_up {n_experts} experts; expected the "
+            "result of `route` for the router logits of x"
+        )
+    check_activation(activation)
+    with torch.no_grad():
+        if uses_triton(x, gate_up, down, backend=backend):
+            return _forward(x, routing, gate_up, down, residual, activation)
+        return reference(x, routing, gate_up, down, residual, activation)
