@@ -14,23 +14,28 @@ from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.logit_filter import FilterBounds, filter_bounds
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
+from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
 
 __all__ = [
     "Activation",
     "Backend",
+    "FilterBounds",
     "Reduction",
+    "SampledTokens",
     "TokenStatistics",
     "activation_linear",
     "add_rms_norm",
     "cross_entropy",
     "decode_attention",
     "experts_mlp",
+    "filter_bounds",
     "geglu",
     "glu",
     "glu_linear",
@@ -43,6 +48,7 @@ __all__ = [
     "linear_tvd",
     "rms_norm",
     "rope",
+    "sample_tokens",
     "set_logits_budget",
     "softmax",
     "swiglu",

@@ -71,13 +71,10 @@ def _from_key(key):
 
 @jit
 def _load(row_ptr, start, n_cols, maximum, steepness, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys of a block of a row, and weights: 1, or exp((x - maximum) / temperature). Both are smallest beyond the end."""
+    """Keys of a block of a row, and weights: 1, or exp((x - maximum) / temperature). Weights beyond the end are 0."""
     cols = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + cols, mask=cols < n_cols, other=-float("inf")).to(tl.float32)
-    if BY_MASS:
-        weights = tl.exp2(steepness * (x - maximum))
-    else:
-        weights = tl.where(cols < n_cols, 1.0, 0.0)
+    weights = tl.exp2(steepness * (x - maximum)) if BY_MASS else tl.where(cols < n_cols, 1.0, 0.0)
     return _to_key(x), weights
 
 

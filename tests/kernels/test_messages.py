@@ -28,6 +28,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "q": torch.randn(2, 4, 16), "keys": torch.randn(2, 2, 5, 16), "values": torch.randn(2, 2, 5, 16),
         "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]), "fallback": torch.tensor([-1, 2]),
     },
+    "filter_bounds": {
+        "logits": LOGITS, "temperature": torch.ones(4), "top_k": torch.ones(4).long(), "top_p": torch.ones(4),
+        "min_p": torch.ones(4),
+    },
     "geglu": {"gate": X, "up": X},
     "glu": {"gate": X, "up": X},
     "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
@@ -47,13 +51,19 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     },
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
+    "sample_tokens": {
+        "logits": LOGITS, "scores": LOGITS, "seeds": torch.arange(4), "steps": torch.arange(4),
+        "temperature": torch.ones(4), "threshold": torch.zeros(4), "last_token": torch.arange(4),
+    },
     "softmax": {"x": X},
     "swiglu": {"gate": X, "up": X},
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "token_statistics": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "tvd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
 }  # fmt: skip
-INTEGERS = ("target", "expert_ids", "first", "last", "fallback")
+INTEGERS = (
+    "target", "expert_ids", "first", "last", "fallback", "top_k", "seeds", "steps", "last_token",
+)  # fmt: skip
 NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 """Functions that are another function with one option."""
 
