@@ -28,7 +28,7 @@ _ALWAYS = 2**62  # number of new tokens that no row reaches
 
 
 class _Features(NamedTuple):
-    """What the rows need together, known to the host: it says which kernels a step launches."""
+    """What the rows need together, padded to the host: it says which kernels a step launches."""
 
     samples: bool
     filters: bool
@@ -68,7 +68,7 @@ class _Parameters(RowState):
 
 
 class Sampler:
-    """Chooses the next token of each row. Rows have options of their own, and may be replaced at any step.
+    """Chooses the next token of each row. Each row has its options, and can be replaced at any step.
 
     What a row draws depends on its logits, options and seed, and not on the other rows or its index.
 
@@ -162,13 +162,13 @@ class Sampler:
         )
         lengths: list[int | None] = [None] * len(rows)
         if is_penalized or needs_history:
-            known = Prompts.of(prompts, attention_mask, self._device)
+            padded = Prompts.of(prompts, attention_mask, self._device)
             if needs_history:
-                lengths = known.lengths.tolist()
-                self._allocations += self._history.reserve(known.tokens.shape[1] + 1)
-                self._history.assign(index, known)
+                lengths = padded.lengths.tolist()
+                self._allocations += self._history.reserve(padded.tokens.shape[1] + 1)
+                self._history.assign(index, padded)
             if is_penalized and self._penalty is not None:
-                self._penalty.assign(index, known, options.repetition_penalty)
+                self._penalty.assign(index, padded, options.repetition_penalty)
         if not is_penalized and self._penalty is not None:
             self._penalty.penalty[index] = 1.0
         for row, length in zip(rows, lengths, strict=True):
