@@ -4,7 +4,10 @@
     step           one decode step
     captured       decode steps that run as captured CUDA graphs
     sequences      the tokens of a batch and the model's KV cache
-    sampling       logits -> the next token
+    sampling       logits -> the next token of each row: seeds, filters and log-probabilities
+    sampling_options  the options of sampling
+    processors     repetition penalty, banned sequences and n-grams, functions of the user
+    filters        functions of logits: temperature, top-k, top-p, min-p
     stopping       end-of-sequence tokens, stop strings, padding of finished rows
     streaming      tokens and text during generation
     options        refuses unknown and invalid options
@@ -14,8 +17,7 @@ Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 
 from ligerzoo.generate.captured import release_decode_graphs
 from ligerzoo.generate.decode_loop import generate
-from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.sampling import (
+from ligerzoo.generate.filters import (
     apply_temperature,
     filter_logits,
     keep_min_p,
@@ -24,6 +26,9 @@ from ligerzoo.generate.sampling import (
     penalize_repetition,
     sample,
 )
+from ligerzoo.generate.model import SupportsGenerate
+from ligerzoo.generate.sampling import Sampler, draw_seeds
+from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
 from ligerzoo.generate.sequences import align_prompts
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode
@@ -31,6 +36,9 @@ from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, 
 
 __all__ = [
     "DecodeStep",
+    "LogitsProcessor",
+    "Sampler",
+    "SamplingOptions",
     "StopStrings",
     "Streamer",
     "SupportsDecode",
@@ -40,6 +48,7 @@ __all__ = [
     "TextStreamer",
     "align_prompts",
     "apply_temperature",
+    "draw_seeds",
     "filter_logits",
     "generate",
     "keep_min_p",

@@ -168,30 +168,33 @@ def release_decode_graphs(model: nn.Module) -> None:
 class CapturedStep(DecodeStep):
     """A decode step whose choice of tokens is a second captured graph.
 
-    This graph is small. It is captured for each call, since it depends on the options of sampling.
+    This graph is small. It is captured for each call, since it depends on the options of sampling. With options that
+    cannot be captured, tokens are chosen eagerly.
     """
 
     sequences: CapturedSequences
     _graph: torch.cuda.CUDAGraph | None = None
     _logits: Tensor | None = None
-    _results: tuple[Tensor, Tensor]
+    _key: tuple[Any, ...] | None = None
+    _shown: Tensor
 
     def decode(self) -> Tensor:
         logits = self.sequences.decode()
-        if logits is not self._logits:  # the first steps, and another graph of the model for more tokens
-            self._logits, self._graph = logits, None
+        self.sampler.prepare()
+        key = self.sampler.graph_key
+        # The first steps, another graph of the model for more tokens, or a sampler that has grown
+        if key is None or logits is not self._logits or key != self._key:
+            self._logits, self._key, self._graph = logits, key, None
             return self._append(logits)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            if self.sampler.generator is not None:
-                self._graph.register_generator_state(self.sampler.generator)
             with capturing(self._graph, self.sequences.pool):
-                tokens = self.sampler.choose(logits)
-                self._results = tokens, self.stopping.update(tokens)
+                self.sampled = self.sampler.draw(logits)
+                self._shown = self.stopping.update(self.sampled.tokens[:, None])
         self._graph.replay()
-        tokens, shown = self._results
-        self.sequences.append(tokens)
-        return shown
+        assert self.sampled is not None
+        self.sequences.append(self.sampled.tokens[:, None])
+        return self._shown
 
 
 class CapturedSequences(Sequences):

@@ -14,6 +14,7 @@ from ligerzoo.generate.captured import CapturedSequences, CapturedStep, can_capt
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, is_integer, refuse_unknown
 from ligerzoo.generate.sampling import Sampler, check_logits
+from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import Stopping, SupportsDecode
@@ -34,6 +35,10 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
+    min_new_tokens: int | None = None,
+    bad_words_ids: Sequence[Sequence[int]] | None = None,
+    no_repeat_ngram_size: int | None = None,
+    logits_processor: Sequence[LogitsProcessor] | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
@@ -56,18 +61,15 @@ def generate(
         attention_mask: (B, T), 1 for a token and 0 for padding. Padding may be anywhere: each row is continued as if it
             were alone, except with rotary position types longrope and dynamic, which depend on the longest row.
         max_new_tokens: largest number of new tokens, required. Memory grows with the tokens generated, not with this.
-        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
-            `top_p` and `min_p` have no effect; values that would change the distribution cause a warning.
-        temperature: see `apply_temperature`.
-        top_k: see `keep_top_k`.
-        top_p: see `keep_top_p`.
-        min_p: see `keep_min_p`.
-        repetition_penalty: see `penalize_repetition`. It applies to the tokens of the prompt and of the continuation.
+        do_sample, temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, bad_words_ids: see
+            `SamplingOptions`.
+        no_repeat_ngram_size, logits_processor: see `SamplingOptions`.
         eos_token_id: the token or tokens that finish a row. An empty list means none.
         pad_token_id: fills finished rows. Defaults to the first `eos_token_id` if the model defines no padding token.
         stop_strings: a row finishes when the text of its continuation contains one of these strings.
         tokenizer: decodes the text that is searched for `stop_strings`.
-        generator: random number generator on the model's device. None uses torch's default.
+        generator: random number generator on the model's device, which draws one seed for each row. None uses torch's
+            default.
         streamer: receives the prompts, then the tokens of each step.
         use_cache: whether to keep keys and values in a KV cache. Without it, each step recomputes all tokens: slower,
             same result. The result differs only for rotary position types dynamic, and longrope outside Phi-3: as in
@@ -89,18 +91,24 @@ def generate(
     is_captured = use_cache and max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model)
     make_sequences = CapturedSequences if is_captured else Sequences
     sequences = make_sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
-    sampler = Sampler(
-        model.config.vocab_size,
-        sequences.prompts,
+    options = SamplingOptions(
         do_sample=do_sample,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        generator=generator,
+        min_new_tokens=min_new_tokens,
+        bad_words_ids=bad_words_ids,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        logits_processor=logits_processor,
     )
     stopping = Stopping(model, sequences.prompts, eos_token_id, pad_token_id, stop_strings, tokenizer)
+    sampler = Sampler(len(input_ids), model.config.vocab_size, input_ids.device)
+    sampler.assign(
+        range(len(input_ids)), input_ids, options, attention_mask=attention_mask,
+        eos_token_ids=stopping.eos_token_ids, generator=generator,
+    )  # fmt: skip
     check_streamer(streamer)
 
     if streamer is not None:

@@ -42,9 +42,9 @@ REMEDIES = {
         _BEAMS,
     ),
     **dict.fromkeys(
-        ("assistant_model", "bad_words_ids", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
-         "forced_bos_token_id", "forced_eos_token_id", "generation_config", "logits_processor", "max_time",
-         "min_length", "min_new_tokens", "no_repeat_ngram_size", "output_attentions", "output_hidden_states",
+        ("assistant_model", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+         "forced_bos_token_id", "forced_eos_token_id", "generation_config", "max_time",
+         "min_length", "output_attentions", "output_hidden_states",
          "output_logits", "output_scores", "penalty_alpha", "prefix_allowed_tokens_fn", "return_dict_in_generate",
          "stopping_criteria", "suppress_tokens", "typical_p"),
         _NOT_IMPLEMENTED,

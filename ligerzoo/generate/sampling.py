@@ -1,154 +1,287 @@
-"""Chooses the next token from the logits.
-
-logits -> repetition penalty -> the most likely token (greedy)
-                             or temperature -> top-k -> top-p -> min-p -> sample
-"""
+"""Chooses the next token of each row from the logits, by options of each row."""
 
 from __future__ import annotations
 
-import math
-import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate.options import is_integer, is_number, require, require_bool
+from ligerzoo.generate.options import require
+from ligerzoo.generate.processors import (
+    BannedSequences,
+    History,
+    Prompts,
+    RepeatedNgrams,
+    RepetitionPenalty,
+    RowState,
+    UserProcessors,
+)
+from ligerzoo.generate.sampling_options import SamplingOptions
+from ligerzoo.kernels.logit_filter import filter_bounds
+from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
+
+_FREE = SamplingOptions()
+_ALWAYS = 2**62  # number of new tokens that no row reaches
+
+
+class _Features(NamedTuple):
+    """What the rows need together, padded to the host: it says which kernels a step launches."""
+
+    samples: bool
+    filters: bool
+    penalizes: bool
+    bans: bool
+    ngram_size: int
+    has_functions: bool
+    keeps_history: bool
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.penalizes or self.bans or self.ngram_size > 0 or self.has_functions
+
+
+class _Parameters(RowState):
+    """Numbers of each row, (R,). Free rows choose the most likely token."""
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.temperature = torch.zeros(rows, device=device)  # 0 for the most likely token
+        self.top_k = torch.full((rows,), vocab_size, device=device)
+        self.top_p = torch.ones(rows, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens
+        self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def assign(self, rows: Tensor, options: SamplingOptions, seeds: Tensor | None, vocab_size: int) -> None:
+        samples = options.do_sample
+        self.temperature[rows] = options.temperature if samples else 0.0
+        self.top_k[rows] = min(options.top_k or vocab_size, vocab_size) if samples else vocab_size
+        self.top_p[rows] = 1.0 if options.top_p is None or not samples else options.top_p
+        self.min_p[rows] = 0.0 if options.min_p is None or not samples else options.min_p
+        if seeds is not None:
+            self.seeds[rows] = seeds
+        self.counts[rows] = 0
+        self.broken[rows] = False
 
 
 class Sampler:
-    """Chooses the next token of each row.
+    """Chooses the next token of each row. Each row has its options, and can be replaced at any step.
+
+    What a row draws depends on its logits, options and seed, and not on the other rows or its index.
+
+        sampler = Sampler(rows, vocab_size, device)
+        sampler.assign(range(rows), prompts, SamplingOptions(do_sample=True, top_p=0.9))
+        tokens, logps, sampling_logps = sampler.choose(logits)
+
+    `choose` is `prepare`, which runs on the host alone, and `draw`, which can be captured in a CUDA graph. A captured
+    one may be replayed, after `prepare`, as long as `graph_key` is the same.
 
     Args:
-        vocab_size: size of the vocabulary.
-        prompts: (B, L) token ids.
-        do_sample, temperature, top_k, top_p, min_p, repetition_penalty, generator: see `generate`.
-
-    Attributes:
-        generator: see `generate`.
-        is_broken: 0-d bool, whether the largest logit of some row has been NaN or infinite.
-
-    Raises:
-        LigerzooError: an option is invalid.
+        rows: R.
+        vocab_size: V.
+        device: device of the logits.
     """
 
-    def __init__(
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._parameters = _Parameters(rows, vocab_size, device)
+        self._history = History(rows, device)
+        self._penalty: RepetitionPenalty | None = None
+        self._banned = BannedSequences(rows, device)
+        self._ngrams = RepeatedNgrams(rows, device)
+        self._functions: list[UserProcessors] = []
+        self._options = [_FREE] * rows
+        self._lengths: list[int | None] = [None] * rows  # tokens of each row; None if no option depends on them
+        self._allocations = 0
+        self._update()
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self._options)
+
+    @property
+    def broken(self) -> Tensor:
+        """(R,) bool, whether a logit of the row has been NaN or inf, or all -inf, since it was assigned."""
+        return self._parameters.broken
+
+    @property
+    def is_broken(self) -> Tensor:
+        """0-d bool, whether a row is `broken`."""
+        return self._parameters.broken.any()
+
+    @property
+    def graph_key(self) -> tuple[Any, ...] | None:
+        """Equal keys have equal kernels and memory. None if a `logits_processor` prevents the capture of `draw`."""
+        return None if self._features.has_functions else (*self._features, self._allocations)
+
+    def assign(
         self,
-        vocab_size: int,
-        prompts: Tensor,
+        rows: Sequence[int],
+        prompts: Tensor | Sequence[Tensor],
+        options: SamplingOptions,
         *,
-        do_sample: bool,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        min_p: float | None,
-        repetition_penalty: float,
-        generator: torch.Generator | None,
+        attention_mask: Tensor | None = None,
+        eos_token_ids: Sequence[int] = (),
+        generator: torch.Generator | None = None,
+        seeds: Tensor | None = None,
     ) -> None:
-        _check_filters(do_sample, temperature, top_k, top_p, min_p)
-        is_positive = is_number(repetition_penalty) and 0 < repetition_penalty < math.inf
-        require(is_positive, "repetition_penalty", repr(repetition_penalty), "a positive number; 1 has no effect")
+        """Starts new sequences in some rows. All of them are passed to each `logits_processor` together.
+
+        Args:
+            rows: n indices.
+            prompts: (n, T) token ids, or n tensors of shape (T_i,).
+            options: the options of these rows.
+            attention_mask: (n, T), 0 for padding, which may be anywhere; None for no padding.
+            eos_token_ids: for `min_new_tokens`; a bad word of one of them alone has no effect.
+            generator: random number generator on the device, for seeds. None uses torch's default.
+            seeds: (n,) int64, see `draw_seeds`. None draws them.
+
+        Raises:
+            LigerzooError: an option does not fit the vocabulary, or the generator is on another device.
+        """
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
         if generator is not None:
-            _check_generator(generator, prompts.device)
-        self._do_sample, self.generator, self._penalty = do_sample, generator, repetition_penalty
-        self._temperature, self._top_k, self._top_p, self._min_p = temperature, top_k, top_p, min_p
-        self.is_broken = torch.zeros((), dtype=torch.bool, device=prompts.device)
-        self._occurred: Tensor | None = None
-        if repetition_penalty != 1:
-            # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
-            self._occurred = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=prompts.device)
-            self._occurred.scatter_(1, prompts.clamp(max=vocab_size), True)
+            check_generator(generator, self._device)
+        if options.do_sample and seeds is None:
+            seeds = draw_seeds(len(rows), self._device, generator)
+        self._leave_functions(rows)
+        self._parameters.assign(index, options, seeds, self._vocab_size)
+        banned = self._banned_by(options, eos_token_ids)
+        self._allocations += self._banned.assign(index, banned)
+        self._ngrams.assign(index, options.no_repeat_ngram_size or 0)
+        is_penalized = options.repetition_penalty != 1
+        if is_penalized and self._penalty is None:
+            self._penalty = RepetitionPenalty(self.rows, self._vocab_size, self._device)
+            self._allocations += 1
+        needs_history = bool(
+            options.no_repeat_ngram_size or options.logits_processor or any(len(tokens) > 1 for tokens, _ in banned)
+        )
+        lengths: list[int | None] = [None] * len(rows)
+        if is_penalized or needs_history:
+            padded = Prompts.of(prompts, attention_mask, self._device)
+            if needs_history:
+                lengths = padded.lengths.tolist()
+                self._allocations += self._history.reserve(padded.tokens.shape[1] + 1)
+                self._history.assign(index, padded)
+            if is_penalized and self._penalty is not None:
+                self._penalty.assign(index, padded, options.repetition_penalty)
+        if not is_penalized and self._penalty is not None:
+            self._penalty.penalty[index] = 1.0
+        for row, length in zip(rows, lengths, strict=True):
+            self._options[row], self._lengths[row] = options, length
+        if options.logits_processor:
+            self._functions.append(UserProcessors(options.logits_processor, rows))
+        self._update()
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Chooses a token (B, 1) for each row of logits (B, V)."""
-        if self._occurred is not None:
-            logits = penalize_repetition(logits, self._occurred[:, :-1], self._penalty)
-        if self._do_sample:
-            logits = filter_logits(logits, self._temperature, self._top_k, self._top_p, self._min_p)
-            tokens = sample(logits, self.generator)
-        else:
-            tokens = logits.argmax(-1, keepdim=True)
-        self.is_broken |= ~logits.amax(-1).isfinite().all()
-        if self._occurred is not None:
-            self._occurred.scatter_(1, tokens, True)
-        return tokens
+    def release(self, rows: Sequence[int]) -> None:
+        """Marks rows as free: their options no longer cost time. What they draw is undefined."""
+        self.assign(rows, torch.empty(len(rows), 0, dtype=torch.int64), _FREE)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keeps these rows, in this order. A row that occurs several times draws the same tokens in all of them."""
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
+        for state in (self._parameters, self._history, self._penalty, self._banned, self._ngrams):
+            if state is not None:
+                state.select_rows(index)
+        self._options = [self._options[row] for row in rows]
+        self._lengths = [self._lengths[row] for row in rows]
+        for group in self._functions:
+            group.rows = [new for old in group.rows for new, row in enumerate(rows) if row == old]
+        self._allocations += 1
+        self._leave_functions(())
+        self._update()
+
+    def prepare(self) -> None:
+        """Counts the step, and makes room for its tokens. Call it before each `draw` or replay of a captured one."""
+        self._lengths = [None if length is None else length + 1 for length in self._lengths]
+        longest = max((length for length in self._lengths if length is not None), default=0)
+        self._allocations += self._history.reserve(longest)
+
+    def draw(self, logits: Tensor) -> SampledTokens:
+        """Chooses a token of each row from the logits (R, V), and updates the rows in place.
+
+        Log-probabilities are NaN in rows that are `broken`.
+        """
+        parameters, features = self._parameters, self._features
+        scores = self._process(logits.float()) if features.changes_scores else None
+        drawing: tuple[Tensor | None, ...] = (None, None, None)
+        bounds: tuple[Tensor | None, ...] = (None, None)
+        if features.samples:
+            drawing = parameters.seeds, parameters.counts, parameters.temperature
+        if features.filters:
+            filters = parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
+            bounds = filter_bounds(logits if scores is None else scores, *filters)
+        sampled = sample_tokens(logits, scores, *drawing, *bounds)
+        parameters.broken |= sampled.logps.isnan() | sampled.sampling_logps.isnan()
+        parameters.counts += 1
+        if features.keeps_history:
+            self._history.append(sampled.tokens)
+        if features.penalizes and self._penalty is not None:
+            self._penalty.append(sampled.tokens)
+        return sampled
+
+    def choose(self, logits: Tensor) -> SampledTokens:
+        """Chooses a token of each row from the logits (R, V): `prepare` and `draw`."""
+        self.prepare()
+        return self.draw(logits)
+
+    def _process(self, scores: Tensor) -> Tensor:
+        """Applies the repetition penalty, bans and functions of the rows to scores (R, V), which stay unchanged."""
+        features, history = self._features, self._history
+        if features.penalizes and self._penalty is not None:
+            scores = self._penalty.apply(scores)
+        if features.ngram_size:
+            scores = self._ngrams.apply(scores, history, features.ngram_size)
+        if features.bans:
+            scores = self._banned.apply(scores, history, self._parameters.counts)
+        if features.has_functions:
+            scores = scores.clone()
+            for group in self._functions:
+                # `prepare` has counted the token that is being drawn.
+                group.apply(scores, history, [(self._lengths[row] or 1) - 1 for row in group.rows])
+        return scores
+
+    def _banned_by(self, options: SamplingOptions, eos_token_ids: Sequence[int]) -> list[tuple[Sequence[int], int]]:
+        """Sequences whose last token the options ban, each with the number of new tokens from which it is allowed."""
+        words = [word for word in options.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_token_ids)]
+        largest = max((token for word in words for token in word), default=0)
+        require(largest < self._vocab_size, "bad_words_ids", largest, f"token ids below {self._vocab_size}")
+        ends = [token for token in eos_token_ids if options.min_new_tokens and token < self._vocab_size]
+        return [(word, _ALWAYS) for word in words] + [((token,), options.min_new_tokens or 0) for token in ends]
+
+    def _leave_functions(self, rows: Sequence[int]) -> None:
+        """Removes rows from the groups of `logits_processor`."""
+        for group in self._functions:
+            group.rows = [row for row in group.rows if row not in rows]
+        self._functions = [group for group in self._functions if group.rows]
+
+    def _update(self) -> None:
+        """Updates what the rows need together."""
+        options = self._options
+        self._features = _Features(
+            samples=any(row.do_sample for row in options),
+            filters=any(row.is_filtering for row in options),
+            penalizes=any(row.repetition_penalty != 1 for row in options),
+            bans=any(row.bad_words_ids or row.min_new_tokens for row in options),
+            ngram_size=max((row.no_repeat_ngram_size or 0 for row in options), default=0),
+            has_functions=bool(self._functions),
+            keeps_history=any(length is not None for length in self._lengths),
+        )
 
 
-def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:
-    """Makes tokens that have occurred less likely: divides positive logits by `penalty` and multiplies negative ones.
-
-    Args:
-        logits: (B, V).
-        occurred: (B, V) bool, whether the token has occurred.
-        penalty: a positive number. 1 has no effect; less than 1 makes these tokens more likely (Keskar et al. 2019).
-    """
-    return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def filter_logits(
-    logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
-) -> Tensor:
-    """Applies the temperature, then each filter that is not None, to logits (..., V)."""
-    logits = apply_temperature(logits, temperature)
-    if top_k is not None:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    if min_p is not None:
-        logits = keep_min_p(logits, min_p)
-    return logits
-
-
-def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by a positive temperature: below 1 sharpens the distribution, above 1 flattens it."""
-    return logits / temperature
-
-
-def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Sets all logits to -inf but the `top_k` largest and those equal to the smallest of these (Fan et al. 2018)."""
-    smallest = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-    return logits.masked_fill(logits < smallest, -math.inf)
-
-
-def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keeps the fewest most likely tokens whose total probability reaches `top_p`; sets the other logits to -inf.
-
-    Ties are broken in favour of the lower token id. `top_p` is in (0, 1]; 1 keeps all tokens (Holtzman et al. 2019).
-    """
-    if top_p == 1:
-        return logits  # rounded probabilities may sum to 1 before the last token
-    descending, order = logits.sort(descending=True, stable=True)
-    probabilities = descending.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    dropped_in_order = mass_before >= top_p
-    dropped_in_order[..., 0] = False  # a tiny top_p may round to 0
-    dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, dropped_in_order)
-    return logits.masked_fill(dropped, -math.inf)
-
-
-def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
-    """Sets the logits of tokens to -inf whose probability is below `min_p` times the largest (Nguyen et al. 2024).
-
-    `min_p` is in [0, 1].
-    """
-    probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
-
-
-def sample(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Samples a token of each row from the softmax of the logits: (B, V) -> (B, 1).
-
-    It draws an exponential variable with the probability as rate for each token, and returns the token of the smallest.
-    torch.multinomial does the same with the same random numbers, but it is a host sync.
-    """
-    times = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / times).argmax(-1, keepdim=True)
+def draw_seeds(count: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Returns (count,) random int64 seeds of rows, from the generator, or from torch's default one."""
+    return torch.randint(2**62, (count,), generator=generator, device=device)
 
 
 def check_logits(is_broken: bool, steps: int) -> None:
-    """Raises LigerzooError if the largest logit of some row was NaN or infinite.
+    """Raises LigerzooError if no token could be chosen in some row: a logit was NaN or inf, or all were -inf.
 
-    An infinite one is an overflow, or -inf, which leaves no token to choose. Other logits may be -inf.
+    Single logits may be -inf.
 
     Args:
         is_broken: `Sampler.is_broken`.
@@ -160,37 +293,13 @@ def check_logits(is_broken: bool, steps: int) -> None:
             where="logits",
             got=f"NaN, inf or only -inf within {steps} new tokens",
             expected="finite logits; -inf for some tokens only",
-            remedy="Check the weights for NaN, use bfloat16 or float32 instead of float16, or a higher temperature.",
+            remedy="Check the weights for NaN, use bfloat16 or float32 instead of float16, a higher temperature, or "
+            "options that allow more tokens.",
         )
 
 
-def _check_filters(
-    do_sample: bool, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
-) -> None:
-    require_bool("do_sample", do_sample)
-    is_greedy = is_number(temperature) and temperature == 0 and not do_sample
-    is_positive = is_number(temperature) and 0 < temperature < math.inf
-    greedy = "For the most likely token, leave out temperature and do_sample."
-    require(is_positive or is_greedy, "temperature", repr(temperature), "a positive number", greedy)
-    is_count = top_k is None or (is_integer(top_k) and top_k > 0)
-    require(is_count, "top_k", repr(top_k), "a positive integer, or None")
-    is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
-    require(is_share, "top_p", repr(top_p), "a number greater than 0 and at most 1, or None")
-    is_share = min_p is None or (is_number(min_p) and 0 <= min_p <= 1)
-    require(is_share, "min_p", repr(min_p), "a number between 0 and 1, or None")
-    if do_sample:
-        return
-    neutral = {"temperature": (0, 1), "top_k": (None,), "top_p": (None, 1), "min_p": (None, 0)}
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    if unused := [f"{name}={value!r}" for name, value in given.items() if value not in neutral[name]]:
-        warnings.warn(
-            f"generate: {', '.join(unused)} has no effect with do_sample=False, which chooses the most likely token. "
-            "Pass do_sample=True to sample.",
-            stacklevel=2,
-        )
-
-
-def _check_generator(generator: torch.Generator, device: torch.device) -> None:
+def check_generator(generator: torch.Generator, device: torch.device) -> None:
+    """Raises LigerzooError unless the generator is on the device."""
     is_generator = isinstance(generator, torch.Generator)
     remedy = "Use torch.Generator(model.device).manual_seed(0)."
     require(is_generator, "generator", repr(generator), "a torch.Generator", remedy)

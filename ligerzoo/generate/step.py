@@ -7,6 +7,7 @@ from torch import Tensor
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.stopping import Stopping
+from ligerzoo.kernels.sampling import SampledTokens
 
 
 class DecodeStep:
@@ -18,7 +19,13 @@ class DecodeStep:
         sequences: the tokens and the KV cache.
         sampler: chooses the tokens.
         stopping: finishes rows.
+
+    Attributes:
+        sampled: the tokens of the last step and their log-probabilities, valid until the next step; None before the
+            first. Those of finished rows have no meaning.
     """
+
+    sampled: SampledTokens | None = None
 
     def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
         self.sequences, self.sampler, self.stopping = sequences, sampler, stopping
@@ -29,7 +36,9 @@ class DecodeStep:
         Returns:
             (B,) the first token of each continuation.
         """
-        return self._append(self.sequences.prefill())
+        logits = self.sequences.prefill()
+        self.sampler.prepare()
+        return self._append(logits)
 
     def decode(self) -> Tensor:
         """Runs the model on the newest tokens.
@@ -37,9 +46,13 @@ class DecodeStep:
         Returns:
             (B,) the next token of each row, or padding in finished rows.
         """
-        return self._append(self.sequences.decode())
+        logits = self.sequences.decode()
+        self.sampler.prepare()
+        return self._append(logits)
 
     def _append(self, logits: Tensor) -> Tensor:
-        tokens = self.sampler.choose(logits)
+        """Chooses a token of each row and appends it. The sampler is prepared."""
+        self.sampled = self.sampler.draw(logits)
+        tokens = self.sampled.tokens[:, None]
         self.sequences.append(tokens)
         return self.stopping.update(tokens)

@@ -28,6 +28,7 @@ class Stopping:
         eos_token_id, pad_token_id, stop_strings, tokenizer: see `generate`.
 
     Attributes:
+        eos_token_ids: the tokens that finish a row.
         is_possible: whether a row can finish before `max_new_tokens`.
         running: (B,) bool, False for finished rows.
 
@@ -45,7 +46,7 @@ class Stopping:
         tokenizer: SupportsDecode | None,
     ) -> None:
         self._stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
-        eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
+        self.eos_token_ids = eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
         pad_ids = _token_ids(model, "pad_token_id", pad_token_id) or eos_ids
         rows, device = len(prompts), prompts.device
         self.is_possible = bool(eos_ids or self._stop_strings)

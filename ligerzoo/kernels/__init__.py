@@ -17,19 +17,23 @@ from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.logit_filter import FilterBounds, filter_bounds
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.route import Routing, route
+from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
 
 __all__ = [
     "Activation",
     "Backend",
+    "FilterBounds",
     "Reduction",
     "Routing",
+    "SampledTokens",
     "TokenStatistics",
     "activation_linear",
     "add_rms_norm",
@@ -37,6 +41,7 @@ __all__ = [
     "decode_attention",
     "decode_experts",
     "experts_mlp",
+    "filter_bounds",
     "geglu",
     "glu",
     "glu_linear",
@@ -52,6 +57,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "sample_tokens",
     "set_logits_budget",
     "softmax",
     "swiglu",

@@ -37,6 +37,16 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
 }
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}
+PROCESSED: dict[str, Any] = {
+    "no_repeat_ngram_size": 2, "bad_words_ids": [[3], [5, 6]], "min_new_tokens": 9, "eos_token_id": [7, 8],
+    "do_sample": True, "top_p": 0.9,
+}  # fmt: skip
+
+
+def favor(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor that makes one token more likely, which depends on the number of tokens."""
+    scores[:, input_ids.shape[1] % 5] += 3
+    return scores
 
 
 def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -86,7 +96,7 @@ def prompts(rows: int, length: int, device: str, *, padded: bool) -> tuple[Tenso
 
 CASES: dict[str, list[Any]] = {
     "name": list(BUILD),
-    "options": [{}, SAMPLED, {"repetition_penalty": 1.3, "eos_token_id": 7}],
+    "options": [{}, SAMPLED, {"repetition_penalty": 1.3, "eos_token_id": 7}, PROCESSED, {"logits_processor": [favor]}],
     "padded": [False, True],
     "shape": [(1, 5), (3, 4), (3, 40)],
     "dtype": [torch.float32, torch.bfloat16],

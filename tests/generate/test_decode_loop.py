@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import generate
@@ -40,16 +41,45 @@ def test_a_left_padded_batch_with_several_eos_tokens_equals_transformers(variant
         assert ours[row, 17:].tolist() == free[row, : end + 1].tolist() + [5] * (ours.shape[1] - 17 - end - 1)
 
 
-def test_seeded_sampling_equals_transformers(device: str) -> None:
-    model = tiny_llama(device, std=0.1)
-    theirs_model = oracle(model, "llama2")
-    ids, mask = prompts(device, 3, 17), mask_of(LEFT, device)
+def test_a_sampled_row_does_not_depend_on_the_others(device: str) -> None:
+    model, ids, mask = tiny_llama(device, std=0.1), prompts(device, 3, 17), mask_of(LEFT, device)
     options = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "max_new_tokens": 30}
-    torch.manual_seed(7)
-    ours = model.generate(ids, mask, **options)
-    torch.manual_seed(7)
-    theirs = theirs_model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+    seeds = torch.tensor([11, 12, 13], device=device)
+
+    def sampled(rows: list[int], *inputs: torch.Tensor) -> list[list[int]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ligerzoo.generate.sampling.draw_seeds", lambda *_: seeds[rows])
+            return [row[-30:] for row in model.generate(*inputs, **options).tolist()]
+
+    together = sampled([0, 1, 2], ids, mask)
+    assert sampled([2, 1, 0], ids.flip(0), mask.flip(0)) == together[::-1]
+    for row in range(3):
+        assert sampled([row], ids[row : row + 1, mask[row] == 1]) == [together[row]]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "min_new_tokens": {"min_new_tokens": 20},
+    "bad_words_ids": {"bad_words_ids": [[26], [27, 27], [16, 11, 82], [96, 1, 2, 3]]},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "all": {
+        "min_new_tokens": 25, "bad_words_ids": [[60], [25, 35], [13]], "no_repeat_ngram_size": 3,
+        "repetition_penalty": 1.4,
+        "logits_processor": [transformers.MinNewTokensLengthLogitsProcessor(12, 28, [1, 2, 3])],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_equal_transformers(name: str, device: str) -> None:
+    model, ids = tiny_llama(device), prompts(device, 3, 12)
+    free = model.generate(ids, max_new_tokens=40, eos_token_id=NO_END)[:, 12:]
+    options = {"max_new_tokens": 40, "eos_token_id": free[:, 6].tolist(), "pad_token_id": 0} | PROCESSORS[name]
+    ours = model.generate(ids, **options)
+    processors = transformers.LogitsProcessorList(options.pop("logits_processor", []))
+    theirs = oracle(model, "llama2").generate(ids, do_sample=False, logits_processor=processors, **options)
     assert ours.tolist() == theirs.tolist()
+    without = {key: value for key, value in options.items() if key not in PROCESSORS[name]} | {"max_new_tokens": 40}
+    assert ours.tolist() != model.generate(ids, **without).tolist()
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.8])

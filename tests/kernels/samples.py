@@ -160,6 +160,30 @@ def _few_rows(device: str) -> Samples:
     ]
 
 
+def _filter_bounds(device: str) -> Samples:
+    t = partial(new, device=device)
+    ones, top_k = torch.ones(3, device=device), torch.tensor([2, 40, 3], device=device)
+    return [
+        {"logits": t(3, 33), "temperature": ones, "top_k": top_k, "top_p": 0.5 * ones, "min_p": 0.1 * ones},
+        {"logits": t(3, 66).half()[:, ::2], "temperature": ones, "top_k": top_k, "top_p": ones, "min_p": 0 * ones},
+    ]
+
+
+def _sample_tokens(device: str) -> Samples:
+    t = partial(new, device=device)
+    index = torch.tensor([1, 2, 5], device=device)
+    none = dict.fromkeys(("scores", "seeds", "steps", "temperature", "threshold", "last_token"))
+    drawing = {"seeds": index, "steps": index, "temperature": torch.tensor([0.5, 0.0, 2.0], device=device)}
+    return [
+        {"logits": t(3, 33), **none},
+        {"logits": t(3, 2500), **none, **drawing},
+        {
+            "logits": t(3, 33).half(), "scores": t(3, 33), **drawing,
+            "threshold": t(3), "last_token": index,
+        },
+    ]  # fmt: skip
+
+
 def _softmax_forward(device: str) -> Samples:
     t = partial(new, device=device)
     return [{"x": t(5, 33)}, {"x": transposed(t(2, 3, 33)).half()}, {"x": t(0, 33)}]
@@ -252,6 +276,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "activation_backward": _activation_backward,
     "decode_attention": _decode_attention,
     "few_rows": _few_rows,
+    "filter_bounds": _filter_bounds,
+    "sample_tokens": _sample_tokens,
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
     "experts_forward": _experts_forward,

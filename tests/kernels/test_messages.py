@@ -31,6 +31,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "decode_experts": {
         "x": X, "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "residual": X,
     },
+    "filter_bounds": {
+        "logits": LOGITS, "temperature": torch.ones(4), "top_k": torch.ones(4).long(), "top_p": torch.ones(4),
+        "min_p": torch.ones(4),
+    },
     "geglu": {"gate": X, "up": X},
     "glu": {"gate": X, "up": X},
     "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
@@ -55,6 +59,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
     "route": {"logits": LOGITS},
+    "sample_tokens": {
+        "logits": LOGITS, "scores": LOGITS, "seeds": torch.arange(4), "steps": torch.arange(4),
+        "temperature": torch.ones(4), "threshold": torch.zeros(4), "last_token": torch.arange(4),
+    },
     "softmax": {"x": X},
     "swiglu": {"gate": X, "up": X},
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
@@ -71,7 +79,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "route": {"num_experts_per_token": 2},
 }
 """Required arguments that are not tensors."""
-INTEGERS = ("target", "expert_ids", "first", "last", "fallback", "positions")
+INTEGERS = (
+    "target", "expert_ids", "first", "last", "fallback", "positions", "top_k", "seeds", "steps", "last_token",
+)  # fmt: skip
 NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 """Functions that are another function with one option."""
 

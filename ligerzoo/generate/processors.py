@@ -1,0 +1,236 @@
+"""What changes the scores of the next tokens: repetition penalty, banned sequences, repeated n-grams, user's functions.
+
+Each class keeps its state per row, as tensors whose first dimension is R, the number of rows. It updates them in place
+and has no host sync, so that a step can run as a captured CUDA graph; only functions of the user cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.generate.filters import penalize_repetition
+from ligerzoo.generate.options import invalid, require, type_name
+from ligerzoo.generate.sampling_options import LogitsProcessor
+
+_ANY = -2  # matches each token
+_NONE = -1  # what precedes the first token
+
+
+class RowState:
+    """State of each row, in tensors (R, ...)."""
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keeps these rows, in this order; a row may occur several times."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value[rows])
+
+
+class Prompts(NamedTuple):
+    """Prompts of rows of different lengths.
+
+    Attributes:
+        tokens: (n, T) int64, padded on the right.
+        lengths: (n,) int64.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+
+    @staticmethod
+    def of(prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, device: torch.device) -> Prompts:
+        """Moves padding to the right.
+
+        Args:
+            prompts: (n, T), or n tensors of shape (T_i,).
+            attention_mask: (n, T), 0 for padding, for prompts of one tensor; None for no padding.
+            device: device of the result.
+        """
+        if not isinstance(prompts, Tensor):
+            lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+            return Prompts(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).long().to(device), lengths)
+        tokens = prompts.long().to(device)
+        if attention_mask is None:
+            return Prompts(tokens, torch.full((len(tokens),), tokens.shape[1], device=device))
+        is_token = attention_mask.to(device=device, dtype=torch.bool)
+        order = (~is_token).int().argsort(dim=1, stable=True)
+        return Prompts(tokens.gather(1, order), is_token.sum(1))
+
+    @property
+    def is_token(self) -> Tensor:
+        """(n, T) bool, False for padding."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+
+class History(RowState):
+    """The tokens of each row: its prompt and the new ones.
+
+    Attributes:
+        tokens: (R, C) int64.
+        lengths: (R,) int64.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def reserve(self, length: int) -> bool:
+        """Makes room for this number of tokens in each row. Returns whether the tensors were replaced."""
+        capacity = self.tokens.shape[1]
+        if length <= capacity:
+            return False
+        self.tokens = F.pad(self.tokens, (0, max(length, 2 * capacity) - capacity))
+        return True
+
+    def assign(self, rows: Tensor, prompts: Prompts) -> None:
+        """Replaces the tokens of these rows. `reserve` has made room."""
+        self.tokens[rows, : prompts.tokens.shape[1]] = prompts.tokens
+        self.lengths[rows] = prompts.lengths
+
+    def append(self, tokens: Tensor) -> None:
+        """Appends one token to each row, (R,). Rows without room lose it: only free rows have none."""
+        if self.tokens.shape[1]:
+            self.tokens.scatter_(1, self.lengths.clamp(max=self.tokens.shape[1] - 1)[:, None], tokens[:, None])
+        self.lengths += 1
+
+    def last(self, count: int) -> Tensor:
+        """Returns the last tokens of each row, (R, count)."""
+        index = self.lengths[:, None] - torch.arange(count, 0, -1, device=self.lengths.device)
+        in_bounds = index.clamp(0, self.tokens.shape[1] - 1)
+        return self.tokens.gather(1, in_bounds).masked_fill(index < 0, _NONE)
+
+
+class RepetitionPenalty(RowState):
+    """See `penalize_repetition`."""
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self.penalty = torch.ones(rows, 1, device=device)
+        # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
+        self.occurred = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
+
+    def assign(self, rows: Tensor, prompts: Prompts, penalty: float) -> None:
+        outside = self.occurred.shape[1] - 1
+        ids = prompts.tokens.clamp(max=outside).masked_fill(~prompts.is_token, outside)
+        self.penalty[rows] = penalty
+        self.occurred[rows] = torch.zeros_like(self.occurred[rows]).scatter_(1, ids, True)
+
+    def append(self, tokens: Tensor) -> None:
+        """Marks one token of each row, (R,), as occurred."""
+        self.occurred.scatter_(1, tokens[:, None], True)
+
+    def apply(self, scores: Tensor) -> Tensor:
+        return penalize_repetition(scores, self.occurred[:, :-1], self.penalty)
+
+
+class BannedSequences(RowState):
+    """Bans the last token of a sequence where the others come before it, while a row has few new tokens.
+
+    Attributes:
+        prefixes: (R, S, P) int64, the tokens of each sequence but the last, padded on the left by `_ANY`.
+        tokens: (R, S) int64, the last tokens.
+        until: (R, S) int64, number of new tokens from which the sequence is allowed; 0 for no sequence.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.prefixes = torch.full((rows, 0, 0), _ANY, device=device)
+        self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self.until = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+
+    def assign(self, rows: Tensor, sequences: Sequence[tuple[Sequence[int], int]]) -> bool:
+        """Replaces the sequences of these rows, given with their `until`. Returns whether the tensors were replaced."""
+        count, length = self.prefixes.shape[1:]
+        more = max(0, len(sequences) - count)
+        longer = max(0, max((len(tokens) - 1 for tokens, _ in sequences), default=0) - length)
+        if more or longer:
+            self.prefixes = F.pad(self.prefixes, (longer, 0, 0, more), value=_ANY)
+            self.tokens, self.until = F.pad(self.tokens, (0, more)), F.pad(self.until, (0, more))
+        self.until[rows] = 0
+        if sequences:
+            width, device = self.prefixes.shape[2], self.tokens.device
+            prefixes = [[_ANY] * (width - len(tokens) + 1) + list(tokens[:-1]) for tokens, _ in sequences]
+            some = rows[:, None], torch.arange(len(sequences), device=device)
+            self.prefixes[some] = torch.tensor(prefixes, dtype=torch.int64, device=device)
+            self.tokens[some] = torch.tensor([tokens[-1] for tokens, _ in sequences], device=device)
+            self.until[some] = torch.tensor([until for _, until in sequences], device=device)
+        return bool(more or longer)
+
+    def apply(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
+        """Bans tokens, given the number of new tokens of each row, (R,)."""
+        is_banned = counts[:, None] < self.until
+        if width := self.prefixes.shape[2]:
+            matches = (self.prefixes == _ANY) | (self.prefixes == history.last(width)[:, None])
+            is_banned &= matches.all(-1)
+        return _ban(scores, self.tokens, is_banned)
+
+
+class RepeatedNgrams(RowState):
+    """Bans each token that would complete n tokens which have occurred in this order.
+
+    Attributes:
+        sizes: (R,) int64, n; 0 for none.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.sizes = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+
+    def assign(self, rows: Tensor, size: int) -> None:
+        self.sizes[rows] = size
+
+    def apply(self, scores: Tensor, history: History, largest: int) -> Tensor:
+        """Bans tokens, given the largest n of all rows."""
+        tokens = history.tokens
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        is_banned = (self.sizes > 0) & (index >= self.sizes - 1) & (index < history.lengths[:, None])
+        last = history.last(largest)
+        for offset in range(1, largest):  # the token `offset` before the end of the n-gram
+            is_same = F.pad(tokens[:, :-offset] == last[:, -offset, None], (min(offset, len(index)), 0))
+            is_banned &= is_same | (self.sizes <= offset)
+        return _ban(scores, tokens, is_banned)
+
+
+def _ban(scores: Tensor, tokens: Tensor, is_banned: Tensor) -> Tensor:
+    """Sets the scores (R, V) of those tokens (R, S) to -inf for which `is_banned`, (R, S); ignores ids beyond V."""
+    is_banned = is_banned & (tokens < scores.shape[1])
+    bound = torch.full_like(tokens, torch.inf, dtype=scores.dtype).masked_fill(is_banned, -torch.inf)
+    return scores.scatter_reduce(1, tokens.clamp(max=scores.shape[1] - 1), bound, "amin")
+
+
+class UserProcessors:
+    """Functions of the user for rows that were assigned together.
+
+    Attributes:
+        rows: the rows, which are passed to each function together, in this order.
+    """
+
+    def __init__(self, functions: Sequence[LogitsProcessor], rows: Sequence[int]) -> None:
+        self.functions, self.rows = tuple(functions), list(rows)
+
+    def apply(self, scores: Tensor, history: History, lengths: Sequence[int]) -> None:
+        """Replaces the scores of the rows in place.
+
+        Shorter rows are padded on the left by their first token.
+
+        Args:
+            scores: (R, V).
+            history: the tokens of all rows.
+            lengths: number of tokens of each of `rows`.
+        """
+        rows = torch.tensor(self.rows, device=scores.device)
+        longest = max(lengths)
+        index = torch.arange(longest, device=scores.device) - (longest - history.lengths[rows])[:, None]
+        input_ids = history.tokens[rows].gather(1, index.clamp(min=0))
+        result = scores[rows]
+        for function in self.functions:
+            shape = tuple(result.shape)
+            result = function(input_ids, result)
+            expected = f"a tensor of shape {shape}, like scores"
+            where = f"result of logits_processor {type_name(function)}"
+            if not isinstance(result, Tensor):
+                raise invalid(where, type_name(result), expected)
+            require(tuple(result.shape) == shape, where, tuple(result.shape), expected)
+        scores[rows] = result.to(scores.dtype)

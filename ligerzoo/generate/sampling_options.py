@@ -1,0 +1,112 @@
+"""The options of sampling, validated."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ligerzoo.generate.options import is_integer, is_number, require, require_bool
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next tokens of a row are chosen. Names and meanings are those of transformers.
+
+    logits -> repetition penalty -> banned tokens -> logits_processor -> the most likely token (greedy)
+                                            or temperature -> top-k -> top-p -> min-p -> sample
+
+    Args:
+        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
+            `top_p` and `min_p` have no effect; values that would change the distribution cause a warning.
+        temperature: see `apply_temperature`.
+        top_k: see `keep_top_k`. None keeps all tokens.
+        top_p: see `keep_top_p`. None keeps all tokens.
+        min_p: see `keep_min_p`. None keeps all tokens.
+        repetition_penalty: see `penalize_repetition`. It applies to the tokens of the prompt and of the continuation.
+        min_new_tokens: number of new tokens before which no end-of-sequence token is chosen. None for 0.
+        bad_words_ids: sequences of token ids. The last token of a sequence is not chosen where the others come before
+            it, in the prompt or in the continuation. A sequence of one end-of-sequence token has no effect.
+        no_repeat_ngram_size: n tokens in a row that have occurred, in the prompt or in the continuation, do not occur
+            again. None or 0 allows all.
+        logits_processor: functions `f(input_ids, scores) -> scores`, such as objects of transformers' `LogitsProcessor`
+            classes, called one after the other on each step: `input_ids` (B, T) int64 are the prompt and the new
+            tokens, `scores` (B, V) fp32. With them, decoding runs eagerly after the model.
+
+    Raises:
+        LigerzooError: an option is invalid.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    min_new_tokens: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    no_repeat_ngram_size: int | None = None
+    logits_processor: Sequence[LogitsProcessor] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_filters()
+        penalty = self.repetition_penalty
+        is_positive = is_number(penalty) and 0 < penalty < math.inf
+        require(is_positive, "repetition_penalty", repr(penalty), "a positive number; 1 has no effect")
+        for name in ("min_new_tokens", "no_repeat_ngram_size"):
+            value = getattr(self, name)
+            require(value is None or _is_count(value), name, repr(value), "an integer, 0 or more, or None")
+        self._check_bad_words()
+        processors = self.logits_processor
+        are_functions = processors is None or (isinstance(processors, list | tuple) and all(map(callable, processors)))
+        remedy = "Pass logits_processor=[processor]." if callable(processors) else None
+        expected = "a list of functions of input_ids and scores, or None"
+        require(are_functions, "logits_processor", repr(processors), expected, remedy)
+
+    @property
+    def is_filtering(self) -> bool:
+        """Whether tokens may be dropped by `top_k`, `top_p` or `min_p`."""
+        return self.do_sample and not (self.top_k is None and self.top_p in (None, 1) and self.min_p in (None, 0))
+
+    def _check_filters(self) -> None:
+        require_bool("do_sample", self.do_sample)
+        temperature, top_k, top_p, min_p = self.temperature, self.top_k, self.top_p, self.min_p
+        is_greedy = is_number(temperature) and temperature == 0 and not self.do_sample
+        is_positive = is_number(temperature) and 0 < temperature < math.inf
+        greedy = "For the most likely token, leave out temperature and do_sample."
+        require(is_positive or is_greedy, "temperature", repr(temperature), "a positive number", greedy)
+        is_valid = top_k is None or (_is_count(top_k) and top_k > 0)
+        require(is_valid, "top_k", repr(top_k), "a positive integer, or None")
+        is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
+        require(is_share, "top_p", repr(top_p), "a number greater than 0 and at most 1, or None")
+        is_share = min_p is None or (is_number(min_p) and 0 <= min_p <= 1)
+        require(is_share, "min_p", repr(min_p), "a number between 0 and 1, or None")
+        if self.do_sample:
+            return
+        neutral = {"temperature": (0, 1), "top_k": (None,), "top_p": (None, 1), "min_p": (None, 0)}
+        unused = {name: value for name in neutral if (value := getattr(self, name)) not in neutral[name]}
+        if unused:
+            warnings.warn(
+                f"generate: {', '.join(f'{name}={value!r}' for name, value in unused.items())} has no effect with "
+                "do_sample=False, which chooses the most likely token. Pass do_sample=True to sample.",
+                stacklevel=4,
+            )
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words_ids
+        is_valid = words is None or (
+            isinstance(words, list | tuple)
+            and all(isinstance(word, list | tuple) and word and all(map(_is_count, word)) for word in words)
+        )
+        remedy = "tokenizer.encode(text) returns the token ids of a text, one sequence."
+        require(is_valid, "bad_words_ids", repr(words), "a list of lists of token ids, none of them empty", remedy)
+
+
+def _is_count(value: object) -> bool:
+    return is_integer(value) and 0 <= value < 2**31  # type: ignore[operator]

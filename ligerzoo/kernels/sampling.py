@@ -1,0 +1,275 @@
+"""Draws a token of each row from the softmax of logits / temperature, with the token's log-probabilities.
+
+    token = argmax_i (x_i / T + g_i),   g_i = -log(e_i),   e_i = -log(u_i),   u_i uniform in (0, 1)
+
+has the distribution softmax(x / T): the token with the smallest e_i / p_i wins a race of exponential variables (Gumbel
+1954). The token of the largest x_i is chosen for T = 0.
+
+The u_i come from Philox 4x32-10 (Salmon et al. 2011), a function of the row's seed, the number of tokens that the row
+has drawn before, and i. So a row draws the same tokens in any batch, and a captured CUDA graph draws new ones in each
+replay. The reference computes the same bits. Words w of 32 bits become u = 1 - (w + 0.5) / 2^32, and log(u) is computed
+from 1 - u where that is small: the least likely tokens keep their probabilities.
+
+The columns of a row are split among programs by the vocabulary size alone, so that one row is read by many
+multiprocessors, and the results do not depend on the batch, to the bit. A second kernel combines the parts.
+
+Not differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.checks import check_floats, check_tensor
+from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, next_power_of_2, uses_triton
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.math import fast_log
+from ligerzoo.kernels.registration import register
+
+_BLOCK = 2048  # columns of a program
+_WORDS = 4  # random words of one Philox counter
+_BITS = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+class SampledTokens(NamedTuple):
+    """What `sample_tokens` returns.
+
+    Attributes:
+        tokens: (R,) int64.
+        logps: (R,) fp32, log-probability of the token under the softmax of the logits.
+        sampling_logps: (R,) fp32, under the distribution that it was drawn from; 0 for temperature 0.
+    """
+
+    tokens: Tensor
+    logps: Tensor
+    sampling_logps: Tensor
+
+
+def random_words(seeds: Tensor, steps: Tensor, columns: int) -> Tensor:
+    """Random words of 32 bits by Philox 4x32-10, as `triton.language.randint4x` computes them.
+
+    Column i of a row is word i % 4 for the key `seed` and the counter (i // 4, step, 0, 0).
+
+    Args:
+        seeds: (R,) int64.
+        steps: (R,) int64, from 0 to 2^32 - 1.
+        columns: number of words of each row.
+
+    Returns:
+        (R, columns) int64, from 0 to 2^32 - 1.
+    """
+    groups = torch.arange(cdiv(columns, _WORDS), device=seeds.device)
+    c0, c1 = groups.expand(len(seeds), -1), steps[:, None].expand(-1, len(groups))
+    c2 = c3 = torch.zeros_like(c0)
+    key0, key1 = (seeds & _BITS)[:, None], (seeds >> 32 & _BITS)[:, None]
+    for _ in range(_ROUNDS):
+        # The products wrap around 2^64, which leaves their bits unchanged; the sign enters above them.
+        product0, product2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = (product2 >> 32 & _BITS) ^ c1 ^ key0, (product0 >> 32 & _BITS) ^ c3 ^ key1
+        c1, c3 = product2 & _BITS, product0 & _BITS
+        key0, key1 = key0 + _KEY_STEPS[0] & _BITS, key1 + _KEY_STEPS[1] & _BITS
+    return torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :columns]
+
+
+def gumbel_noise(seeds: Tensor, steps: Tensor, columns: int) -> Tensor:
+    """Returns (R, columns) fp32 Gumbel variables, finite, of `random_words`."""
+    words = random_words(seeds, steps, columns)
+    one_minus_u, u = ((w.float() + 0.5) * 2.0**-32 for w in (words, _BITS - words))
+    log_u = torch.where(one_minus_u < 0.5, torch.log1p(-one_minus_u), u.log())
+    return -(-log_u).log()
+
+
+def reference(
+    logits: Tensor,
+    scores: Tensor | None = None,
+    seeds: Tensor | None = None,
+    steps: Tensor | None = None,
+    temperature: Tensor | None = None,
+    threshold: Tensor | None = None,
+    last_token: Tensor | None = None,
+) -> SampledTokens:
+    """`sample_tokens` in plain torch: the specification, the CPU path and the test oracle."""
+    logits = logits.float()
+    x = logits if scores is None else scores.float()
+    if threshold is not None and last_token is not None:
+        columns = torch.arange(x.shape[1], device=x.device)
+        is_tie = (x == threshold[:, None]) & (columns > last_token[:, None])
+        x = x.masked_fill((x < threshold[:, None]) | is_tie, -torch.inf)
+    keys = x
+    if seeds is not None and steps is not None and temperature is not None:
+        is_sampled = temperature[:, None] > 0
+        x = x * (1 / temperature[:, None]).where(is_sampled, 1)
+        keys = torch.where(is_sampled, x + gumbel_noise(seeds, steps, x.shape[1]), x)
+    tokens = keys.argmax(-1, keepdim=True)
+    lse, sampling_lse = (t.logsumexp(-1, keepdim=True) for t in (logits, x))
+    sampled = x.gather(1, tokens)
+    if temperature is None or seeds is None:
+        sampled = sampling_lse
+    else:
+        sampled = torch.where(temperature[:, None] > 0, sampled, sampling_lse)
+    logps = (logits.gather(1, tokens) - lse).masked_fill(~lse.isfinite(), torch.nan)
+    sampling_logps = (sampled - sampling_lse).masked_fill(~sampling_lse.isfinite(), torch.nan)
+    return SampledTokens(tokens[:, 0], logps[:, 0], sampling_logps[:, 0])
+
+
+@jit
+def _log_sum_exp(x):
+    """log(sum(exp(x))); -inf if all are -inf, NaN if one is NaN or inf."""
+    maximum = tl.max(x, axis=0)
+    pivot = tl.where(maximum == -float("inf"), 0.0, maximum)  # -inf - -inf would be NaN
+    return pivot + tl.log(tl.sum(tl.exp(x - pivot), axis=0))
+
+
+@jit
+def _gumbel(seed, step, first_group, BLOCK: tl.constexpr):
+    """Gumbel variables of BLOCK adjacent columns, see `gumbel_noise`."""
+    groups = first_group + tl.arange(0, BLOCK // 4)
+    w0, w1, w2, w3 = tl.randint4x(seed, (step << 32) | groups.to(tl.int64))
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+    one_minus_u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return -tl.log(-fast_log(u, -one_minus_u))
+
+
+@kernel
+def _part_kernel(
+    logits_ptr, scores_ptr, seeds_ptr, steps_ptr, temperature_ptr, threshold_ptr, last_token_ptr,
+    keys_ptr, ids_ptr, lse_ptr, sampling_lse_ptr, logits_stride, scores_stride, n_cols, n_parts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row, part = program // n_parts, program % n_parts
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < n_cols
+    x = tl.load(logits_ptr + row * logits_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    tl.store(lse_ptr + program, _log_sum_exp(x))
+    if scores_ptr is not None:
+        x = tl.load(scores_ptr + row * scores_stride + cols, mask=mask, other=-float("inf")).to(tl.float32)
+    if threshold_ptr is not None:
+        threshold, last_token = tl.load(threshold_ptr + row), tl.load(last_token_ptr + row)
+        x = tl.where((x < threshold) | ((x == threshold) & (cols > last_token)), -float("inf"), x)
+    keys = x
+    if seeds_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0.0:
+            x = x * (1.0 / temperature)
+            keys = x + _gumbel(tl.load(seeds_ptr + row), tl.load(steps_ptr + row), part * (BLOCK // 4), BLOCK)
+    tl.store(sampling_lse_ptr + program, _log_sum_exp(x))
+    key, index = tl.max(keys, axis=0, return_indices=True)
+    tl.store(keys_ptr + program, key)
+    tl.store(ids_ptr + program, tl.minimum(part * BLOCK + index, n_cols - 1))  # the index of a NaN may be any
+
+
+@kernel
+def _combine_kernel(
+    logits_ptr, scores_ptr, temperature_ptr, keys_ptr, ids_ptr, lse_ptr, sampling_lse_ptr,
+    tokens_ptr, logps_ptr, sampling_logps_ptr, logits_stride, scores_stride, n_parts, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    offsets, mask = row * n_parts + parts, parts < n_parts
+    keys = tl.load(keys_ptr + offsets, mask=mask, other=-float("inf"))
+    lse = _log_sum_exp(tl.load(lse_ptr + offsets, mask=mask, other=-float("inf")))
+    sampling_lse = _log_sum_exp(tl.load(sampling_lse_ptr + offsets, mask=mask, other=-float("inf")))
+    _, best = tl.max(keys, axis=0, return_indices=True)
+    token = tl.load(ids_ptr + row * n_parts + tl.minimum(best, n_parts - 1))
+    x = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
+    # -inf - -inf is NaN: no token can be chosen
+    logp = tl.where(lse == -float("inf"), float("nan"), x - lse)
+    sampled = sampling_lse
+    if temperature_ptr is not None:
+        if scores_ptr is not None:
+            x = tl.load(scores_ptr + row * scores_stride + token).to(tl.float32)
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0.0:
+            sampled = x * (1.0 / temperature)
+    tl.store(tokens_ptr + row, token)
+    tl.store(logps_ptr + row, logp)
+    tl.store(sampling_logps_ptr + row, sampled - sampling_lse)
+
+
+def _allocate(logits: Tensor) -> SampledTokens:
+    tokens, logps = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.float32))
+    return SampledTokens(tokens, logps, torch.empty_like(logps))
+
+
+@register("sample_tokens", fake=_allocate)
+def _sample(
+    logits: Tensor, scores: Tensor | None, seeds: Tensor | None, steps: Tensor | None, temperature: Tensor | None,
+    threshold: Tensor | None, last_token: Tensor | None,
+) -> SampledTokens:  # fmt: skip
+    results = _allocate(logits)
+    n_rows, n_cols = logits.shape
+    n_parts = cdiv(n_cols, _BLOCK)
+    keys, lse, sampling_lse = (logits.new_empty(n_rows, n_parts, dtype=torch.float32) for _ in range(3))
+    ids = torch.empty_like(keys, dtype=torch.int64)
+    strides = logits.stride(0), logits.stride(0) if scores is None else scores.stride(0)
+    _part_kernel[n_rows * n_parts](
+        logits, scores, seeds, steps, temperature, threshold, last_token, keys, ids, lse, sampling_lse,
+        *strides, n_cols, n_parts, _BLOCK, num_warps=4,
+    )  # fmt: skip
+    _combine_kernel[n_rows](
+        logits, scores, temperature, keys, ids, lse, sampling_lse, *results, *strides, n_parts,
+        next_power_of_2(n_parts), num_warps=1,
+    )  # fmt: skip
+    return results
+
+
+def sample_tokens(
+    logits: Tensor,
+    scores: Tensor | None = None,
+    seeds: Tensor | None = None,
+    steps: Tensor | None = None,
+    temperature: Tensor | None = None,
+    threshold: Tensor | None = None,
+    last_token: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> SampledTokens:
+    """Draws a token of each row from the softmax of logits / temperature. Not differentiable, and no host sync.
+
+    Args:
+        logits: (R, V) of the model, which `logps` refer to.
+        scores: (R, V) logits to draw from, such as those after a repetition penalty; None for `logits`.
+        seeds: (R,) int64 seeds of the random numbers. None chooses the largest score in all rows.
+        steps: (R,) int64, number of tokens that the row has drawn with its seed; required with `seeds`.
+        temperature: (R,) fp32; 0 chooses the largest score, the lower token id of equal ones. Required with `seeds`.
+        threshold: (R,) fp32: tokens with smaller scores are not drawn, see `filter_bounds`. None draws from all.
+        last_token: (R,) int64: of the tokens whose score is `threshold`, those up to this one are drawn; required with
+            `threshold`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        The tokens and their log-probabilities. A log-probability is NaN if a logit or score of the row is NaN or inf,
+        or all are -inf.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: shapes or dtypes are wrong, an argument is missing, or `backend` is unknown or does not support the
+            tensors.
+    """
+    check_floats("sample_tokens", logits=logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"sample_tokens: logits has shape {tuple(logits.shape)}; expected (R, V) with V > 0")
+    if scores is not None:
+        check_tensor("sample_tokens", "scores", scores, shapes=[tuple(logits.shape)], device=logits.device)
+    of_rows = [(len(logits),)]
+    drawing = {"seeds": seeds, "steps": steps, "temperature": temperature}
+    bounds = {"threshold": threshold, "last_token": last_token}
+    for together in (drawing, bounds):
+        if all(value is None for value in together.values()):
+            continue
+        for argument, value in together.items():
+            kind = "floating-point" if argument in ("temperature", "threshold") else "integer"
+            check_tensor("sample_tokens", argument, value, kind, of_rows, logits.device)  # type: ignore[arg-type]
+    tensors = (logits,) if scores is None else (logits, scores)
+    arguments = seeds, steps, temperature, threshold, last_token
+    with torch.no_grad():
+        if not uses_triton(*tensors, backend=backend):
+            return reference(logits, scores, *arguments)
+        return _sample(as_rows(logits), None if scores is None else as_rows(scores), *arguments)
