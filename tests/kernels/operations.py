@@ -71,6 +71,12 @@ def _rope_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [*heads, *angles(1, 2, 4, device=device)]
 
 
+def _rope_inputs_of_transformers(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    q, k, *_ = _rope_inputs(batch, dtype, device)
+    repeated = (torch.cat([t, t], -1) for t in angles(batch, 2, 4, dtype=dtype, device=device))
+    return [q, k, *(t[..., :4] for t in repeated)]
+
+
 def _glu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device) for _ in range(2)]
 
@@ -173,6 +179,7 @@ OPERATIONS = [
     ),
     Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
+    Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
     Operation(
         "rope-interleaved",
         partial(kernels.rope, interleaved=True),
