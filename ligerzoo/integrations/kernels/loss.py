@@ -205,6 +205,8 @@ class KernelHead(KernelModule):
 class KernelCausalLM(KernelModule):
     """The model's own forward, with deferred logits."""
 
+    get_output_embeddings: Callable[[], nn.Module]
+
     @classmethod
     def kernel_members(cls, original: Any, **options: Any) -> dict[str, Any]:
         """Returns the forward, with the signature of the original, and the loss function."""
@@ -245,6 +247,18 @@ class KernelCausalLM(KernelModule):
             return causal_lm_loss if theirs is ForCausalLMLoss else theirs
 
         return {"forward": deferring_forward, "loss_function": property(loss_function, own_loss_function.fset)}
+
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the head. `resize_token_embeddings` calls it with a new `nn.Linear`, which replaces a `KernelHead`."""
+        if isinstance(self.get_output_embeddings(), KernelHead) and is_plain(new_embeddings, nn.Linear):
+            new_embeddings.__class__ = HEAD.class_for(new_embeddings)
+        super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
+
+    def kernel_parts(self) -> list[nn.Module]:
+        """Returns the head, which may be newer than the call of `apply`."""
+        head = self.get_output_embeddings()
+        return [head] if isinstance(head, KernelHead) else []
 
 
 def _without_logits(output: ModelOutput) -> ModelOutput:
