@@ -73,7 +73,8 @@ def _rotation_kernel(
     cos_ptr, sin_ptr, q_ptr, k_ptr, q_out_ptr, k_out_ptr,
     q_batch_stride, q_token_stride, q_head_stride, q_feature_stride,
     k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
-    angle_batch_stride, angle_token_stride, angle_pair_stride, n_tokens, n_q_heads, n_k_heads, head_dim, half, direction,
+    angle_batch_stride, angle_token_stride, angle_pair_stride,
+    n_tokens, n_q_heads, n_k_heads, head_dim, half, direction,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -160,11 +161,10 @@ def rope(
     Args:
         q: (B, T, N, D) queries, any strides.
         k: (B, T, K, D) keys, any strides.
-        cos: (B or 1, T, R/2) cosines of the angles, any strides, R <= D. Features R and above are copied unrotated. With fp32
-            cosines the rotation runs in fp32 and is rounded once, whatever the dtype of `q` and `k`.
+        cos: (B or 1, T, R/2) cosines of the angles, any strides, R <= D. Features R and above are copied unrotated.
+            With fp32 cosines the rotation runs in fp32 and is rounded once, whatever the dtype of `q` and `k`.
         sin: (B or 1, T, R/2) sines of the angles. Views with the strides of `cos` are not copied, such as
-            `cos[..., : R // 2]` and `sin[..., : R // 2]` of angles that transformers repeats for both features of a
-            pair.
+            the first half of angles that transformers repeats for both features of a pair.
         interleaved: whether the pairs are features 2i and 2i + 1, or i and i + R/2.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 

@@ -248,14 +248,13 @@ class KernelCausalLM(KernelModule):
 
         return {"forward": deferring_forward, "loss_function": property(loss_function, own_loss_function.fset)}
 
-
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the head. `resize_token_embeddings` calls it with a new `nn.Linear`, which replaces a `KernelHead`."""
+        """Replaces the head. A new `nn.Linear`, such as that of `resize_token_embeddings`, computes the loss too."""
         if isinstance(self.get_output_embeddings(), KernelHead) and is_plain(new_embeddings, nn.Linear):
             new_embeddings.__class__ = HEAD.class_for(new_embeddings)
         super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
 
-    def kernel_parts(self) -> list[nn.Module]:
+    def kernel_parts(self) -> list[KernelModule]:
         """Returns the head, which may be newer than the call of `apply`."""
         head = self.get_output_embeddings()
         return [head] if isinstance(head, KernelHead) else []

@@ -37,7 +37,7 @@ class KernelModule(nn.Module):
         """Returns members of the new class of modules of class `original`, other than the constants."""
         return {}
 
-    def kernel_parts(self) -> list[nn.Module]:
+    def kernel_parts(self) -> list[KernelModule]:
         """Returns modules that this one has replaced since `apply`, for `Report.undo`."""
         return []
 

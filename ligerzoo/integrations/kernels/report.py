@@ -56,7 +56,7 @@ class Report:
             RuntimeError: a replaced module or its forward has been wrapped since, for instance by `fully_shard` or by
                 accelerate. Nothing is undone.
         """
-        parts = (part for module in self._instances for part in module.kernel_parts())
+        parts = [part for module in self._instances for part in module.kernel_parts()]
         instances = list(dict.fromkeys([*self._instances, *parts]))
         wrapped = {type(module).__name__ for module in instances if "kernel_original" not in vars(type(module))}
         if wrapped:
