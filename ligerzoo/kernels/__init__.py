@@ -17,7 +17,7 @@ from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
-from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
+from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.softmax import softmax
 
@@ -41,6 +41,7 @@ __all__ = [
     "linear_jsd",
     "linear_kl_div",
     "linear_tvd",
+    "residual_rms_norm",
     "rms_norm",
     "rope",
     "set_logits_budget",

@@ -139,6 +139,10 @@ def _add_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Te
     return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
 
 
+def _residual_rms_norm_oracle(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return kernel_file("rms_norm").reference(x, weight, 1e-6), x.clone()
+
+
 def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [*_rms_norm_inputs(batch, dtype, device), numbers(33, dtype=dtype, device=device)]
 
@@ -174,6 +178,7 @@ OPERATIONS = [
             ("add_rms_norm-weightless", {"weight": None}, _weightless(_add_rms_norm_inputs)),
         )
     ),
+    Operation("residual_rms_norm", kernels.residual_rms_norm, _residual_rms_norm_oracle, _rms_norm_inputs),
     Operation(
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
     ),

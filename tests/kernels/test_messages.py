@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         }
         for divergence in ("jsd", "kl_div", "tvd")
     },
+    "residual_rms_norm": {"x": X, "weight": W},
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
     "softmax": {"x": X},
