@@ -14,6 +14,7 @@ from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.linears import linears
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
@@ -41,6 +42,7 @@ __all__ = [
     "linear_jsd",
     "linear_kl_div",
     "linear_tvd",
+    "linears",
     "residual_rms_norm",
     "rms_norm",
     "rope",

@@ -20,7 +20,7 @@ from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.linear import Linear, check_features, project_jointly
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
@@ -199,7 +199,7 @@ class Attention(nn.Module):
         is_causal: mask later tokens.
         qkv_bias: add biases to the query, key and value projections.
         output_bias: add a bias to the output projection.
-        backend: of the rotation: "auto" (Triton where supported), "triton" or "torch" (the reference).
+        backend: of rotation and projections: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Raises:
         ValueError: N is not a multiple of K, H is not a multiple of N and `head_dim` is None, `window` or `softcap` is
@@ -280,7 +280,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return project_jointly(x, self.q_proj, self.k_proj, self.v_proj, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""

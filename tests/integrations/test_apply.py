@@ -31,6 +31,7 @@ from ligerzoo.integrations.kernels.replace import KernelModule
 from ligerzoo.integrations.transformers import wrap
 from ligerzoo.models import Llama, LlamaConfig
 from tests.integrations.families import FAMILIES, VOCABULARY, inputs, tiny
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.models.comparing import TOLERANCE
 from tools.kernel_table import PAGE, with_table
 
@@ -479,6 +480,20 @@ def test_modules_with_dropout_in_their_forward_are_kept(training: bool) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training == model.model.layers[1].training == training
     assert not model.model.layers[0].mlp.training
+
+
+def test_kernels_add_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer, only the gradients of the query, key and value projections are added by autograd."""
+    for name in ("rms_norm", "tiling", "linears", "glu", "rope"):
+        launch_nothing(monkeypatch, name)
+    model = tiny("llama").requires_grad_(False)
+    apply(model, check=False)
+    x = torch.ones(1, 4, 32, requires_grad=True)
+    y = model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, torch.arange(4)[None]))
+    upstream = torch.ones_like(y)
+    with Recorder() as recorder:
+        torch.autograd.grad(y, x, upstream)
+    assert sum(name in ("add", "add_") for name in recorder.names) == 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -86,6 +86,18 @@ def _glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
     return _glu_inputs(batch, dtype, device) + weights
 
 
+def _linears(
+    x: Tensor, first: Tensor, second: Tensor, bias: Tensor, function: Callable[..., Any] = kernels.linears
+) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = function(x, [first, second], [bias, None])
+    return result
+
+
+def _linears_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    x = numbers(batch, 3, 33, dtype=dtype, device=device)
+    return [x, *(numbers(*shape, dtype=dtype, device=device) for shape in ((17, 33), (8, 33), (17,)))]
+
+
 def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     x, _, weight, bias = _glu_linear_inputs(batch, dtype, device)
     return [x, weight, bias]
@@ -182,6 +194,7 @@ OPERATIONS = [
     Operation(
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
     ),
+    Operation("linears", _linears, partial(_linears, function=kernel_file("linears").reference), _linears_inputs),
     Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
     Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
