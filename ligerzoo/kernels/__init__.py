@@ -12,16 +12,17 @@ from ligerzoo.kernels.decode_experts import decode_experts
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.experts import experts_mlp
-from ligerzoo.kernels.few_rows import linear_glu, linears
+from ligerzoo.kernels.few_rows import linear_glu
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
+from ligerzoo.kernels.linears import linears
 from ligerzoo.kernels.logit_filter import FilterBounds, filter_bounds
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
-from ligerzoo.kernels.rms_norm import add_rms_norm, rms_norm
+from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.route import Routing, route
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
@@ -54,6 +55,7 @@ __all__ = [
     "linear_kl_div",
     "linear_tvd",
     "linears",
+    "residual_rms_norm",
     "rms_norm",
     "rope",
     "route",

@@ -1,6 +1,6 @@
 """Linear layers applied to few rows without gradients, as in each step of decoding.
 
-    linears:      y_i = x W_i^T + b_i              several projections of the same rows, in one kernel
+    linears:      y_i = x W_i^T + b_i              several projections of the same rows, in one kernel; see `linears`
     linear_glu:   y = a(x G^T + g) * (x U^T + u)   the gate, the up projection and their product, in one kernel
 
 With few rows the time is that of reading the weights. A single row is multiplied and summed without matrix units. Up to
@@ -11,7 +11,7 @@ fp16, and several rows with so few outputs that cuBLAS, which splits the sums am
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -196,8 +196,8 @@ def _sizes(weights: Sequence[Tensor | None]) -> list[int]:
     return [0 if weight is None else len(weight) for weight in weights]
 
 
-def _uses_kernels(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend) -> bool:
-    """Whether the kernels of this file compute a product of these tensors."""
+def uses_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend) -> bool:
+    """Whether the kernels of this file compute products of x with these weights."""
     if backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
         return False
     if torch.is_autocast_enabled(x.device.type) or under_transform():
@@ -205,11 +205,13 @@ def _uses_kernels(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
     return (
         0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        and len(weights) <= _MAX_WEIGHTS
         and x.dtype in _DTYPES
         and all(tensor.dtype == x.dtype for tensor in tensors)
         and all(tensor.is_contiguous() for tensor in tensors[1:])
         and len({bias is None for bias in biases}) == 1
         and uses_triton(*tensors, backend=backend)
+        and (backend == "triton" or _is_faster(x.numel() // x.shape[-1], [len(weight) for weight in weights]))
     )
 
 
@@ -218,54 +220,11 @@ def _is_faster(n_rows: int, sizes: Sequence[int]) -> bool:
     return n_rows == 1 or len(sizes) > 1 or sizes[0] >= (4096 if n_rows <= 32 else 32768)
 
 
-def reference(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
-) -> tuple[Tensor, ...]:
-    """`linears` in plain torch: the specification, the CPU path and the test oracle."""
-    biases = [None] * len(weights) if biases is None else biases
-    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-
-def linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-    *,
-    backend: Backend = "auto",
-) -> tuple[Tensor, ...]:
-    """Computes `x @ weight.T + bias` for several weights: in one kernel for few rows without gradients.
-
-    Args:
-        x: (..., K), up to 64 rows for the kernel.
-        weights: up to three, (N_i, K) each, like `torch.nn.Linear.weight`.
-        biases: (N_i,) or None each; None for no biases.
-        backend: "auto" (Triton where it is supported and faster), "triton" (where supported) or "torch" (the
-            reference).
-
-    Returns:
-        (..., N_i) for each weight; with the kernel, views of one tensor.
-
-    Raises:
-        ValueError: the number of weights or biases is wrong, or the shapes do not match.
-    """
-    biases = [None] * len(weights) if biases is None else biases
-    if not 1 <= len(weights) <= _MAX_WEIGHTS or len(biases) != len(weights):
-        raise ValueError(
-            f"linears: got {len(weights)} weights and {len(biases)} biases; expected 1 to {_MAX_WEIGHTS}, of each as "
-            "many"
-        )
-    _check(
-        "linears", x, {f"weights[{i}]": weight for i, weight in enumerate(weights)},
-        {f"biases[{i}]": bias for i, bias in enumerate(biases)},
-    )  # fmt: skip
-    if not _uses_kernels(x, weights, biases, backend):
-        return reference(x, weights, biases)
-    rows, sizes = as_rows(x), [len(weight) for weight in weights]
-    if backend == "auto" and not _is_faster(len(rows), sizes):
-        return reference(x, weights, biases)
+def project_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`linears` in one kernel, for inputs that `uses_few_rows` accepts. The results are views of one tensor."""
     missing = [None] * (_MAX_WEIGHTS - len(weights))
-    out = _few_rows(rows, *weights, *missing, *biases, *missing, None)  # type: ignore[arg-type, call-arg]
-    return tuple(y.unflatten(0, x.shape[:-1]) for y in out.split(sizes, 1))
+    out = _few_rows(as_rows(x), *weights, *missing, *biases, *missing, None)  # type: ignore[arg-type, call-arg]
+    return tuple(y.unflatten(0, x.shape[:-1]) for y in out.split([len(weight) for weight in weights], 1))
 
 
 def glu_reference(
@@ -304,21 +263,18 @@ def linear_glu(
         ValueError: the shapes do not match, or the activation is unknown.
     """
     check_activation(activation)
-    _check("linear_glu", x, {"gate": gate, "up": up}, {"gate_bias": gate_bias, "up_bias": up_bias})
+    check_floats("linear_glu", x=x, gate=gate, up=up)
+    check_optional_floats("linear_glu", gate_bias=gate_bias, up_bias=up_bias)
     weights, biases = (gate, up), (gate_bias, up_bias)
-    if gate.shape != up.shape:
-        raise ValueError(f"linear_glu: gate is {tuple(gate.shape)} and up {tuple(up.shape)}; expected the same shape")
-    if not _uses_kernels(x, weights, biases, backend):
-        return glu(*reference(x, weights, biases), activation=activation, backend=backend)
+    fits = gate.shape == up.shape == (len(gate), x.shape[-1])
+    if not fits or any(bias is not None and bias.shape != gate.shape[:1] for bias in biases):
+        raise ValueError(
+            f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases "
+            f"{[None if bias is None else tuple(bias.shape) for bias in biases]}; expected (..., K), (I, K) twice, and "
+            "(I,) or None"
+        )
+    if not uses_few_rows(x, weights, biases, backend):
+        gate_and_up = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+        return glu(*gate_and_up, activation=activation, backend=backend)
     out = _few_rows(as_rows(x), gate, up, None, gate_bias, up_bias, None, activation)
     return out.unflatten(0, x.shape[:-1])
-
-
-def _check(name: str, x: Tensor, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor | None]) -> None:
-    check_floats(name, x=x, **weights)
-    check_optional_floats(name, **biases)
-    for (argument, weight), (bias_argument, bias) in zip(weights.items(), biases.items(), strict=True):
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(f"{name}: {argument} is {tuple(weight.shape)}; expected (N, {x.shape[-1]}), as x has")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"{name}: {bias_argument} is {tuple(bias.shape)}; expected ({len(weight)},)")

@@ -6,7 +6,8 @@ Forward:   n = x * r,  r = 1 / sqrt(mean(x^2) + eps)  in fp32;
 Backward:  with g = dy * (offset + w):   dx = r * (g - n * mean(g * n)),
            dw = sum over rows of dy * n,  or of dy * round(n)  as in the forward.
 
-For a sum, x is the rounded sum. The gradient of both summands is dx plus the upstream gradient of the sum.
+For a sum, x is the rounded sum. The gradient of both summands is dx plus the upstream gradient of the sum. Likewise
+`residual_rms_norm` returns x too, and adds its upstream gradient to dx: autograd would read and write it once more.
 
 Saved: x (or the sum), w and r (one fp32 number per row). Recomputed in backward: n.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, requires_gradient
 from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import (
     Backend,
@@ -235,6 +236,26 @@ class _RMSNorm(FusedFunction):
         return dx if needs_x else None, dweight if needs_weight else None, None, None, None
 
 
+class _ResidualRMSNorm(FusedFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
+    ) -> tuple[Tensor, Tensor]:
+        y, rstd = _forward(x, weight, eps, weight_offset, round_before_scale)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.options = weight_offset, round_before_scale
+        return y, x.view_as(x)  # torch.func does not support an input that is both saved and returned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x, weight, rstd = ctx.saved_tensors
+        weight_offset, round_before_scale = ctx.options
+        dx, dweight = _backward(dy, dx, x, weight, rstd, weight_offset, round_before_scale, needs_x, needs_weight)
+        return dx if needs_x else None, dweight if needs_weight else None, None, None, None
+
+
 class _AddRMSNorm(FusedFunction):
     @staticmethod
     def forward(
@@ -313,6 +334,42 @@ def rms_norm(
     if uses_triton(x, *_weights("rms_norm", x, weight, weight_offset), backend=backend) and fits_registers(x, backend):
         return _RMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
     return reference(x, weight, eps, weight_offset, round_before_scale)
+
+
+def residual_rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_scale: bool = True,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Normalizes the residual stream for a branch, and returns the stream for the sum after the branch.
+
+    The backward kernel adds the gradient of the stream to that of the norm.
+
+    Args:
+        x: (..., H), any strides.
+        weight: (H,), or None, as for `rms_norm`.
+        eps: added to the mean square.
+        weight_offset: as for `rms_norm`.
+        round_before_scale: as for `rms_norm`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        normalized: `rms_norm(x, weight, ...)`.
+        residual: `x`, or a view of it. Do not modify it in place.
+
+    Raises:
+        ValueError: as `rms_norm`.
+    """
+    check_floats("residual_rms_norm", x=x)
+    weights = _weights("residual_rms_norm", x, weight, weight_offset)
+    if uses_triton(x, *weights, backend=backend) and fits_registers(x, backend) and requires_gradient(x):
+        return _ResidualRMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
+    options: Any = {"weight_offset": weight_offset, "round_before_scale": round_before_scale, "backend": backend}
+    return rms_norm(x, weight, eps, **options), x
 
 
 def add_rms_norm(

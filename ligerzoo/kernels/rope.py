@@ -73,13 +73,14 @@ def _rotation_kernel(
     cos_ptr, sin_ptr, q_ptr, k_ptr, q_out_ptr, k_out_ptr,
     q_batch_stride, q_token_stride, q_head_stride, q_feature_stride,
     k_batch_stride, k_token_stride, k_head_stride, k_feature_stride,
-    angle_batch_stride, n_tokens, n_q_heads, n_k_heads, head_dim, half, direction,
+    angle_batch_stride, angle_token_stride, angle_pair_stride,
+    n_tokens, n_q_heads, n_k_heads, head_dim, half, direction,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // n_tokens, row % n_tokens
-    features = tl.arange(0, HALF)
-    angle = batch * angle_batch_stride + token * half + features
+    features = tl.arange(0, HALF).to(tl.int64)
+    angle = batch * angle_batch_stride + token * angle_token_stride + features * angle_pair_stride
     cos = tl.load(cos_ptr + angle, mask=features < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + angle, mask=features < half, other=0.0).to(tl.float32)[None, :] * direction
 
@@ -108,14 +109,15 @@ def _rotation(
     q_out, k_out = _allocate(cos, q, k)
     batch, tokens, _, head_dim = next(x.shape for x in (q, k) if x is not None)
     half = cos.shape[-1]
-    cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
     q_heads, q_tile, q_strides = _heads(q)
     k_heads, k_tile, k_strides = _heads(k)
     tile_half = next_power_of_2(half)
     _rotation_kernel[batch * tokens](
         cos, sin, q, k, q_out, k_out, *q_strides, *k_strides, cos.stride(0) if cos.shape[0] > 1 else 0,
-        tokens, q_heads, k_heads, head_dim, half, -1.0 if inverse else 1.0, q_tile, k_tile, tile_half,
-        next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0, interleaved,
+        *cos.stride()[1:], tokens, q_heads, k_heads, head_dim, half, -1.0 if inverse else 1.0, q_tile, k_tile,
+        tile_half, next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0, interleaved,
         num_warps=min(16, max(4, max(q_tile, k_tile) * tile_half // 512)),
     )  # fmt: skip
     return q_out, k_out
@@ -159,9 +161,10 @@ def rope(
     Args:
         q: (B, T, N, D) queries, any strides.
         k: (B, T, K, D) keys, any strides.
-        cos: (B or 1, T, R/2) cosines of the angles, R <= D. Features R and above are copied unrotated. With fp32
-            cosines the rotation runs in fp32 and is rounded once, whatever the dtype of `q` and `k`.
-        sin: (B or 1, T, R/2) sines of the angles.
+        cos: (B or 1, T, R/2) cosines of the angles, any strides, R <= D. Features R and above are copied unrotated.
+            With fp32 cosines the rotation runs in fp32 and is rounded once, whatever the dtype of `q` and `k`.
+        sin: (B or 1, T, R/2) sines of the angles. Views with the strides of `cos` are not copied, such as
+            the first half of angles that transformers repeats for both features of a pair.
         interleaved: whether the pairs are features 2i and 2i + 1, or i and i + R/2.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import decode_attention, linears, rope
+from ligerzoo.kernels import decode_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.linear import Linear, check_features, project_jointly
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
-from ligerzoo.layers.plain import is_plain
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 # Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
@@ -200,7 +199,7 @@ class Attention(nn.Module):
         is_causal: mask later tokens.
         qkv_bias: add biases to the query, key and value projections.
         output_bias: add a bias to the output projection.
-        backend: of the rotation: "auto" (Triton where supported), "triton" or "torch" (the reference).
+        backend: of rotation and projections: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Raises:
         ValueError: N is not a multiple of K, H is not a multiple of N and `head_dim` is None, `window` or `softcap` is
@@ -281,10 +280,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""
-        layers = self.q_proj, self.k_proj, self.v_proj
-        if not torch.is_grad_enabled() and all(is_plain(layer, Linear, nn.Linear) for layer in layers):
-            return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
-        return tuple(layer(x) for layer in layers)
+        return project_jointly(x, self.q_proj, self.k_proj, self.v_proj, backend=self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ligerzoo.layers.cache import LayerCache, new_layer_cache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import INIT_STD
-from ligerzoo.layers.norm import add_and_normalize
+from ligerzoo.layers.norm import add_and_normalize, normalize
 
 
 class ResidualBlock(nn.Module):
@@ -49,7 +49,8 @@ class PreNormBlock(ResidualBlock):
         self.mlp = mlp
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), context, cache)
+        normalized, x = normalize(x, self.input_layernorm)
+        attended = self.self_attn(normalized, context, cache)
         normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
         return x + self.mlp(normalized, context)  # type: ignore[no-any-return]
 
@@ -67,7 +68,8 @@ class ScaledPreNormBlock(PreNormBlock):
         self.multiplier = multiplier
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), context, cache)
+        normalized, x = normalize(x, self.input_layernorm)
+        attended = self.self_attn(normalized, context, cache)
         normalized, x = add_and_normalize(x, self.multiplier * attended, self.post_attention_layernorm)
         return x + self.multiplier * self.mlp(normalized, context)  # type: ignore[no-any-return]
 
@@ -93,7 +95,8 @@ class GatedPreNormBlock(PreNormBlock):
         nn.init.normal_(self.mlp_gate, std=std)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        attended = self.attn_gate.tanh() * self.self_attn(self.input_layernorm(x), context, cache)
+        normalized, x = normalize(x, self.input_layernorm)
+        attended = self.attn_gate.tanh() * self.self_attn(normalized, context, cache)
         normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
         return x + self.mlp_gate.tanh() * self.mlp(normalized, context)  # type: ignore[no-any-return]
 
@@ -148,6 +151,7 @@ class SandwichBlock(ResidualBlock):
         self.post_feedforward_layernorm = post_feedforward_layernorm
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), context, cache))
+        normalized, x = normalize(x, self.input_layernorm)
+        attended = self.post_attention_layernorm(self.self_attn(normalized, context, cache))
         normalized, x = add_and_normalize(x, attended, self.pre_feedforward_layernorm)
         return x + self.post_feedforward_layernorm(self.mlp(normalized, context))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Linear layer."""
+"""Linear layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linears
-from ligerzoo.layers.plain import is_plain_tensor
+from ligerzoo.kernels.dispatch import Backend
+from ligerzoo.layers.plain import is_plain, is_plain_tensor
 
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
@@ -45,3 +46,14 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Calls `init_weights`; the constructor of `torch.nn.Linear` calls this method."""
         self.init_weights()
+
+
+def project_jointly(x: Tensor, *layers: nn.Module, backend: Backend = "auto") -> tuple[Tensor, ...]:
+    """Returns the outputs of several linear layers for one input, (..., H) -> (..., O) each.
+
+    By `ligerzoo.kernels.linears` if all are linear layers without hooks or wrappers (see `is_plain`).
+    """
+    if all(is_plain(layer, Linear, nn.Linear) for layer in layers):
+        weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
+        return linears(x, weights, biases, backend=backend)
+    return tuple(layer(x) for layer in layers)

@@ -7,7 +7,7 @@ from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.linear import Linear, check_features, project_jointly
 from ligerzoo.layers.plain import is_plain
 
 
@@ -61,7 +61,7 @@ class GatedMLP(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., H) -> gate and up features, (..., I) each."""
-        return self.gate_proj(x), self.up_proj(x)
+        return project_jointly(x, self.gate_proj, self.up_proj, backend=self.backend)
 
 
 class MLP(nn.Module):

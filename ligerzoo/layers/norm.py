@@ -1,9 +1,11 @@
 """Normalization layers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import add_rms_norm, layer_norm, rms_norm
+from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import is_plain
@@ -49,14 +51,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., H) -> (..., H)."""
-        return rms_norm(
-            x,
-            self.weight,
-            self.eps,
-            weight_offset=self.weight_offset,
-            round_before_scale=self.round_before_scale,
-            backend=self.backend,
-        )
+        return rms_norm(x, **self.kernel_options())
+
+    def kernel_options(self) -> dict[str, Any]:
+        """Returns the arguments of `ligerzoo.kernels.rms_norm` other than the input."""
+        return {
+            "weight": self.weight,
+            "eps": self.eps,
+            "weight_offset": self.weight_offset,
+            "round_before_scale": self.round_before_scale,
+            "backend": self.backend,
+        }
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
@@ -116,20 +121,23 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
 
 
+def normalize(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Returns `(norm(x), x)`, both (..., H), for a residual branch.
+
+    The backward kernel adds the gradient of the residual if `norm` is an `RMSNorm` without hooks or wrappers (see
+    `is_plain`).
+    """
+    if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
+        return residual_rms_norm(x, **norm.kernel_options())
+    return norm(x), x
+
+
 def add_and_normalize(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(x + residual), x + residual)`, both (..., H).
 
     Runs as one kernel if `norm` is an `RMSNorm` without hooks or wrappers (see `is_plain`).
     """
     if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
-        return add_rms_norm(
-            x,
-            residual,
-            norm.weight,
-            norm.eps,
-            weight_offset=norm.weight_offset,
-            round_before_scale=norm.round_before_scale,
-            backend=norm.backend,
-        )
+        return add_rms_norm(x, residual, **norm.kernel_options())
     summed = x + residual
     return norm(summed), summed

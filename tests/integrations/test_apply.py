@@ -31,6 +31,7 @@ from ligerzoo.integrations.kernels.replace import KernelModule
 from ligerzoo.integrations.transformers import wrap
 from ligerzoo.models import Llama, LlamaConfig
 from tests.integrations.families import FAMILIES, VOCABULARY, inputs, tiny
+from tests.kernels.op_recorder import Recorder, launch_nothing
 from tests.models.comparing import TOLERANCE
 from tools.kernel_table import PAGE, with_table
 
@@ -479,6 +480,56 @@ def test_modules_with_dropout_in_their_forward_are_kept(training: bool) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training == model.model.layers[1].training == training
     assert not model.model.layers[0].mlp.training
+
+
+def test_kernels_add_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer, only the gradients of the query, key and value projections are added by autograd."""
+    model = tiny("llama").requires_grad_(False)
+    apply(model)
+    for name in ("rms_norm", "tiling", "linears", "glu", "rope"):
+        launch_nothing(monkeypatch, name)
+    x = torch.ones(1, 4, 32, requires_grad=True)
+    y = model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, torch.arange(4)[None]))
+    upstream = torch.ones_like(y)
+    with Recorder() as recorder:
+        torch.autograd.grad(y, x, upstream)
+    assert sum(name in ("add", "add_") for name in recorder.names) == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_models_keep_the_fused_loss(tied: bool) -> None:
+    model = tiny("llama")
+    model.config.tie_word_embeddings = tied
+    model.tie_weights()
+    report, before = apply(model), model.lm_head
+    model.resize_token_embeddings(VOCABULARY + 7, mean_resizing=False)
+    head = model.lm_head
+    assert (head is before) == tied
+    assert (head.weight is model.get_input_embeddings().weight) == tied
+    assert isinstance(head, KernelHead)
+    ids = torch.randint(3, VOCABULARY + 7, (2, 24))
+    output, logits = model.train()(ids, labels=ids), model.eval()(ids).logits
+    assert output.get("logits") is None
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(output.loss - expected) < 1e-5
+    report.undo()
+    assert type(model.lm_head) is type(before) is nn.Linear
+    assert not any(isinstance(module, KernelModule) for module in model.modules())
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_heads_of_other_kinds_compute_logits() -> None:
+    class OtherHead(nn.Linear):
+        pass
+
+    model = tiny("llama").train()
+    report = apply(model)
+    ids = torch.randint(3, 90, (2, 24))
+    model.set_output_embeddings(OtherHead(32, VOCABULARY, bias=False))
+    assert type(model.lm_head) is OtherHead
+    assert model(ids, labels=ids).logits is not None
+    report.undo()
+    assert type(model.lm_head) is OtherHead
 
 
 class UnusualActivation(nn.Module):

@@ -281,6 +281,27 @@ def test_state_dicts_of_checkpoints(tmp_path: Path) -> None:
         model.load_state_dict({name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", [None, "tied, only the embedding stored"], ids=["untied", "tied"])
+def test_part_of_a_state_dict(name: str | None, assign: bool, tmp_path: Path) -> None:
+    model = ours(written("llama", tmp_path, name))
+    own = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    tied = set() if name is None else {head, embedding}
+    for part in ([], ["model.norm.weight"], [head], [embedding], [head, embedding, "model.norm.weight"]):
+        result = model.load_state_dict({key: own[key] + 1 for key in part}, strict=False, assign=assign)
+        loaded = {*part, *(tied if tied & {*part} else ())}
+        assert result.missing_keys == [key for key in own if key not in loaded]
+        assert not result.unexpected_keys
+        state = model.state_dict()
+        assert {key for key in own if torch.equal(state[key], own[key] + 1)} == loaded
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == bool(tied)
+        with pytest.raises(CheckpointError, match="weights are missing"):
+            model.load_state_dict({key: own[key] + 2 for key in part}, assign=assign)
+        assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+        model.load_state_dict({key: tensor.clone() for key, tensor in own.items()}, assign=assign)
+
+
 def test_saving(tmp_path: Path) -> None:
     model = ours(written("llama", tmp_path))
     model.config.pad_token_id = model.generation_config.pad_token_id = 7
@@ -346,6 +367,17 @@ def test_names_for_trainers(tmp_path: Path) -> None:
         model(torch.tensor([[3]]), another=torch.ones(1))
     with pytest.raises(LigerzooError, match="past_key_values: not a cache of this model; got DynamicCache"):
         model(torch.tensor([[3]]), past_key_values=transformers.DynamicCache())
+
+
+@pytest.mark.parametrize("argument", ["labels", "shift_labels"])
+def test_labels_of_another_shape_or_vocabulary_are_refused(argument: str, tmp_path: Path) -> None:
+    model, ids = ours(written("llama", tmp_path)), torch.randint(3, 89, (2, 9))
+    with pytest.raises(ValueError, match=rf"LlamaForCausalLM: {argument} has shape \(2, 8\).*\(2, 9\)"):
+        model(ids, **{argument: ids[:, 1:]})
+    with pytest.raises(ValueError, match=rf"{argument}\[1, 3\]: label outside the vocabulary; got 101"):
+        model(ids, **{argument: torch.where(torch.arange(18).view(2, 9) == 12, 101, ids)})
+    with pytest.raises(ValueError, match=r"expected exactly one of input_ids and inputs_embeds; got neither"):
+        model(**{argument: ids})
 
 
 def test_neftune_and_bf16(tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def _rope_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [*heads, *angles(1, 2, 4, device=device)]
 
 
+def _rope_inputs_of_transformers(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    q, k, *_ = _rope_inputs(batch, dtype, device)
+    repeated = (torch.cat([t, t], -1) for t in angles(batch, 2, 4, dtype=dtype, device=device))
+    return [q, k, *(t[..., :4] for t in repeated)]
+
+
 def _glu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device) for _ in range(2)]
 
@@ -78,6 +84,18 @@ def _glu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
 def _glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     weights = [numbers(17, 33, dtype=dtype, device=device), numbers(17, dtype=dtype, device=device)]
     return _glu_inputs(batch, dtype, device) + weights
+
+
+def _linears(
+    x: Tensor, first: Tensor, second: Tensor, bias: Tensor, function: Callable[..., Any] = kernels.linears
+) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = function(x, [first, second], [bias, None])
+    return result
+
+
+def _linears_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    x = numbers(batch, 3, 33, dtype=dtype, device=device)
+    return [x, *(numbers(*shape, dtype=dtype, device=device) for shape in ((17, 33), (8, 33), (17,)))]
 
 
 def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -133,6 +151,10 @@ def _add_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Te
     return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
 
 
+def _residual_rms_norm_oracle(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return kernel_file("rms_norm").reference(x, weight, 1e-6), x.clone()
+
+
 def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [*_rms_norm_inputs(batch, dtype, device), numbers(33, dtype=dtype, device=device)]
 
@@ -168,11 +190,14 @@ OPERATIONS = [
             ("add_rms_norm-weightless", {"weight": None}, _weightless(_add_rms_norm_inputs)),
         )
     ),
+    Operation("residual_rms_norm", kernels.residual_rms_norm, _residual_rms_norm_oracle, _rms_norm_inputs),
     Operation(
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
     ),
+    Operation("linears", _linears, partial(_linears, function=kernel_file("linears").reference), _linears_inputs),
     Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
+    Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
     Operation(
         "rope-interleaved",
         partial(kernels.rope, interleaved=True),

@@ -10,7 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ligerzoo.kernels import add_rms_norm, rms_norm
+from ligerzoo.kernels import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rms_norm import add_reference, reference
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, judge
 from tests.kernels.machine import DTYPES, HALF_DTYPE, ROUNDED_DTYPES, kernel_file, on_gpu_too
@@ -300,3 +300,35 @@ def test_the_offset_is_added_in_fp32(round_before_scale: bool, device: str) -> N
         actual = rms_norm(x, weight, **options, backend=backend)
         assert_as_exact_as(actual.detach(), expected.detach(), truth.detach())
         assert (actual != expected).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_residual_of_which_one_output_is_used(used: int, device: str) -> None:
+    inputs = [numbers(3, 5, 33, device=device), numbers(33, device=device).detach()]
+
+    def one(x: Tensor, weight: Tensor) -> Tensor:
+        return residual_rms_norm(x, weight)[used]
+
+    def reference_one(x: Tensor, weight: Tensor) -> Tensor:
+        return (reference(x, weight, 1e-6), x.clone())[used]
+
+    judge(one, reference_one, inputs)
+
+
+def test_the_kernel_adds_the_gradient_of_the_residual(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "rms_norm")
+    x = torch.ones(2, 3, 8, device=device, requires_grad=True)
+    normalized, residual = residual_rms_norm(x)
+    assert residual.data_ptr() == x.data_ptr()
+    upstream = torch.ones_like(x)
+    with Recorder() as recorder:
+        torch.autograd.grad([normalized, residual], x, [upstream, upstream])
+    assert recorder.allocated == [2 * 3 * 8 * 4]
+    assert not {"add", "add_"} & {*recorder.names}
+
+
+def test_the_residual_of_a_frozen_input_is_frozen(device: str) -> None:
+    x, weight = torch.randn(3, 33, device=device), numbers(33, device=device)
+    normalized, residual = residual_rms_norm(x, weight)
+    assert normalized.requires_grad
+    assert residual is x

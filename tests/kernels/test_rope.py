@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,34 @@ def test_angles_of_any_layout(device: str) -> None:
     cos, sin = angles(2, 3, 4, device=device)
     inputs = [numbers(2, 3, 4, 8, device=device), numbers(2, 3, 2, 8, device=device), transposed(cos), sin]
     judge(rope, reference, inputs)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first half of repeated angles": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "one of each pair": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "part of a complex number": lambda t: torch.complex(t.float(), t.float()).real.to(t.dtype),
+    "one row for all sequences": lambda t: t[:1].expand_as(t),
+    "tokens first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+}
+"""Views of angles, with the shape of the argument, that models pass."""
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_views_of_angles(batch: int, view: str, device: str) -> None:
+    cos, sin = (VIEWS[view](t) for t in angles(batch, 3, 4, device=device))
+    judge(rope, reference, [numbers(2, 3, 4, 10, device=device), numbers(2, 3, 2, 10, device=device), cos, sin])
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_angles_are_not_copied(view: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_nothing(monkeypatch, "rope")
+    cos, sin = (VIEWS[view](t) for t in angles(2, 3, 4, device=device))
+    q, k = (torch.ones(2, 3, n, 8, device=device, requires_grad=True) for n in (4, 2))
+    with Recorder() as recorder:
+        torch.autograd.grad(rope(q, k, cos, sin), [q, k], [torch.ones_like(q), torch.ones_like(k)])
+    upstream = outputs = gradients = [2 * 3 * n * 8 * 4 for n in (4, 2)]
+    assert sorted(recorder.allocated) == sorted(upstream + outputs + gradients)
 
 
 def test_the_reference_is_a_complex_rotation(device: str) -> None:

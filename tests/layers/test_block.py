@@ -1,8 +1,53 @@
+import pytest
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from ligerzoo.layers import Attention, Context, GatedMLP, PreNormBlock, RMSNorm, RotaryEmbedding
+from ligerzoo.layers import (
+    Attention,
+    Context,
+    GatedMLP,
+    GatedPreNormBlock,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    SandwichBlock,
+    ScaledPreNormBlock,
+)
+from tests.kernels.op_recorder import Recorder, launch_nothing
+
+
+class Scaled(nn.Module):
+    """Replaces attention and the MLP of a block."""
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        return x * 2.0
+
+
+def scaled_block(pattern: str) -> nn.Module:
+    parts = [RMSNorm(8), Scaled(), RMSNorm(8), Scaled()]
+    match pattern:
+        case "scaled":
+            return ScaledPreNormBlock(0.5, *parts)
+        case "gated":
+            return GatedPreNormBlock(*parts)
+        case "sandwich":
+            return SandwichBlock(RMSNorm(8), Scaled(), RMSNorm(8), RMSNorm(8), Scaled(), RMSNorm(8))
+    return PreNormBlock(*parts)
+
+
+@pytest.mark.parametrize("pattern", ["pre-norm", "scaled", "gated", "sandwich"])
+def test_kernels_add_the_gradients_of_the_residual(pattern: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rms_norm", "tiling"):
+        launch_nothing(monkeypatch, name)
+    block = scaled_block(pattern).to(device)
+    x = torch.ones(2, 3, 8, device=device, requires_grad=True)
+    y = block(x, Context(x))
+    upstream = torch.ones_like(y)
+    with Recorder() as recorder:
+        torch.autograd.grad(y, x, upstream)
+    assert not {"add", "add_"} & {*recorder.names}
 
 
 def test_matches_transformers_llama(device: str) -> None:

@@ -14,7 +14,13 @@ from ligerzoo.integrations.kernels.layers import recognize_layer
 from ligerzoo.integrations.kernels.loss import HEAD, recognize_causal_lm
 from ligerzoo.integrations.kernels.mlps import recognize_mlp
 from ligerzoo.integrations.kernels.norms import recognize_norm
-from ligerzoo.integrations.kernels.replace import Replacement, difference, reason_to_keep, signature
+from ligerzoo.integrations.kernels.replace import (
+    KernelModule,
+    Replacement,
+    difference,
+    reason_to_keep,
+    signature,
+)
 from ligerzoo.integrations.kernels.report import ModuleReport, Report
 from ligerzoo.integrations.kernels.whole_model import change, run_model
 from ligerzoo.kernels.checks import check_flag
@@ -118,7 +124,7 @@ class _Application:
         self.model = model
         self.check = check
         self.modules = list(model.named_modules())
-        self.instances: list[nn.Module] = []
+        self.instances: list[KernelModule] = []
         self.kernels: dict[nn.Module, str] = {}
         self.reasons: dict[nn.Module, str] = {}
         self.differences: dict[Any, str | None] = {}
@@ -159,6 +165,7 @@ class _Application:
             return
         assert isinstance(found, Replacement)
         module.__class__ = found.class_for(module)
+        assert isinstance(module, KernelModule)
         self.instances.append(module)
         self.kernels[module] = found.kernel
 

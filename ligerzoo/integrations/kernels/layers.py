@@ -1,4 +1,4 @@
-"""Decoder layers of transformers' models: the residual addition before a norm and the norm in one kernel.
+"""Decoder layers of transformers' models: norms in one kernel with the residual addition before, or with its gradient.
 
 Each class is one residual pattern, recognized by the names of the submodules. The check replaces attention and MLP by
 stand-ins, which also record the arguments they receive.
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ligerzoo.integrations.kernels.norms import KernelRMSNorm, add_and_normalize
+from ligerzoo.integrations.kernels.norms import KernelRMSNorm, add_and_normalize, normalize
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, difference_for, random_like
 
 
@@ -49,7 +49,8 @@ class KernelPreNormLayer(KernelDecoderLayer):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
-        attended = self._attend(self.input_layernorm(hidden_states), arguments, named)
+        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        attended = self._attend(normalized, arguments, named)
         normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
         return hidden_states + self._feed_forward(normalized)
 
@@ -61,7 +62,8 @@ class KernelScaledPreNormLayer(KernelPreNormLayer):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
-        attended = self._attend(self.input_layernorm(hidden_states), arguments, named) * self.residual_multiplier
+        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        attended = self._attend(normalized, arguments, named) * self.residual_multiplier
         normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
         return hidden_states + self._feed_forward(normalized) * self.residual_multiplier
 
@@ -74,7 +76,8 @@ class KernelDropoutPreNormLayer(KernelPreNormLayer):
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
-        attended = self.resid_attn_dropout(self._attend(self.input_layernorm(hidden_states), arguments, named))
+        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        attended = self.resid_attn_dropout(self._attend(normalized, arguments, named))
         normalized, hidden_states = add_and_normalize(attended, hidden_states, self.post_attention_layernorm)
         return hidden_states + self.resid_mlp_dropout(self._feed_forward(normalized))  # type: ignore[no-any-return]
 
@@ -92,7 +95,8 @@ class KernelSandwichLayer(KernelDecoderLayer):
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """hidden_states: (B, T, H) -> (B, T, H)."""
         after_attention, before_mlp, after_mlp = (getattr(self, name) for name in self.kernel_norms)
-        attended = after_attention(self._attend(self.input_layernorm(hidden_states), arguments, named))
+        normalized, hidden_states = normalize(hidden_states, self.input_layernorm)
+        attended = after_attention(self._attend(normalized, arguments, named))
         normalized, hidden_states = add_and_normalize(attended, hidden_states, before_mlp)
         return hidden_states + after_mlp(self._feed_forward(normalized))  # type: ignore[no-any-return]
 

@@ -205,6 +205,8 @@ class KernelHead(KernelModule):
 class KernelCausalLM(KernelModule):
     """The model's own forward, with deferred logits."""
 
+    get_output_embeddings: Callable[[], nn.Module]
+
     @classmethod
     def kernel_members(cls, original: Any, **options: Any) -> dict[str, Any]:
         """Returns the forward, with the signature of the original, and the loss function."""
@@ -245,6 +247,17 @@ class KernelCausalLM(KernelModule):
             return causal_lm_loss if theirs is ForCausalLMLoss else theirs
 
         return {"forward": deferring_forward, "loss_function": property(loss_function, own_loss_function.fset)}
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the head. A new `nn.Linear`, such as that of `resize_token_embeddings`, computes the loss too."""
+        if isinstance(self.get_output_embeddings(), KernelHead) and is_plain(new_embeddings, nn.Linear):
+            new_embeddings.__class__ = HEAD.class_for(new_embeddings)  # type: ignore[assignment]
+        super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
+
+    def kernel_parts(self) -> list[KernelModule]:
+        """Returns the head, which may be newer than the call of `apply`."""
+        head = self.get_output_embeddings()
+        return [head] if isinstance(head, KernelHead) else []
 
 
 def _without_logits(output: ModelOutput) -> ModelOutput:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, random_like
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
+from ligerzoo.layers.linear import project_jointly
 from ligerzoo.layers.plain import is_plain
 
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
@@ -36,14 +37,14 @@ class KernelMLP(KernelModule):
 
 
 class KernelGatedMLP(KernelMLP):
-    """`ligerzoo.kernels.glu_linear` after separate gate and up projections."""
+    """`ligerzoo.kernels.glu_linear` after `linears`, the gate and up projections."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., H) -> (..., H)."""
-        return self._down(self.gate_proj(x), self.up_proj(x))
+        return self._down(*project_jointly(x, self.gate_proj, self.up_proj))
 
 
 class KernelFusedGateMLP(KernelMLP):

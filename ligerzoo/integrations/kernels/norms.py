@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, class_of, difference_of
-from ligerzoo.kernels import add_rms_norm, layer_norm, rms_norm
+from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.layers.plain import is_plain
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
@@ -41,6 +41,10 @@ class KernelRMSNorm(KernelModule):
         """hidden_states: (..., H) -> (..., H)."""
         return rms_norm(hidden_states, **self._norm_options())
 
+    def kernel_residual(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm, and the hidden states."""
+        return residual_rms_norm(hidden_states, **self._norm_options())
+
     def kernel_add(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of the sum, and the sum."""
         return add_rms_norm(hidden_states, residual, **self._norm_options())
@@ -57,6 +61,13 @@ class KernelLayerNorm(KernelModule):
         """input: (..., H) -> (..., H)."""
         weight = self.weight + self.kernel_weight_offset if self.kernel_weight_offset else self.weight
         return layer_norm(input, weight, getattr(self, "bias", None), self.kernel_eps)
+
+
+def normalize(hidden_states: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Returns `(norm(hidden_states), hidden_states)`; one kernel adds their gradients if nothing wraps the norm."""
+    if isinstance(norm, KernelRMSNorm) and is_plain(norm, type(norm)):
+        return norm.kernel_residual(hidden_states)
+    return norm(hidden_states), hidden_states
 
 
 def add_and_normalize(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:

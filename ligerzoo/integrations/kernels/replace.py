@@ -37,6 +37,10 @@ class KernelModule(nn.Module):
         """Returns members of the new class of modules of class `original`, other than the constants."""
         return {}
 
+    def kernel_parts(self) -> list[KernelModule]:
+        """Returns modules that this one has replaced since `apply`, for `Report.undo`."""
+        return []
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle and copy cannot import the class by name. They call a function that makes it again.
         cls = type(self)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from ligerzoo.integrations.kernels.replace import KernelModule
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Report:
 
     modules: Sequence[ModuleReport]
     check: str
-    _instances: list[nn.Module] = field(default_factory=list, repr=False)
+    _instances: list[KernelModule] = field(default_factory=list, repr=False)
 
     @property
     def replaced(self) -> list[ModuleReport]:
@@ -56,13 +56,15 @@ class Report:
             RuntimeError: a replaced module or its forward has been wrapped since, for instance by `fully_shard` or by
                 accelerate. Nothing is undone.
         """
-        wrapped = {type(module).__name__ for module in self._instances if "kernel_original" not in vars(type(module))}
+        parts = [part for module in self._instances for part in module.kernel_parts()]
+        instances = list(dict.fromkeys([*self._instances, *parts]))
+        wrapped = {type(module).__name__ for module in instances if "kernel_original" not in vars(type(module))}
         if wrapped:
             raise RuntimeError(
                 f"Report.undo: replaced modules have another class now ({', '.join(sorted(wrapped))}); "
                 "expected the class that apply gave them. Call undo before sharding or wrapping the model"
             )
-        hooked = {type(module).__name__ for module in self._instances if _has_other_forward(module)}
+        hooked = {type(module).__name__ for module in instances if _has_other_forward(module)}
         if hooked:
             raise RuntimeError(
                 f"Report.undo: another library has replaced the forward of instances ({', '.join(sorted(hooked))}), "
@@ -70,11 +72,11 @@ class Report:
                 "mixed precision (delete the model's attribute `forward`) and for device maps "
                 "(accelerate.hooks.remove_hook_from_module(model, recurse=True))"
             )
-        while self._instances:
-            module = self._instances.pop()
+        for module in instances:
             vars(module).pop("kernel_defers", None)
             vars(module).pop("forward", None)  # the bound method of its class
             module.__class__ = vars(type(module))["kernel_original"]
+        self._instances.clear()
 
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} of {len(self.modules)} modules replaced. {self.check}", "", "replaced:"]
@@ -84,7 +86,7 @@ class Report:
         return "\n".join(lines)
 
 
-def _has_other_forward(module: nn.Module) -> bool:
+def _has_other_forward(module: KernelModule) -> bool:
     """Whether the instance has an attribute `forward` other than the method of its class."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

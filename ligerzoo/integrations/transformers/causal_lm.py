@@ -19,6 +19,8 @@ from ligerzoo.integrations.transformers.head import Head, HeadOptions
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.layers import shifted_labels
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.labels import check_labels
+from ligerzoo.models.language_model import tokens_or_embeddings
 
 _SHIFTS_LABELS = "LlamaForCausalLM"
 """A class name for which the Trainer shifts labels when it smooths them."""
@@ -84,9 +86,15 @@ class WrappedCausalLM(Generation, WrappedModel[CausalLM]):
             output_router_logits: return router logits and add the load-balancing loss. Default: the config's.
             return_dict: False returns a tuple.
             inputs: `shift_labels` and `num_items_in_batch`; and inputs of the architecture, such as `pixel_values`.
+
+        Raises:
+            TypeError: an input has another type, such as a list instead of a tensor.
+            ValueError: the inputs have inconsistent shapes or values, or are missing.
         """
         # Not parameters: the Trainer would wait for every parameter with "label" in its name.
         shift_labels, num_items_in_batch = inputs.pop("shift_labels", None), inputs.pop("num_items_in_batch", None)
+        shape = tokens_or_embeddings(input_ids, inputs_embeds).shape[:2]
+        check_labels(labels, shift_labels, shape, self.model.zoo_model.config.vocab_size, type(self))
         text_config = self.config.get_text_config()
         if use_cache is None:
             use_cache = bool(getattr(text_config, "use_cache", True)) and not torch.is_grad_enabled()

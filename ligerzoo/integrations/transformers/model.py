@@ -148,22 +148,39 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         """Loads weights under the names of this model, or under the names and in the layout of a checkpoint.
 
         Args:
-            state_dict: weights. In a checkpoint's layout, all are required, also if `strict` is False.
-            strict: see `torch.nn.Module.load_state_dict`. A tied weight may be missing.
+            state_dict: weights. In a checkpoint's layout, all are required, also if `strict` is False. One of the names
+                of a tied weight is enough.
+            strict: True refuses missing weights. False loads the given ones, and returns the names of the others. Names
+                that are neither this model's nor a checkpoint's are refused in either case.
             assign: see `torch.nn.Module.load_state_dict`. Weights in a checkpoint's layout are copied.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as of `torch.nn.Module.load_state_dict`. The latter is empty.
+
+        Raises:
+            CheckpointError: weights are missing, or names are unknown. Nothing is loaded.
         """
         names = super().state_dict().keys()
         if state_dict.keys() <= names:
-            tied = {name for name in self.all_tied_weights_keys if name not in state_dict}
-            result = super().load_state_dict(state_dict, strict=strict and not tied, assign=assign)
-            missing = [name for name in result.missing_keys if name not in tied]
+            state = self._with_tied_names(state_dict)
+            missing = [name for name in names if name not in state]
             if strict and missing:
                 raise CheckpointError("weights are missing", where="state_dict", got=f"no {first_names(missing)}")
+            result = super().load_state_dict(state, strict=False, assign=assign)
             if assign:
                 self.tie_weights()
-            return type(result)(missing, result.unexpected_keys)
+            return result
         self.to_zoo_model().load_hf_state_dict(state_dict)
         return nn.modules.module._IncompatibleKeys([], [])
+
+    def _with_tied_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns `state` with a weight that it has under one of two tied names under both."""
+        named = dict(state)
+        for pair in self.all_tied_weights_keys.items():
+            for name, other in (pair, pair[::-1]):
+                if name in state:
+                    named.setdefault(other, state[name])
+        return named
 
     def save_pretrained(
         self,
