@@ -247,7 +247,8 @@ class CapturedSequences(Sequences):
         assert smaller is not None
         mask = None if self._padding_mask is None else self._padding_mask[:, : self._end]
         larger.start(mask)
-        larger.cache.copy_from(smaller.cache)
+        rows = len(self.prompts)
+        larger.cache.copy_rows_from(smaller.cache, torch.arange(rows, device=smaller.device), rows)
         self._graph, self._cache = larger, larger.cache
         self._graphs.give_back(smaller)
 
