@@ -2,8 +2,11 @@
 
     decode_loop    `generate`: prefill, then one decode step per token until all rows have finished
     step           one decode step
-    captured       decode steps that run as captured CUDA graphs
     sequences      the tokens of a batch and the model's KV cache
+    slot_sequences ... a KV cache of fixed size, for captured decode steps
+    slots          rows of such a cache, each with one sequence
+    decode_batch   a decode step over such a cache
+    captured       decode steps that run as captured CUDA graphs
     sampling       logits -> the next token
     stopping       end-of-sequence tokens, stop strings, padding of finished rows
     streaming      tokens and text during generation
