@@ -7,6 +7,11 @@
     slots          rows of such a cache, each with one sequence
     decode_batch   a decode step over such a cache
     captured       decode steps that run as captured CUDA graphs
+    transfer       copies from the host to the device
+    many           `generate_many`: more prompts than fit into a batch
+    scheduler      continuous batching: prompts take the rows of those that have finished
+    request        a prompt with its options, for the scheduler
+    row_sampler    logits -> the next tokens of rows with options of their own
     sampling       logits -> the next token
     stopping       end-of-sequence tokens, stop strings, padding of finished rows
     streaming      tokens and text during generation
@@ -17,6 +22,7 @@ Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 
 from ligerzoo.generate.captured import release_decode_graphs
 from ligerzoo.generate.decode_loop import generate
+from ligerzoo.generate.many import Completion, generate_many
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.sampling import (
     apply_temperature,
@@ -27,13 +33,16 @@ from ligerzoo.generate.sampling import (
     penalize_repetition,
     sample,
 )
+from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.sequences import align_prompts
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
 
 __all__ = [
+    "Completion",
     "DecodeStep",
+    "Scheduler",
     "StopStrings",
     "Streamer",
     "SupportsDecode",
@@ -41,10 +50,12 @@ __all__ = [
     "SupportsPush",
     "SupportsStream",
     "TextStreamer",
+    "Update",
     "align_prompts",
     "apply_temperature",
     "filter_logits",
     "generate",
+    "generate_many",
     "keep_min_p",
     "keep_top_k",
     "keep_top_p",

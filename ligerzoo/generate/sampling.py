@@ -49,7 +49,7 @@ class Sampler:
         is_positive = is_number(repetition_penalty) and 0 < repetition_penalty < math.inf
         require(is_positive, "repetition_penalty", repr(repetition_penalty), "a positive number; 1 has no effect")
         if generator is not None:
-            _check_generator(generator, prompts.device)
+            check_generator(generator, prompts.device)
         self._do_sample, self.generator, self._penalty = do_sample, generator, repetition_penalty
         self._temperature, self._top_k, self._top_p, self._min_p = temperature, top_k, top_p, min_p
         self.is_broken = torch.zeros((), dtype=torch.bool, device=prompts.device)
@@ -190,7 +190,8 @@ def _check_filters(
         )
 
 
-def _check_generator(generator: torch.Generator, device: torch.device) -> None:
+def check_generator(generator: torch.Generator, device: torch.device) -> None:
+    """Raises LigerzooError unless the generator is on the device."""
     is_generator = isinstance(generator, torch.Generator)
     remedy = "Use torch.Generator(model.device).manual_seed(0)."
     require(is_generator, "generator", repr(generator), "a torch.Generator", remedy)

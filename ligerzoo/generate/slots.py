@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
 from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate.transfer import to_device, upload
 from ligerzoo.layers import RotaryEmbedding
 
 PREFILL_TOKENS = 16384
@@ -72,8 +73,8 @@ class Slots:
         Returns:
             (n, V) fp32 logits of the next tokens.
         """
-        spare = max(1, min(new_tokens, _MIN_CAPACITY))
-        self._reserve(len(self._index) + len(rows), spare + max(map(len, prompts)))
+        tokens = max(map(len, prompts)) + max(1, min(new_tokens, _MIN_CAPACITY))
+        self._reserve(len(self._index) + len(rows), tokens if self.max_length is None else min(tokens, self.max_length))
         batch = self._current
         free = [index for index in range(batch.rows) if index not in self._index.values()]
         for row, prompt in zip(rows, prompts, strict=True):
@@ -92,9 +93,9 @@ class Slots:
         logits = torch.cat(parts)
         copies = [(self._index[rows[i]], self._index[row]) for row, i in zip(rows, same, strict=True) if rows[i] != row]
         if copies:
-            sources, targets = (_upload(list(x), batch.device) for x in zip(*copies, strict=True))
+            sources, targets = (upload(list(x), batch.device) for x in zip(*copies, strict=True))
             batch.cache.copy_rows(sources, targets, max(map(len, prompts)))
-        return logits[_upload([order.index(i) for i in same], batch.device)]
+        return logits[upload([order.index(i) for i in same], batch.device)]
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Appends one token to each row, and computes the logits of the next ones.
@@ -148,8 +149,8 @@ class Slots:
             (n, V) fp32 logits after each prompt.
         """
         device = self._current.device
-        ids, lengths = _to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
-        cache = self._current.cache.prefill_rows(_upload(indices, device), self._current.rows)
+        ids, lengths = to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
+        cache = self._current.cache.prefill_rows(upload(indices, device), self._current.rows)
         chunk = max(1, PREFILL_TOKENS // len(prompts))
         parts, start, count = [], 0, len(prompts)
         while count > 0:
@@ -157,7 +158,7 @@ class Slots:
             last = [[min(length, end) - start - 1] for length in lengths[:count]]
             output = self._model(
                 ids[:count, start:end], None, None, past_key_values=cache, use_cache=True,
-                logits_to_keep=_upload(last, device),
+                logits_to_keep=upload(last, device),
             )  # fmt: skip
             remaining = sum(length > end for length in lengths)
             if remaining < count:
@@ -169,10 +170,10 @@ class Slots:
     def _update(self) -> None:
         """Copies the lengths and indices to the device."""
         batch, rows = self._current, {index: row for row, index in self._index.items()}
-        batch.cache.set_lengths(_upload(self._lengths, batch.device), max(self._lengths))
-        self._from_rows = _upload([rows.get(index, 0) for index in range(batch.rows)], batch.device)
-        self._to_rows = _upload(list(self._index), batch.device)
-        self._used = _upload(list(self._index.values()), batch.device)
+        batch.cache.set_lengths(upload(self._lengths, batch.device), max(self._lengths))
+        self._from_rows = upload([rows.get(index, 0) for index in range(batch.rows)], batch.device)
+        self._to_rows = upload(list(self._index), batch.device)
+        self._used = upload(list(self._index.values()), batch.device)
         self._is_changed = False
 
     def _shrink(self) -> None:
@@ -207,7 +208,7 @@ class Slots:
             self._batch = new = self._graphs.take(self._module, rows, capacity)
         kept = sorted(self._index.values())
         if old is not None:
-            new.cache.copy_rows_from(old.cache, _upload(kept, old.device), rows)
+            new.cache.copy_rows_from(old.cache, upload(kept, old.device), rows)
         self._index = {row: kept.index(index) for row, index in self._index.items()}
         self._lengths = [lengths[index] for index in kept] + [0] * (rows - len(kept))
         self._is_changed, self._sparse_steps = True, 0
@@ -259,12 +260,3 @@ def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:
 def _power_of_2(number: int) -> int:
     """Returns the smallest power of two that is not less than a positive number."""
     return 1 << (number - 1).bit_length()
-
-
-def _upload(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Returns integers, or equally long lists of them, as an int64 tensor on the device, without a host sync."""
-    return _to_device(torch.tensor(values, dtype=torch.int64), device)
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

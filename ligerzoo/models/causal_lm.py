@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.labels import check_labels
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
+
+if TYPE_CHECKING:
+    from ligerzoo.generate import Completion
 
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """Replacement for the cross entropy.
@@ -179,6 +182,14 @@ class CausalLM(LanguageModel):
         from ligerzoo.generate import generate
 
         return generate(self, input_ids, attention_mask, **options)
+
+    def generate_many(
+        self, prompts: Iterable[Tensor | Sequence[int]], *, batch_size: int, **options: Any
+    ) -> Iterator[Completion]:
+        """Continues each prompt and yields the results as they finish; see `ligerzoo.generate.generate_many`."""
+        from ligerzoo.generate import generate_many
+
+        return generate_many(self, prompts, batch_size=batch_size, **options)
 
     def release_decode_graphs(self) -> None:
         """Frees what `generate` keeps on a GPU for later calls: captured CUDA graphs and their KV caches."""
