@@ -11,7 +11,7 @@
     many           `generate_many`: more prompts than fit into a batch
     scheduler      continuous batching: prompts take the rows of those that have finished
     request        a prompt with its options, for the scheduler
-    row_sampler    logits -> the next tokens of rows with options of their own
+    row_sampler    logits -> the next tokens of rows with different options
     sampling       logits -> the next token
     stopping       end-of-sequence tokens, stop strings, padding of finished rows
     streaming      tokens and text during generation

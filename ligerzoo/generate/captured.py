@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers.plain import is_plain
@@ -162,13 +162,13 @@ def can_capture(model: nn.Module) -> bool:
     """Whether a decode step of the model can run as a captured graph.
 
     It can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
-    wrappers and tensor subclasses, it has text inputs only, and neither autocast nor a compiler is active.
+    wrappers and tensor subclasses, it has text inputs only, see `has_static_decoding`, and neither autocast nor a
+    compiler is active.
     """
     device = getattr(model, "device", None)
     return (
         device is not None
         and device.type == "cuda"
-        and hasattr(model, "new_cache")
         and not getattr(model, "modalities", ())
         and not DEBUG  # its checks are host syncs
         and not torch.is_autocast_enabled("cuda")
@@ -176,7 +176,7 @@ def can_capture(model: nn.Module) -> bool:
         and not torch.compiler.is_compiling()
         and all(map(_is_known, model.modules()))
         and all(type(weight) is nn.Parameter and weight.device == device for weight in model.parameters())
-        and model.new_cache(1).is_static  # type: ignore[operator]
+        and has_static_decoding(model)
     )
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.layers import Attention
+
 
 class DecodeBatch:
     """A KV cache of fixed size, and the decode step over it: newest tokens in, logits out. It runs eagerly.
 
-    Rows have positions of their own, so they need neither padding nor a mask.
+    Each row has its own positions, so there is neither padding nor a padding mask.
 
     Args:
         model: the model.
@@ -39,3 +41,10 @@ class DecodeBatch:
         output = model(tokens, None, None, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         logits: Tensor = output.logits[:, -1].float()
         return logits
+
+
+def has_static_decoding(model: nn.Module) -> bool:
+    """Whether a model can decode in a `DecodeBatch`: its KV caches can have a fixed size, and attention is causal."""
+    attentions = (module for module in getattr(model, "model", model).modules() if isinstance(module, Attention))
+    is_causal = all(attention.is_causal for attention in attentions)
+    return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]

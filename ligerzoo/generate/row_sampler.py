@@ -1,4 +1,4 @@
-"""Chooses the next tokens of rows with options of their own, by one `Sampler` for each row."""
+"""Chooses the next tokens of rows with different options, by one `Sampler` for each row."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Scheduler:
             `repetition_penalty`, `eos_token_id`, `stop_strings`, `tokenizer` and `generator`, as in `generate`.
 
     Raises:
-        LigerzooError: an option is unknown or invalid, or the model's KV caches cannot have a fixed size.
+        LigerzooError: an option is unknown or invalid, or the model cannot decode in a `DecodeBatch`.
     """
 
     @torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
@@ -72,7 +72,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
         self._running: dict[int, int] = {}  # row -> request
-        self._results = _Results(batch_size, self._device)
+        self._results = _Results(batch_size, self._device, LAG if self._device.type == "cuda" else 0)
         self._updates: list[Update] = []
         self._added = 0
 
@@ -246,14 +246,15 @@ class _Results:
     Args:
         rows: R.
         device: device of the tokens.
+        lag: number of steps that the device may be ahead of the host.
 
     Attributes:
-        lag: number of steps that the GPU may be ahead of the host; 0 on a CPU.
+        lag: as given.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, lag: int) -> None:
         self._on_gpu = device.type == "cuda"
-        self.lag = LAG if self._on_gpu else 0
+        self.lag = lag
         self._steps: deque[tuple[dict[int, int], Tensor, torch.cuda.Event | None]] = deque()
         # fp64 holds token ids exactly.
         self._buffers = torch.empty(self.lag + 1, 2, rows, dtype=torch.float64, pin_memory=self._on_gpu)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
-from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.transfer import to_device, upload
 from ligerzoo.layers import RotaryEmbedding
 
@@ -40,7 +40,7 @@ class Slots:
         max_length: largest number of tokens in a row; None for no limit. See `max_length`.
 
     Raises:
-        LigerzooError: the model's KV caches cannot have a fixed size.
+        LigerzooError: see `has_static_decoding`.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -225,16 +225,16 @@ def max_length(model: nn.Module) -> int | None:
     Beyond it, the rotary frequencies of each row depend on the longest one (rope types dynamic and longrope).
 
     Raises:
-        LigerzooError: the model's KV caches cannot have a fixed size.
+        LigerzooError: see `has_static_decoding`.
     """
-    cache = model.new_cache(1) if hasattr(model, "new_cache") else None  # type: ignore[operator]
-    if cache is None or not cache.is_static:
+    if not has_static_decoding(model):
         raise LigerzooError(
-            "the model has no KV cache of fixed size", where=type(model).__name__,
-            expected="a ligerzoo.models.CausalLM with self-attention only", remedy="Use generate.",
+            "the model cannot decode with a KV cache of fixed size", where=type(model).__name__,
+            expected="a ligerzoo.models.CausalLM with causal self-attention only", remedy="Use generate.",
         )  # fmt: skip
-    rotary = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    return min((length for length in (cache.max_valid_length, *rotary) if length is not None), default=None)
+    lengths = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    lengths.append(model.new_cache(1).max_valid_length)  # type: ignore[operator]
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Completion, Scheduler, Update, generate_many
+from ligerzoo.generate import captured as captured_module
+from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
+from ligerzoo.generate.captured import DecodeGraph
+from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate.scheduler import _Results
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import covering
 from tests.generate.models import NO_END, TINY, VOCAB
@@ -24,11 +29,34 @@ def model(device: str) -> Any:
     return build("llama", device)
 
 
+@pytest.fixture(params=[0, 3], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the host read the tokens some steps late, as on a GPU."""
+    if request.param > 0:
+
+        def results(rows: int, device: torch.device, lag: int) -> _Results:
+            return _Results(rows, device, request.param)
+
+        monkeypatch.setattr(scheduler_module, "_Results", results)
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "captured"])
+def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Decodes through the cache of a graph. On a CPU, it runs eagerly."""
+    if request.param and device == "cpu":
+        monkeypatch.setattr(slots_module, "can_capture", lambda model: True)
+        monkeypatch.setattr(captured_module, "_memory_for_idle_caches", lambda device: 2**20)
+        monkeypatch.setattr(DecodeGraph, "step", DecodeBatch.step)
+    elif device != "cpu":
+        monkeypatch.setattr(slots_module, "can_capture", lambda model: request.param)
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small limits, so that caches grow and shrink, and prompts are prefilled in chunks."""
     for name, value in {"_MIN_CAPACITY": 8, "_SPARSE_STEPS": 2, "PREFILL_TOKENS": 24, "_MERGED_TOKENS": 12}.items():
         monkeypatch.setattr(slots_module, name, value)
+    monkeypatch.setattr(scheduler_module, "PREFILL_TOKENS", 24)
 
 
 def draw(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
@@ -84,6 +112,7 @@ CASES: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.usefixtures("late", "captured")
 @pytest.mark.parametrize("case", covering(CASES), ids=str)
 def test_results_are_those_of_each_prompt_alone(case: dict[str, Any], device: str) -> None:
     model, prompts = build(case["name"], device), draw(9, longest=case["longest"])
@@ -92,6 +121,7 @@ def test_results_are_those_of_each_prompt_alone(case: dict[str, Any], device: st
     check(model, prompts, results, **options)
 
 
+@pytest.mark.usefixtures("late")
 def test_finish_reasons(model: Any) -> None:
     prompts = draw(6)
     free = [alone(model, prompt) for prompt in prompts]
@@ -138,7 +168,8 @@ def drain(scheduler: Scheduler) -> dict[int, list[int]]:
     return tokens
 
 
-def test_requests_have_options_of_their_own(model: Any, device: str) -> None:
+@pytest.mark.usefixtures("late")
+def test_requests_have_different_options(model: Any, device: str) -> None:
     prompts = draw(6)
     variants: list[dict[str, Any]] = [
         {}, {"max_new_tokens": 3}, {"repetition_penalty": 1.5}, {"eos_token_id": list(range(0, VOCAB, 5))}, STOP,
@@ -152,6 +183,7 @@ def test_requests_have_options_of_their_own(model: Any, device: str) -> None:
         assert tokens[index] == alone(model, prompts[index], **variant)
 
 
+@pytest.mark.usefixtures("late")
 def test_requests_arrive_at_any_time(model: Any) -> None:
     prompts, tokens = draw(12, seed=3), dict[int, list[int]]()
     scheduler = Scheduler(model, batch_size=3, **OPTIONS)
@@ -170,21 +202,25 @@ def test_requests_arrive_at_any_time(model: Any) -> None:
 
 def test_long_prompts_wait_while_others_run(model: Any) -> None:
     """One step prefills a bounded number of tokens, unless nothing runs."""
-    prompts = [*draw(2), [5] * 30, [6] * 30, [7] * 30]
+    prompts, waiting = [[5] * 30, [6] * 30, [7] * 30], []
     scheduler = Scheduler(model, batch_size=5, **OPTIONS)
-    started = []
     for prompt in prompts[:2]:
         scheduler.add(prompt)
-    for step in range(4):
-        started.append(scheduler.free_rows)
+    scheduler.step()
+    assert scheduler.free_rows == 3
+    for prompt in prompts:
+        scheduler.add(prompt)
+    for _ in range(3):
+        assert scheduler.free_rows == 0
         scheduler.step()
-        if step == 0:
-            for prompt in prompts[2:]:
-                scheduler.add(prompt)
-    assert [len(scheduler._waiting), started] == [0, [3, 0, 0, 0]]
+        waiting.append(len(scheduler._waiting))
+    assert waiting == [2, 1, 0]
     scheduler.close()
+    assert scheduler.is_idle
+    assert scheduler.free_rows == 5
 
 
+@pytest.mark.usefixtures("late")
 def test_cancelled_requests_leave(model: Any) -> None:
     prompts = draw(6)
     scheduler = Scheduler(model, batch_size=2, **OPTIONS)
@@ -292,6 +328,7 @@ class Interruption:
             raise self.error
 
 
+@pytest.mark.usefixtures("late", "captured")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("forwards", [1, 2, 9])
 def test_a_model_stays_usable_after_an_exception(model: Any, error: type[BaseException], forwards: int) -> None:
@@ -321,6 +358,7 @@ def test_training_goes_on_afterwards(model: Any) -> None:
     model(ids, labels=ids).loss.backward()
 
 
+@pytest.mark.usefixtures("late")
 def test_broken_logits_remove_their_request_only(model: Any) -> None:
     """Token 5 has an embedding of NaN."""
     with torch.no_grad():

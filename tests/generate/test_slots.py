@@ -13,6 +13,8 @@ from ligerzoo.generate.slots import Slots, max_length, prefill_groups
 from ligerzoo.models import (
     Gemma2,
     Gemma2Config,
+    Gemma3Text,
+    Gemma3TextConfig,
     Llama,
     LlamaConfig,
     Mistral,
@@ -207,6 +209,9 @@ def test_capacity_ends_there_too(device: str) -> None:
     assert state.shape == (1, 21)
 
 
-def test_other_caches_are_refused() -> None:
-    with pytest.raises(LigerzooError, match="Linear: the model has no KV cache of fixed size; expected a ligerzoo"):
-        Slots(nn.Linear(2, 2), 2)
+def test_other_models_are_refused() -> None:
+    bidirectional = Gemma3Text(Gemma3TextConfig(**SIZES, use_bidirectional_attention=True))
+    for model in (nn.Linear(2, 2), bidirectional):
+        name = type(model).__name__
+        with pytest.raises(LigerzooError, match=f"{name}: the model cannot decode with a KV cache of fixed size"):
+            Slots(model, 2)
