@@ -156,23 +156,19 @@ class StaticPosition:
     def __init__(self) -> None:
         self.length = 0
         self.lengths: Tensor | None = None
-        self._newest: tuple[Tensor, Tensor] | None = None  # rows and sequence indices of the tokens being written
+        self._newest: Tensor | None = None  # sequence indices of the tokens that are being written
 
     def next(self, tokens: int, device: torch.device) -> Tensor:
         """Returns the sequence indices of the next T = `tokens` tokens, (B or 1, T) int64."""
         new = torch.arange(tokens, device=device)
         return (self.length + new)[None] if self.lengths is None else self.lengths[:, None] + new
 
-    def write(self, length: int, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns where a layer that holds `length` tokens writes the next T = `tokens` of B = `rows`.
-
-        Returns:
-            Rows (B, 1) and sequence indices (B, T), int64.
-        """
+    def write(self, length: int, rows: int, tokens: int, device: torch.device) -> Tensor:
+        """Returns where a layer that holds `length` tokens writes the next T = `tokens` of B = `rows`, (B, T) int64."""
         if length == self.length:  # the first layer of a forward
             if self.lengths is None:
                 self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
-            self._newest = torch.arange(rows, device=device)[:, None], self.next(tokens, device)
+            self._newest = self.next(tokens, device)
             self.lengths += tokens
             self.length += tokens
         assert self._newest is not None
@@ -242,9 +238,10 @@ class StaticLayerCache(LayerCache):
             )
         rows = len(keys)
         buffers = self.allocate(rows, keys, values)
-        indices = self.position.write(self.length, rows, tokens, keys.device)
+        positions = self.position.write(self.length, rows, tokens, keys.device)
+        row = torch.arange(rows, device=keys.device)[:, None]
         for buffer, new in zip(buffers, (keys, values), strict=True):
-            buffer.transpose(1, 2)[indices] = new
+            buffer.transpose(1, 2)[row, positions] = new
         self.length += tokens
         end = self.capacity if tokens == 1 else self.length
         return _slice(buffers[0], 0, end), _slice(buffers[1], 0, end)
