@@ -2,10 +2,17 @@
 
     decode_loop    `generate`: prefill, then one decode step per token until all rows have finished
     step           one decode step
-    captured       decode steps that run as captured CUDA graphs
     sequences      the tokens of a batch and the model's KV cache
+    slot_sequences sequences in a KV cache of fixed size, for captured decode steps
+    slots          rows of such a cache, each with one sequence
+    decode_batch   a decode step over such a cache
+    captured       decode steps that run as captured CUDA graphs
+    transfer       copies from the host to the device
+    many           `generate_many`: more prompts than fit into a batch
+    scheduler      continuous batching: prompts take the rows of those that have finished
+    request        a prompt with its options, for the scheduler
     sampling       logits -> the next token of each row: seeds, filters and log-probabilities
-    sampling_options  the options of sampling
+    sampling_options the options of sampling
     processors     repetition penalty, banned sequences and n-grams, functions of the user
     filters        functions of logits: temperature, top-k, top-p, min-p
     stopping       end-of-sequence tokens, stop strings, padding of finished rows
@@ -26,19 +33,23 @@ from ligerzoo.generate.filters import (
     penalize_repetition,
     sample,
 )
+from ligerzoo.generate.many import Completion, generate_many
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
+from ligerzoo.generate.scheduler import Scheduler, Update
 from ligerzoo.generate.sequences import align_prompts
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
 
 __all__ = [
+    "Completion",
     "DecodeStep",
     "LogitsProcessor",
     "Sampler",
     "SamplingOptions",
+    "Scheduler",
     "StopStrings",
     "Streamer",
     "SupportsDecode",
@@ -46,11 +57,13 @@ __all__ = [
     "SupportsPush",
     "SupportsStream",
     "TextStreamer",
+    "Update",
     "align_prompts",
     "apply_temperature",
     "draw_seeds",
     "filter_logits",
     "generate",
+    "generate_many",
     "keep_min_p",
     "keep_top_k",
     "keep_top_p",

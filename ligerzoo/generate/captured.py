@@ -12,92 +12,50 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.generate.sequences import Sequences
+from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers.plain import is_plain
 
-_MIN_CAPACITY = 256
+if TYPE_CHECKING:
+    from ligerzoo.generate.slot_sequences import SlotSequences
+
 _MAX_GRAPHS = 16
 _PACKAGES = ("ligerzoo", "torch")  # of layers whose forward never depends on values
 _MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
 
 
-class DecodeGraph:
-    """A decode step of a model for one shape: newest tokens in, logits out. It runs eagerly once, then as a graph.
+class DecodeGraph(DecodeBatch):
+    """A `DecodeBatch` whose step runs eagerly once, then as a captured graph."""
 
-    Args:
-        model: the model.
-        rows: B.
-        capacity: maximum number of tokens of the KV cache.
-        is_padded: whether rows may have padding on the left.
-
-    Attributes:
-        cache: the KV cache, of fixed size.
-        device: device of the weights.
-    """
-
-    def __init__(self, model: nn.Module, rows: int, capacity: int, is_padded: bool) -> None:
-        self.key = rows, capacity, is_padded
-        self.capacity = capacity
-        self.cache = model.new_cache(capacity)  # type: ignore[operator]
-        self.device = device = next(model.parameters()).device
-        self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self._padding_mask, self._padding = None, None
-        if is_padded:
-            self._padding_mask = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-            self._padding = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+    def __init__(self, model: nn.Module, rows: int, capacity: int) -> None:
+        super().__init__(model, rows, capacity)
+        self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self._is_warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
 
-    def start(self, padding_mask: Tensor | None) -> None:
-        """Empties the cache for prompts with this padding mask, (B, T) or None."""
-        self.cache.reset()
-        if padding_mask is not None and self._padding_mask is not None and self._padding is not None:
-            self._padding_mask.copy_(F.pad(padding_mask, (0, self.capacity - padding_mask.shape[1]), value=True))
-            self._padding.copy_((~padding_mask).sum(1, keepdim=True))
-
     def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """Runs the model on the newest tokens, (B, 1).
-
-        Returns:
-            (B, V) fp32 logits, valid until the next step.
-        """
+        """See `DecodeBatch.step`."""
         self._tokens.copy_(tokens)
         if not self._is_warm:  # compiles kernels and creates the handles of libraries, which cannot be captured
             self._is_warm = True
-            return self._forward(model)
+            return super().step(model, self._tokens)
         if self._graph is None:
-            self._capture(model)
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph):
+                self._logits = super().step(model, self._tokens)
+            self._graph = graph
         else:
             self.cache.advance(1)
-        assert self._graph is not None
         assert self._logits is not None
         self._graph.replay()
         return self._logits
-
-    def _forward(self, model: Callable[..., Any]) -> Tensor:
-        position_ids = None
-        if self._padding is not None:
-            position_ids = self.cache.positions(1, self.device) - self._padding
-        output = model(
-            self._tokens, self._padding_mask, position_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        )
-        logits: Tensor = output.logits[:, -1].float()
-        return logits
-
-    def _capture(self, model: Callable[..., Any]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
-            self._logits = self._forward(model)
-        self._graph = graph
 
     @property
     def pool(self) -> Any:
@@ -132,21 +90,22 @@ class DecodeGraphs:
     """The graphs of one model that no call is using, least recently used first."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[tuple[int, int, bool], DecodeGraph] = OrderedDict()
+        self._idle: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
         self._weights: tuple[tuple[Any, ...], ...] = ()
 
-    def take(self, model: nn.Module, rows: int, capacity: int, is_padded: bool) -> DecodeGraph:
-        """Returns a graph for this shape, an idle one if there is any. `give_back` makes it idle again."""
+    def take(self, model: nn.Module, rows: int, capacity: int) -> DecodeGraph:
+        """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
         weights = tuple((weight.data_ptr(), weight.shape, weight.dtype) for weight in model.parameters())
         if weights != self._weights:
             self._idle.clear()
             self._weights = weights
-        graph = self._idle.pop((rows, capacity, is_padded), None)
-        return graph or DecodeGraph(model, rows, capacity, is_padded)
+        graph = self._idle.pop((rows, capacity), None) or DecodeGraph(model, rows, capacity)
+        graph.cache.reset()
+        return graph
 
     def give_back(self, graph: DecodeGraph) -> None:
         """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
-        self._idle[graph.key] = graph
+        self._idle[graph.rows, graph.capacity] = graph
         limit = _memory_for_idle_caches(graph.device)
         while len(self._idle) > _MAX_GRAPHS or sum(graph.cache.nbytes for graph in self._idle.values()) > limit:
             self._idle.popitem(last=False)
@@ -158,6 +117,11 @@ def _memory_for_idle_caches(device: torch.device) -> float:
 
 
 _GRAPHS: weakref.WeakKeyDictionary[nn.Module, DecodeGraphs] = weakref.WeakKeyDictionary()
+
+
+def decode_graphs(model: nn.Module) -> DecodeGraphs:
+    """Returns the idle graphs of a model."""
+    return _GRAPHS.setdefault(model, DecodeGraphs())
 
 
 def release_decode_graphs(model: nn.Module) -> None:
@@ -172,7 +136,7 @@ class CapturedStep(DecodeStep):
     cannot be captured, tokens are chosen eagerly.
     """
 
-    sequences: CapturedSequences
+    sequences: SlotSequences
     _graph: torch.cuda.CUDAGraph | None = None
     _logits: Tensor | None = None
     _key: tuple[Any, ...] | None = None
@@ -197,75 +161,17 @@ class CapturedStep(DecodeStep):
         return self._shown
 
 
-class CapturedSequences(Sequences):
-    """`Sequences` that decode with captured graphs."""
-
-    def __init__(self, model: Any, *arguments: Any) -> None:
-        super().__init__(model, *arguments)
-        self._module: nn.Module = model
-        self._on_device = torch.cuda.device(self.prompts.device if self.prompts.is_cuda else -1)
-        self._graphs = _GRAPHS.setdefault(model, DecodeGraphs())
-        self._graph: DecodeGraph | None = None
-
-    def __enter__(self) -> CapturedSequences:
-        self._on_device.__enter__()  # type: ignore[no-untyped-call]  # graphs run on the current device
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._give_back()
-        self._on_device.__exit__(*exception)
-
-    def prefill(self) -> Tensor:
-        self._graph = self._take(max(_MIN_CAPACITY, self._end + min(self._limit - self._end, _MIN_CAPACITY)))
-        self._graph.start(self._padding_mask)
-        self._cache = self._graph.cache
-        return super().prefill()
-
-    def decode(self) -> Tensor:
-        if self._graph is None or not self._cache.is_valid_for(1):
-            self._give_back()
-            return super().decode()
-        if self._end > self._graph.capacity:
-            self._grow()
-        self._reserve()
-        return self._graph.step(self._model, self._newest)
-
-    @property
-    def pool(self) -> Any:
-        """See `DecodeGraph.pool`."""
-        return None if self._graph is None else self._graph.pool
-
-    def _give_back(self) -> None:
-        """Keeps the graph for later calls."""
-        if self._graph is not None:
-            self._graphs.give_back(self._graph)
-        self._graph = None
-
-    def _take(self, tokens: int) -> DecodeGraph:
-        capacity = 1 << (tokens - 1).bit_length()
-        return self._graphs.take(self._module, len(self.prompts), capacity, self._padding_mask is not None)
-
-    def _grow(self) -> None:
-        smaller, larger = self._graph, self._take(self._end)
-        assert smaller is not None
-        mask = None if self._padding_mask is None else self._padding_mask[:, : self._end]
-        larger.start(mask)
-        larger.cache.copy_from(smaller.cache)
-        self._graph, self._cache = larger, larger.cache
-        self._graphs.give_back(smaller)
-
-
 def can_capture(model: nn.Module) -> bool:
     """Whether a decode step of the model can run as a captured graph.
 
     It can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
-    wrappers and tensor subclasses, it has text inputs only, and neither autocast nor a compiler is active.
+    wrappers and tensor subclasses, it has text inputs only, see `has_static_decoding`, and neither autocast nor a
+    compiler is active.
     """
     device = getattr(model, "device", None)
     return (
         device is not None
         and device.type == "cuda"
-        and hasattr(model, "new_cache")
         and not getattr(model, "modalities", ())
         and not DEBUG  # its checks are host syncs
         and not torch.is_autocast_enabled("cuda")
@@ -273,7 +179,7 @@ def can_capture(model: nn.Module) -> bool:
         and not torch.compiler.is_compiling()
         and all(map(_is_known, model.modules()))
         and all(type(weight) is nn.Parameter and weight.device == device for weight in model.parameters())
-        and model.new_cache(1).is_static  # type: ignore[operator]
+        and has_static_decoding(model)
     )
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.generate.captured import CapturedSequences, CapturedStep, can_capture
+from ligerzoo.generate.captured import CapturedStep, can_capture
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, is_integer, refuse_unknown
 from ligerzoo.generate.sampling import Sampler, check_logits
 from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
 from ligerzoo.generate.sequences import Sequences
+from ligerzoo.generate.slot_sequences import SlotSequences
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import Stopping, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, check_streamer
@@ -89,7 +90,7 @@ def generate(
         remedy = "Pass max_new_tokens=20, for example." if max_new_tokens is None else None
         raise invalid("max_new_tokens", repr(max_new_tokens), "an integer, 0 or more", remedy)
     is_captured = use_cache and max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model)
-    make_sequences = CapturedSequences if is_captured else Sequences
+    make_sequences = SlotSequences if is_captured else Sequences
     sequences = make_sequences(model, input_ids, attention_mask, model_inputs, max_new_tokens, use_cache)
     options = SamplingOptions(
         do_sample=do_sample,
@@ -159,10 +160,13 @@ class States:
         self._on_gpu = step.stopping.running.is_cuda
         self._lag = lag if self._on_gpu else 0
         self._pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self._buffers = torch.empty(self._lag + 1, 2, dtype=torch.bool, pin_memory=self._on_gpu)
+        rows = len(step.stopping.running)
+        self._buffers = torch.empty(self._lag + 1, rows + 1, dtype=torch.bool, pin_memory=self._on_gpu)
 
     def is_finished(self, count: int, *, wait: bool) -> bool:
         """Returns whether all rows have finished, as far as is known, and then drops the tokens after that.
+
+        Releases the rows that have finished.
 
         Args:
             count: number of steps so far.
@@ -172,7 +176,7 @@ class States:
             LigerzooError: the logits of a step were NaN or infinite.
         """
         buffer = self._buffers[count % len(self._buffers)]
-        state = torch.stack([self._step.stopping.running.any(), self._step.sampler.is_broken])
+        state = torch.cat([self._step.stopping.running, self._step.sampler.is_broken[None]])
         buffer.copy_(state, non_blocking=True)
         event = None
         if self._on_gpu:
@@ -183,9 +187,10 @@ class States:
             counted, buffer, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
-            is_running, is_broken = buffer.tolist()
+            *is_running, is_broken = buffer.tolist()
             check_logits(is_broken, counted)
-            if not is_running:
+            if not any(is_running):
                 self._step.sequences.truncate(counted)
                 return True
+            self._step.sequences.release([row for row, runs in enumerate(is_running) if not runs])
         return False

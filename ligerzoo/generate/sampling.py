@@ -20,6 +20,7 @@ from ligerzoo.generate.processors import (
     UserProcessors,
 )
 from ligerzoo.generate.sampling_options import SamplingOptions
+from ligerzoo.generate.transfer import upload
 from ligerzoo.kernels.logit_filter import filter_bounds
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 
@@ -56,15 +57,15 @@ class _Parameters(RowState):
         self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def assign(self, rows: Tensor, options: SamplingOptions, seeds: Tensor | None, vocab_size: int) -> None:
-        samples = options.do_sample
-        self.temperature[rows] = options.temperature if samples else 0.0
-        self.top_k[rows] = min(options.top_k or vocab_size, vocab_size) if samples else vocab_size
-        self.top_p[rows] = 1.0 if options.top_p is None or not samples else options.top_p
-        self.min_p[rows] = 0.0 if options.min_p is None or not samples else options.min_p
+        samples = options.do_sample  # `index_fill_`, since assigning a number to an index is a host sync
+        self.temperature.index_fill_(0, rows, options.temperature if samples else 0.0)
+        self.top_k.index_fill_(0, rows, min(options.top_k or vocab_size, vocab_size) if samples else vocab_size)
+        self.top_p.index_fill_(0, rows, 1.0 if options.top_p is None or not samples else options.top_p)
+        self.min_p.index_fill_(0, rows, 0.0 if options.min_p is None or not samples else options.min_p)
         if seeds is not None:
             self.seeds[rows] = seeds
-        self.counts[rows] = 0
-        self.broken[rows] = False
+        self.counts.index_fill_(0, rows, 0)
+        self.broken.index_fill_(0, rows, False)
 
 
 class Sampler:
@@ -118,6 +119,11 @@ class Sampler:
         """Equal keys have equal kernels and memory. None if a `logits_processor` prevents the capture of `draw`."""
         return None if self._features.has_functions else (*self._features, self._allocations)
 
+    def check(self, options: SamplingOptions) -> None:
+        """Raises LigerzooError if an option does not fit the vocabulary."""
+        largest = max((token for word in options.bad_words_ids or () for token in word), default=0)
+        require(largest < self._vocab_size, "bad_words_ids", largest, f"token ids below {self._vocab_size}")
+
     def assign(
         self,
         rows: Sequence[int],
@@ -143,7 +149,8 @@ class Sampler:
         Raises:
             LigerzooError: an option does not fit the vocabulary, or the generator is on another device.
         """
-        index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
+        self.check(options)
+        index = upload(list(rows), self._device)
         if generator is not None:
             check_generator(generator, self._device)
         if options.do_sample and seeds is None:
@@ -248,8 +255,6 @@ class Sampler:
     def _banned_by(self, options: SamplingOptions, eos_token_ids: Sequence[int]) -> list[tuple[Sequence[int], int]]:
         """Sequences whose last token the options ban, each with the number of new tokens from which it is allowed."""
         words = [word for word in options.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_token_ids)]
-        largest = max((token for word in words for token in word), default=0)
-        require(largest < self._vocab_size, "bad_words_ids", largest, f"token ids below {self._vocab_size}")
         ends = [token for token in eos_token_ids if options.min_new_tokens and token < self._vocab_size]
         return [(word, _ALWAYS) for word in words] + [((token,), options.min_new_tokens or 0) for token in ends]
 

@@ -85,6 +85,9 @@ class Sequences:
         """Drops all but the first tokens of each continuation."""
         self._end = self.prompts.shape[1] + new_tokens
 
+    def release(self, rows: list[int]) -> None:
+        """Frees what finished rows need, where this is possible. Their logits are undefined from then on."""
+
     def __enter__(self) -> Sequences:
         return self
 

@@ -46,8 +46,8 @@ class Stopping:
         tokenizer: SupportsDecode | None,
     ) -> None:
         self._stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
-        self.eos_token_ids = eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
-        pad_ids = _token_ids(model, "pad_token_id", pad_token_id) or eos_ids
+        self.eos_token_ids = eos_ids = token_ids(model, "eos_token_id", eos_token_id)
+        pad_ids = token_ids(model, "pad_token_id", pad_token_id) or eos_ids
         rows, device = len(prompts), prompts.device
         self.is_possible = bool(eos_ids or self._stop_strings)
         needs_padding = self.is_possible and rows != 1
@@ -131,7 +131,7 @@ class StopStrings:
         return any(string in text for text in texts for string in self.strings)
 
 
-def _token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] | None) -> list[int]:
+def token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] | None) -> list[int]:
     """Returns the token ids from the argument, else generation_config, else config. Negative ids mean none."""
     sources = (argument, model.generation_config.get(name), getattr(model.config, name, None))
     value: Any = next((source for source in sources if source is not None), [])

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ligerzoo.kernels import write_to_cache
 
 
 class LayerCache:
@@ -33,8 +36,8 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
-        return torch.arange(self.length, self.length + tokens, device=device)
+        """Returns the sequence indices of the next T = `tokens` tokens, (B or 1, T) int64."""
+        return torch.arange(self.length, self.length + tokens, device=device)[None]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values of new tokens, and returns those to attend to.
@@ -142,31 +145,33 @@ class CrossAttentionLayerCache(LayerCache):
 
 
 class StaticPosition:
-    """The write position of caches of fixed size, counted on the device, where a captured CUDA graph advances it.
+    """The write positions of caches of fixed size, counted on the device, where a captured CUDA graph advances them.
 
-    All layers of a forward write at the same position: the first of them advances it for all.
+    Each row has its own position. All layers of a forward write at the same ones: the first layer advances them.
 
     Attributes:
-        length: number of tokens written so far. A replayed graph does not count on the host; see `KVCache.advance`.
+        length: upper bound of the number of tokens in each row, known on the host. A replayed graph does not count on
+            the host; see `KVCache.advance`.
+        lengths: (B,) int64, number of tokens in each row; None before the first write, when all have `length`.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self._end: Tensor | None = None  # 0-d int64: `length` on the device
+        self.lengths: Tensor | None = None
         self._newest: Tensor | None = None  # sequence indices of the tokens that are being written
 
     def next(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
-        if self._end is None:
-            self._end = torch.full((), self.length, dtype=torch.int64, device=device)
-        return self._end + torch.arange(tokens, device=device)
+        """Returns the sequence indices of the next T = `tokens` tokens, (B or 1, T) int64."""
+        new = torch.arange(tokens, device=device)
+        return (self.length + new)[None] if self.lengths is None else self.lengths[:, None] + new
 
-    def write(self, length: int, tokens: int, device: torch.device) -> Tensor:
-        """Returns where a layer that holds `length` tokens writes the next T = `tokens`, (T,) int64."""
+    def write(self, length: int, rows: int, tokens: int, device: torch.device) -> Tensor:
+        """Returns where a layer that holds `length` tokens writes the next T = `tokens` of B = `rows`, (B, T) int64."""
         if length == self.length:  # the first layer of a forward
+            if self.lengths is None:
+                self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
             self._newest = self.next(tokens, device)
-            assert self._end is not None
-            self._end += tokens
+            self.lengths += tokens
             self.length += tokens
         assert self._newest is not None
         return self._newest
@@ -175,26 +180,37 @@ class StaticPosition:
         """Moves back by `tokens`, for a layer that holds `length` tokens."""
         if length == self.length:  # the first layer
             self.length -= tokens
-            if self._end is not None:
-                self._end -= tokens
+            if self.lengths is not None:
+                self.lengths -= tokens
 
-    def restart(self, length: int = 0) -> None:
-        """Makes `length` the next position."""
-        self.length = length
-        if self._end is not None:
-            self._end.fill_(length)
+    def set(self, lengths: Tensor | int, longest: int) -> None:
+        """Continues each row after its first tokens.
+
+        Args:
+            lengths: (B,) int64, or the same for all rows.
+            longest: the largest of them, or an upper bound.
+        """
+        self.length = longest
+        if isinstance(lengths, int):
+            if self.lengths is not None:
+                self.lengths.fill_(lengths)
+        elif self.lengths is None:
+            self.lengths = lengths.clone()
+        else:
+            self.lengths.copy_(lengths)
 
 
 class StaticLayerCache(LayerCache):
     """Cache of fixed size, for decode steps that are captured in a CUDA graph.
 
-    Its buffers are allocated once, decode steps have constant shapes, and the write position is a tensor on the device.
+    Its buffers are allocated once, decode steps have constant shapes, and the write positions are a tensor on the
+    device. Rows may hold different numbers of tokens; `length` is an upper bound then.
 
     Args:
         capacity: maximum number of tokens.
 
     Attributes:
-        position: where to write; the static layers of a `KVCache` share it.
+        position: where to write in each row; the static layers of a `KVCache` share it.
 
     Raises:
         ValueError: `capacity` is less than 1.
@@ -222,16 +238,27 @@ class StaticLayerCache(LayerCache):
                 f"StaticLayerCache: cannot append {tokens} tokens to the {self.length} in the cache; "
                 f"expected at most {self.capacity} in all, the capacity"
             )
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (
-                x.new_zeros(x.shape[0], x.shape[2], self.capacity, x.shape[3]) for x in (keys, values)
-            )
-        positions = self.position.write(self.length, tokens, keys.device)
-        self._keys.index_copy_(2, positions, keys.transpose(1, 2))
-        self._values.index_copy_(2, positions, values.transpose(1, 2))
+        rows = len(keys)
+        buffers = self.allocate(rows, keys, values)
+        positions = self.position.write(self.length, rows, tokens, keys.device)
+        write_to_cache(*buffers, keys, values, positions)
         self.length += tokens
         end = self.capacity if tokens == 1 else self.length
-        return _slice(self._keys, 0, end), _slice(self._values, 0, end)
+        return _slice(buffers[0], 0, end), _slice(buffers[1], 0, end)
+
+    def allocate(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the buffers, (B, K, capacity, D) each. Allocates them first, unless it has done so before.
+
+        Args:
+            rows: B.
+            keys: (..., K, D), the first keys.
+            values: (..., K, D), the first values.
+        """
+        if self._keys is None or self._values is None:  # zeros: attention multiplies masked values by 0
+            self._keys, self._values = (
+                x.new_zeros(rows, x.shape[-2], self.capacity, x.shape[-1]) for x in (keys, values)
+            )
+        return self._keys, self._values
 
     def remove_last(self, tokens: int) -> None:
         """See `LayerCache.remove_last`."""
@@ -239,16 +266,61 @@ class StaticLayerCache(LayerCache):
         super().remove_last(tokens)
         self.position.remove_last(length, tokens)
 
-    def copy_from(self, other: StaticLayerCache) -> None:
-        """Takes over the tokens of a cache with a smaller capacity."""
-        assert other._keys is not None
-        assert other._values is not None
-        if self._keys is None or self._values is None:
-            batch, heads, _, dim = other._keys.shape
-            self._keys, self._values = (other._keys.new_zeros(batch, heads, self.capacity, dim) for _ in range(2))
-        self._keys[:, :, : other.capacity] = other._keys
-        self._values[:, :, : other.capacity] = other._values
+    def copy_rows_from(self, other: StaticLayerCache, index: Tensor, rows: int) -> None:
+        """Copies rows `index`, (n,) int64, of another cache to the first n of B = `rows` rows.
+
+        Copies as many tokens as both caches have room for.
+        """
         self.length = other.length
+        if other._keys is not None and other._values is not None:  # else a layer without attention
+            tokens = min(self.capacity, other.capacity)
+            sources = other._keys, other._values
+            buffers = self.allocate(rows, *(source.transpose(1, 2) for source in sources))
+            for buffer, source in zip(buffers, sources, strict=True):
+                buffer[: len(index), :, :tokens] = source[index, :, :tokens]
+
+    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""
+        for buffer in (self._keys, self._values):
+            if buffer is not None:
+                buffer[targets, :, :tokens] = buffer[sources, :, :tokens]
+
+
+class PrefillLayerCache(LayerCache):
+    """Some rows of a static cache, to which prompts are written from position 0, while other rows keep their tokens.
+
+    Does not change the lengths of the static cache; see `KVCache.set_lengths`.
+
+    Args:
+        cache: the static cache.
+        index: (B,) int64, the rows.
+        rows: number of rows of the static cache.
+    """
+
+    def __init__(self, cache: StaticLayerCache, index: Tensor, rows: int) -> None:
+        super().__init__()
+        self.capacity = cache.capacity
+        self._cache, self._index, self._rows = cache, index, rows
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `LayerCache.append`."""
+        buffers = self._cache.allocate(self._rows, keys, values)
+        start, self.length = self.length, self.length + keys.shape[1]
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[self._index, :, start : self.length] = new.transpose(1, 2)
+        if start == 0:
+            return keys, values
+        keys, values = (buffer[self._index, :, : self.length].transpose(1, 2) for buffer in buffers)
+        return keys, values
+
+    @property
+    def rows(self) -> int | None:
+        """See `LayerCache.rows`."""
+        return len(self._index)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Continues with rows `index`, (rows,) int64, of the current ones."""
+        self._index = self._index[index]
 
 
 def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
@@ -342,15 +414,44 @@ class KVCache:
         for layer in self._static:
             layer.length = 0
         if self._static:
-            self._static[0].position.restart()
+            self._static[0].position.set(0, 0)
         self.position_offset = self.last_image_mask = None
 
-    def copy_from(self, other: KVCache) -> None:
-        """Takes over the tokens of static caches with a smaller capacity."""
-        for layer, smaller in zip(self._static, other._static, strict=True):
-            layer.copy_from(smaller)
-        self._static[0].position.restart(other.length)
-        self.position_offset, self.last_image_mask = other.position_offset, other.last_image_mask
+    def set_lengths(self, lengths: Tensor, longest: int) -> None:
+        """Sets the number of tokens in each row of static caches; the next ones are written after them.
+
+        Args:
+            lengths: (B,) int64.
+            longest: the largest of them, or an upper bound.
+        """
+        for layer in self._static:
+            layer.length = longest
+        self._static[0].position.set(lengths, longest)
+
+    def prefill_rows(self, index: Tensor, rows: int) -> KVCache:
+        """Returns a cache that writes prompts to some rows of these static caches; see `PrefillLayerCache`.
+
+        Args:
+            index: (n,) int64, the rows.
+            rows: B.
+        """
+        return KVCache(PrefillLayerCache(layer, index, rows) for layer in self._static)
+
+    def copy_rows_from(self, other: KVCache, index: Tensor, rows: int) -> None:
+        """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.
+
+        The remaining rows are empty.
+        """
+        for layer, source in zip(self._static, other._static, strict=True):
+            layer.copy_rows_from(source, index, rows)
+        lengths = other._static[0].position.lengths
+        if lengths is not None:
+            self._static[0].position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)
+
+    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copies the first `tokens` tokens of rows of static caches to other rows; see `StaticLayerCache.copy_rows`."""
+        for layer in self._static:
+            layer.copy_rows(sources, targets, tokens)
 
     def is_valid_for(self, tokens: int) -> bool:
         """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""
@@ -367,7 +468,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Number of tokens in the cache, padding included."""
+        """Number of tokens in the cache, padding included; an upper bound for static caches, see `StaticPosition`."""
         return counter.length if (counter := self._counter) else 0
 
     @property
@@ -381,9 +482,9 @@ class KVCache:
         return counter.capacity if (counter := self._counter) else None
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns the sequence indices of the next T = `tokens` tokens, (T,) int64."""
+        """Returns the sequence indices of the next T = `tokens` tokens, (B or 1, T) int64."""
         counter = self._counter
-        return torch.arange(tokens, device=device) if counter is None else counter.positions(tokens, device)
+        return torch.arange(tokens, device=device)[None] if counter is None else counter.positions(tokens, device)
 
     @property
     def rows(self) -> int | None:
@@ -395,13 +496,29 @@ class KVCache:
         rows = self.rows
         for layer in self.layers:
             layer.select_rows(index)
+        if self._static and (lengths := self._static[0].position.lengths) is not None:
+            self._static[0].position.lengths = lengths.index_select(0, index.to(lengths.device))
         for name in ("position_offset", "last_image_mask"):
             value = getattr(self, name)
             if value is not None and len(value) == rows:  # else 1 row, the same for all
                 setattr(self, name, value.index_select(0, index.to(value.device)))
 
-    def remove_last(self, tokens: int) -> None:
-        """Removes the last tokens; cross-attention caches keep their states. See `LayerCache.remove_last`."""
+    def remove_last(self, tokens: int | Tensor) -> None:
+        """Removes the last tokens; cross-attention caches keep their states. See `LayerCache.remove_last`.
+
+        Args:
+            tokens: number of tokens; of each row, (B,) int64 on the device, if all caches are static and not empty.
+                Then `length`, which the host knows, does not change; see `set_lengths`.
+
+        Raises:
+            ValueError: there are fewer tokens, or a number for each row but caches that are empty or not static.
+        """
+        if isinstance(tokens, Tensor):
+            lengths = self._static[0].position.lengths if self.is_static else None
+            if lengths is None:
+                raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
+            lengths -= tokens
+            return
         for layer in self._self_attention:
             if layer.length > 0:  # a layer without attention appends nothing
                 layer.remove_last(tokens)

@@ -69,7 +69,7 @@ class Context:
         tokens: T.
         cache: as given.
         position_ids: (B or 1, T) or (A, B or 1, T) int64.
-        cache_position: (T,) int64, index of each token in its row, cached tokens included.
+        cache_position: (B or 1, T) int64, index of each token in its row, cached tokens included.
         segment_start: (B or 1, T) int64, index of the first token of each token's segment; None if all are 0.
         padding_mask: (B, S) bool, False for padding; None without padding.
         last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
@@ -132,7 +132,7 @@ class Context:
             bounds = cu_seqlens.to(x.device, torch.int64)
             self._packed_end = bounds[-1]
             segment = torch.searchsorted(bounds, self.cache_position, right=True) - 1
-            self.segment_start = bounds[segment][None]
+            self.segment_start = bounds[segment]
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             self.segment_start = _segment_starts(position_ids)
         if position_ids is None:
@@ -159,19 +159,22 @@ class Context:
     def call_padding_mask(self) -> Tensor | None:
         """Returns the padding mask of the call's tokens, (B or 1, T) bool, False for padding; None without padding."""
         if self._packed_end is not None:
-            return (self.cache_position < self._packed_end)[None]
-        return None if self.padding_mask is None else self.padding_mask[:, self.cache_position]
+            return self.cache_position < self._packed_end
+        return None if self.padding_mask is None else self._at_tokens(self.padding_mask)
 
     def token_positions(self) -> Tensor:
         """Returns the index of each token in its segment, padding not counted, (B or 1, T) int64."""
         if self.padding_mask is not None:
-            return (self.padding_mask.cumsum(1) - 1).clamp(min=0)[:, self.cache_position]
+            return self._at_tokens((self.padding_mask.cumsum(1) - 1).clamp(min=0))
         return self._segment_positions()
 
     def _segment_positions(self) -> Tensor:
         """Returns the index of each token in its segment, padding counted, (B or 1, T) int64."""
-        start = self.segment_start
-        return (self.cache_position if start is None else self.cache_position - start).view(-1, self.tokens)
+        return self.cache_position if self.segment_start is None else self.cache_position - self.segment_start
+
+    def _at_tokens(self, x: Tensor) -> Tensor:
+        """Returns the entries of the call's tokens, (B, T), of one entry for each cached and new token, (B, S)."""
+        return x.gather(1, self.cache_position.expand(len(x), -1))
 
     def allow_bidirectional_spans(self, in_span: Tensor) -> None:
         """Lets the tokens of each span, such as an image, also attend to later tokens of the same span.
@@ -237,9 +240,9 @@ class Context:
         if is_plain and not (is_windowed or is_chunk or force):
             return None
         query = self.cache_position - offset
-        first = torch.zeros_like(query)[None] if self.segment_start is None else self.segment_start
+        first = torch.zeros_like(query) if self.segment_start is None else self.segment_start
         if is_causal:
-            last = query[None].expand_as(first) if self.last_visible is None else self.last_visible - offset
+            last = query if self.last_visible is None else self.last_visible - offset
         elif self.segment_start is None:
             last = torch.full_like(first, keys - 1)
         else:

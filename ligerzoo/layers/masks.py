@@ -93,7 +93,7 @@ class Mask(AttentionMask):
     see the same keys on both.
 
     Args:
-        query: (T,) int64, the index of each query's own key.
+        query: (B or 1, T) int64, the index of each query's own key.
         first: (B or 1, T) int64.
         last: (B or 1, T) int64.
         keys: S.
@@ -106,7 +106,7 @@ class Mask(AttentionMask):
     def __init__(
         self, query: Tensor, first: Tensor, last: Tensor, keys: int, padding_mask: Tensor | None = None
     ) -> None:
-        super().__init__(len(query), keys)
+        super().__init__(query.shape[1], keys)
         self.query, self.first, self.last, self.padding_mask = query, first, last, padding_mask
         self.fallback = None if padding_mask is None else query.where(~self._sees_any(padding_mask), -1)
 

@@ -117,6 +117,12 @@ class RotaryEmbedding(nn.Module):
                 return torch.where(position_ids.max() + 1 > self.original_max_position, long, short)
         return frequencies
 
+    @property
+    def max_independent_length(self) -> int | None:
+        """Length up to which the frequencies do not depend on the longest sequence of the batch; None for no limit."""
+        lengths = {"dynamic": self.max_position, "longrope": self.original_max_position}
+        return lengths.get(self.rope_type)
+
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, each (..., T, R/2), computed in fp32.
 

@@ -197,4 +197,4 @@ def _tile_padding_mask(is_tile: Tensor, length: int, keys: int) -> Mask:
         raise ValueError(f"is_tile: got {is_tile.int().tolist()}; expected rows of at least one 1, then 0")
     state = torch.arange(keys, device=is_tile.device)
     last = torch.where(state < tiles * length, keys - 1, tiles * length - 1)
-    return Mask(state, torch.zeros_like(last), last, keys)
+    return Mask(state[None], torch.zeros_like(last), last, keys)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.models.labels import check_labels
 from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
+
+if TYPE_CHECKING:
+    from ligerzoo.generate import Completion
 
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """Replacement for the cross entropy.
@@ -107,7 +110,8 @@ class CausalLM(LanguageModel):
             shift_labels: (B, T) token ids, already shifted; takes precedence over `labels`.
             past_key_values: KV cache of earlier tokens; extended in place.
             use_cache: create a cache if none was passed.
-            logits_to_keep: number of last tokens to compute logits for, 0 for all; or a 1-d tensor of token indices.
+            logits_to_keep: number of last tokens to compute logits for, 0 for all; or a tensor of token indices, of
+                shape (n,) for all rows or (B, n) for each row.
             num_items_in_batch: divisor of the summed loss. Default: the number of labels that are not ignored.
             cu_seqlens: (n + 1,) int, boundaries of n segments packed into a single row: 0, ..., at most T. The rest of
                 the row is padding.
@@ -139,7 +143,7 @@ class CausalLM(LanguageModel):
             shift_labels = shifted_labels(labels, context.segment_start)
         out = CausalLMOutput(past_key_values=context.cache, aux_loss=self.aux_loss(context), **layer_outputs(context))
         if shift_labels is None:
-            out.logits = self.lm_head(hidden[:, _kept_tokens(logits_to_keep)])
+            out.logits = self.lm_head(_kept_tokens(hidden, logits_to_keep))
             return out
         out.loss = self.lm_head(hidden, shift_labels, num_items_in_batch, objective)
         if objective is not None:
@@ -179,6 +183,14 @@ class CausalLM(LanguageModel):
 
         return generate(self, input_ids, attention_mask, **options)
 
+    def generate_many(
+        self, prompts: Iterable[Tensor | Sequence[int]], *, batch_size: int, **options: Any
+    ) -> Iterator[Completion]:
+        """Continues each prompt and yields the results as they finish; see `ligerzoo.generate.generate_many`."""
+        from ligerzoo.generate import generate_many
+
+        return generate_many(self, prompts, batch_size=batch_size, **options)
+
     def release_decode_graphs(self) -> None:
         """Frees what `generate` keeps on a GPU for later calls: captured CUDA graphs and their KV caches."""
         from ligerzoo.generate import release_decode_graphs
@@ -186,9 +198,16 @@ class CausalLM(LanguageModel):
         release_decode_graphs(self)
 
 
-def _kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Returns the index of the tokens to compute logits for, see `CausalLM.forward`."""
-    if isinstance(logits_to_keep, Tensor):
-        return logits_to_keep
-    check_integer("CausalLM", "logits_to_keep", logits_to_keep, 0)
-    return slice(-logits_to_keep, None)
+def _kept_tokens(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Returns the hidden states (B, n, H) of the tokens to compute logits for, see `CausalLM.forward`."""
+    if not isinstance(logits_to_keep, Tensor):
+        check_integer("CausalLM", "logits_to_keep", logits_to_keep, 0)
+        return hidden[:, -logits_to_keep:]
+    if logits_to_keep.ndim < 2:
+        return hidden[:, logits_to_keep]
+    if len(logits_to_keep) != len(hidden):
+        shape = tuple(logits_to_keep.shape)
+        raise ValueError(
+            f"logits_to_keep has shape {shape}; expected (n,), or ({len(hidden)}, n): one row for each row"
+        )
+    return hidden[torch.arange(len(hidden), device=hidden.device)[:, None], logits_to_keep]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.generate import DecodeStep, captured, decode_loop
+from ligerzoo.generate import DecodeStep, captured, decode_loop, slots
 from ligerzoo.generate.captured import DecodeGraph, can_capture, release_decode_graphs
+from ligerzoo.generate.decode_batch import DecodeBatch
 from ligerzoo.models import (
     Gemma2,
     Gemma2Config,
@@ -20,6 +21,8 @@ from ligerzoo.models import (
     MistralConfig,
     Mixtral,
     MixtralConfig,
+    Phi3,
+    Phi3Config,
     Qwen3Moe,
     Qwen3MoeConfig,
 )
@@ -28,6 +31,9 @@ from tests.generate.models import NO_END, TINY, VOCAB
 
 SIZES: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
 MOE: dict[str, Any] = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FACTORS = [1.0 + i for i in range(8)]
+LONGROPE = {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1]}
+PHI3: dict[str, Any] = {**TINY, "rope_scaling": LONGROPE, "original_max_position_embeddings": 50}
 BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: Llama(LlamaConfig(**SIZES)),
     "mistral": lambda: Mistral(MistralConfig(**SIZES, sliding_window=7)),
@@ -35,6 +41,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "gemma3_text": lambda: Gemma3Text(Gemma3TextConfig(**SIZES, sliding_window=7)),
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
+    "phi3": lambda: Phi3(Phi3Config(**{**PHI3, "hidden_size": 96})),  # the longest prompts end beyond 50 tokens
 }
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}
 PROCESSED: dict[str, Any] = {
@@ -60,14 +67,10 @@ def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.fixture(autouse=True)
 def small_buckets(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small capacities, so that caches grow, and on a CPU a step that is never captured."""
-    monkeypatch.setattr(captured, "_MIN_CAPACITY", 16)
+    monkeypatch.setattr(slots, "_MIN_CAPACITY", 16)
+    monkeypatch.setattr(slots, "_SPARSE_STEPS", 3)
     if device == "cpu":
-
-        def step(self: DecodeGraph, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-            self._tokens.copy_(tokens)
-            return self._forward(model)
-
-        monkeypatch.setattr(DecodeGraph, "step", step)
+        monkeypatch.setattr(DecodeGraph, "step", DecodeBatch.step)
         monkeypatch.setattr(captured, "_memory_for_idle_caches", lambda device: 2**20)
         monkeypatch.setattr(decode_loop, "CapturedStep", DecodeStep)
 
@@ -77,7 +80,8 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
     """Generates eagerly, or captured, with the same seed."""
 
     def run(model: Any, *inputs: Tensor | None, capture: bool, **options: Any) -> Tensor:
-        monkeypatch.setattr(decode_loop, "can_capture", lambda model: capture)
+        for module in (decode_loop, slots):
+            monkeypatch.setattr(module, "can_capture", lambda model: capture)
         torch.manual_seed(5)
         options = {"max_new_tokens": 40, "eos_token_id": NO_END, "pad_token_id": 0} | options
         result: Tensor = model.generate(*inputs, **options)
@@ -110,6 +114,15 @@ def test_captured_tokens_are_the_eager_ones(case: dict[str, Any], generate: Call
     expected = generate(model, *inputs, capture=False, **case["options"])
     for _ in range(2):  # the second call finds the graph of the first
         assert torch.equal(generate(model, *inputs, capture=True, **case["options"]), expected)
+
+
+def test_finished_rows_leave(generate: Callable[..., Tensor], device: str) -> None:
+    model = build("mistral", device)
+    inputs = prompts(6, 9, device, padded=True)
+    options = {"eos_token_id": list(range(0, VOCAB, 12)), "max_new_tokens": 60}
+    expected = generate(model, *inputs, capture=False, **options)
+    assert torch.equal(generate(model, *inputs, capture=True, **options), expected)
+    assert {graph.rows for graph in captured._GRAPHS[model]._idle.values()} > {6}
 
 
 def test_weights_may_change_in_place_and_be_replaced(generate: Callable[..., Tensor], device: str) -> None:

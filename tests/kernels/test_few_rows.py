@@ -111,9 +111,7 @@ def test_it_compiles(rows: int, features: int, outputs: int) -> None:
 def test_arguments_are_checked() -> None:
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     for arguments in ((weight, weight[:2]), (weight[:, :3], weight[:, :3]), (weight, weight, torch.ones(4))):
-        with pytest.raises(
-            ValueError, match=r"^linear_glu: x is \(2, 4\), gate .*; expected \(..., K\)"
-        ):
+        with pytest.raises(ValueError, match=r"^linear_glu: x is \(2, 4\), gate .*; expected \(..., K\)"):
             linear_glu(x, *arguments)
     with pytest.raises(ValueError, match=r"activation='slu'; .*Did you mean 'silu'"):
         linear_glu(x, weight, weight, activation="slu")  # type: ignore[arg-type]

@@ -62,7 +62,8 @@ def test_static_cache_keeps_its_memory(tokens: int) -> None:
     pointers = set()
     for start in range(0, 297, tokens):
         end = start + tokens
-        assert cache.positions(tokens, keys.device).tolist() == list(range(start, end))
+        positions = cache.positions(tokens, keys.device)
+        assert positions.tolist() == [list(range(start, end))] * len(positions)
         got = cache.append(keys[:, start:end], values[:, start:end])
         for whole, x in zip(got, (keys, values), strict=True):
             assert torch.equal(whole[:, :end], x[:, :end])
@@ -87,7 +88,8 @@ def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: i
     append(0, 9)
     cache.remove_last(4)
     assert cache.length == 5
-    assert cache.positions(new, keys.device).tolist() == list(range(5, 5 + new))
+    positions = cache.positions(new, keys.device)
+    assert positions.tolist() == [list(range(5, 5 + new))] * len(positions)
     for got in append(20, 20 + new):
         for part, x in zip(got, (keys, values), strict=True):
             assert torch.equal(part[:, : 5 + new], torch.cat([x[:, :5], x[:, 20 : 20 + new]], 1))
@@ -107,7 +109,7 @@ def test_kv_cache_has_one_cache_per_layer() -> None:
     for layer in cache.layers:
         layer.append(token, token)
     assert (cache.length, cache.get_seq_length()) == (1, 1)
-    assert cache.positions(2, token.device).tolist() == [1, 2]
+    assert cache.positions(2, token.device).tolist() == [[1, 2]]
     assert KVCache([]).length == 0
     assert KVCache([StaticLayerCache(7)]).capacity == 7
 

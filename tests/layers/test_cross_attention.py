@@ -166,7 +166,7 @@ def test_length_counts_tokens_and_cross_attention_length_counts_states() -> None
     of_images.append(keys[:, :64], keys[:, :64])
     of_images.append(keys[:, 64:], keys[:, 64:])
     of_tokens.append(keys[:, :3], keys[:, :3])
-    assert (cache.cross_attention_length, cache.length, cache.positions(2, keys.device).tolist()) == (70, 3, [3, 4])
+    assert (cache.cross_attention_length, cache.length, cache.positions(2, keys.device).tolist()) == (70, 3, [[3, 4]])
     assert all(torch.equal(cached, keys) for cached in of_images.read())
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ligerzoo import AutoModel
+from ligerzoo.generate.decode_batch import has_static_decoding
 from ligerzoo.layers import Attention
 from ligerzoo.models import CausalLM
 from tests.models.comparing import (
@@ -123,7 +124,8 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
 def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Compares tokens generated beyond every sliding window, after left padding, and logits computed with a cache.
 
-    A growing and a fixed-size cache, filled in chunks, must give the logits of one forward without a cache.
+    A growing and a fixed-size cache, filled in chunks, must give the logits of one forward without a cache. Rows with
+    different positions must give the tokens of the padded batch.
     """
     ours, theirs = models
     tokens = random_tokens(tiny, device)
@@ -144,6 +146,11 @@ def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel],
         chunks = [9, 1, 1, 7, 1, got.shape[1] - 19]
         pieces = [ours(piece, past_key_values=cache).logits for piece in got[:1].split(chunks, 1)]
         assert_close(torch.cat(pieces, 1), whole, "logits from a cache")
+    if has_static_decoding(ours):
+        prompts = [row[is_token == 1] for row, is_token in zip(tokens, mask, strict=True)]
+        many = ours.generate_many(prompts, batch_size=2, max_new_tokens=10, eos_token_id=[])
+        results = {one.index: one for one in many}
+        assert [results[i].tokens for i in range(len(tokens))] == got[:, tokens.shape[1] :].tolist()
 
 
 @once_for_each_model

@@ -1,0 +1,50 @@
+"""A decode step of a fixed number of rows over a KV cache of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.layers import Attention
+
+
+class DecodeBatch:
+    """A KV cache of fixed size, and the decode step over it: newest tokens in, logits out. It runs eagerly.
+
+    Each row has its own positions, so there is neither padding nor a padding mask.
+
+    Args:
+        model: the model.
+        rows: P.
+        capacity: maximum number of tokens in each row.
+
+    Attributes:
+        rows, capacity: as given.
+        cache: the KV cache.
+        device: device of the weights.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.cache = model.new_cache(capacity)  # type: ignore[operator]
+        self.device: torch.device = next(model.parameters()).device
+
+    def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+        """Runs the model on the newest tokens, (P, 1).
+
+        Returns:
+            (P, V) fp32 logits, valid until the next step.
+        """
+        output = model(tokens, None, None, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+
+def has_static_decoding(model: nn.Module) -> bool:
+    """Whether a model can decode in a `DecodeBatch`: its KV caches can have a fixed size, and attention is causal."""
+    attentions = (module for module in getattr(model, "model", model).modules() if isinstance(module, Attention))
+    is_causal = all(attention.is_causal for attention in attentions)
+    return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]

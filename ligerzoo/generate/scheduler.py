@@ -1,0 +1,301 @@
+"""Continuous batching: rows of a batch take the next prompts as soon as others have finished (Yu et al. 2022, Orca)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.decode_loop import LAG
+from ligerzoo.generate.options import invalid, is_integer, require
+from ligerzoo.generate.request import Request, RequestOptions, as_prompt
+from ligerzoo.generate.sampling import Sampler, draw_seeds
+from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
+from ligerzoo.generate.transfer import upload
+
+
+@dataclass(frozen=True)
+class Update:
+    """New tokens of one request.
+
+    Attributes:
+        index: what `Scheduler.add` returned for the request.
+        tokens: the new tokens, with the end-of-sequence token.
+        logps: their log-probabilities under the softmax of the logits, without temperature and filters.
+        finish_reason: "stop" after an end-of-sequence token or stop string, "length" after `max_new_tokens` tokens,
+            None while the request runs.
+    """
+
+    index: int
+    tokens: list[int]
+    logps: list[float]
+    finish_reason: str | None
+
+
+class Scheduler:
+    """Continues many prompts together. Each of them gets the tokens that it gets alone.
+
+        scheduler = Scheduler(model, batch_size=32, max_new_tokens=100)
+        scheduler.add(prompt)
+        while not scheduler.is_idle:
+            for update in scheduler.step(): ...
+
+    Each step decodes one token of each running request. On a GPU the host reads the tokens some steps late, so that the
+    GPU always has work. Not thread-safe: one thread drives it. After an exception in `step`, other than LigerzooError,
+    only `close` may be called. While requests run, weights may change in place, but not be replaced by other tensors.
+
+    Args:
+        model: a causal language model with self-attention only. Text inputs only.
+        batch_size: largest number of requests that run at the same time. Others wait.
+        defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
+            those of `SamplingOptions`.
+
+    Raises:
+        LigerzooError: an option is unknown or invalid, or the model cannot decode in a `DecodeBatch`.
+    """
+
+    @torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
+    def __init__(self, model: nn.Module, *, batch_size: int, **defaults: Any) -> None:
+        require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
+        self._model = cast(Any, model)
+        self._slots = Slots(model, batch_size)
+        self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
+        self._device: torch.device = next(model.parameters()).device
+        self._sampler = Sampler(batch_size, self._model.config.vocab_size, self._device)
+        self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
+        self._requests: dict[int, Request] = {}  # that are not finished
+        self._waiting: deque[int] = deque()
+        self._running: dict[int, int] = {}  # row -> request
+        self._results = _Results(batch_size, self._device, LAG if self._device.type == "cuda" else 0)
+        self._updates: list[Update] = []
+        self._added = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs, and `step` has returned all updates."""
+        return not (self._requests or self._updates)
+
+    @property
+    def free_rows(self) -> int:
+        """Number of further requests that the next step would start."""
+        return max(0, self._slots.rows - len(self._running) - len(self._waiting))
+
+    def add(self, prompt: Tensor | Sequence[int], **options: Any) -> int:
+        """Adds a request, which waits for a free row.
+
+        Args:
+            prompt: (T,) token ids, without padding.
+            options: replace the defaults.
+
+        Returns:
+            The index of the request: 0, 1, ...
+
+        Raises:
+            LigerzooError: an option is unknown or invalid, the prompt is empty or has an unknown token id, or the
+                sequence may become too long for the model's rotary embedding.
+        """
+        return self.submit(self.request(prompt, "prompt", **options))
+
+    def submit(self, request: Request) -> int:
+        """Adds a request that `request` returned; see `add`."""
+        index, self._added = self._added, self._added + 1
+        if request.options.sampling.do_sample:  # now, so that the tokens do not depend on when the request starts
+            request.seed = draw_seeds(1, self._device, request.options.generator)
+        self._requests[index] = request
+        self._waiting.append(index)
+        return index
+
+    def request(self, prompt: object, name: str, **options: Any) -> Request:
+        """Returns a request without adding it; see `add`.
+
+        Args:
+            prompt: see `add`.
+            name: of the prompt, for messages.
+            options: see `add`.
+        """
+        parsed = RequestOptions(self._model, **{**self._given, **options}) if options else self.defaults
+        self._sampler.check(parsed.sampling)
+        request = Request(as_prompt(prompt, self._model, name), parsed)
+        limit, length = self._slots.max_length, len(request.prompt) + request.max_new_tokens
+        if limit is not None and length > limit:
+            got = f"{len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}"
+            remedy = "Use generate: longer sequences change the rotary frequencies of all rows."
+            raise invalid(name, got, f"at most {limit} in all", remedy)
+        return request
+
+    def cancel(self, index: int) -> None:
+        """Removes a request; there are no more updates of it. One that has finished is ignored.
+
+        Raises:
+            LigerzooError: there was never such a request.
+        """
+        is_known = is_integer(index) and 0 <= index < self._added
+        require(is_known, "index", repr(index), f"an index that add returned, below {self._added}")
+        self._updates = [update for update in self._updates if update.index != index]
+        if index in self._waiting:
+            self._waiting.remove(index)
+        self._finish(index)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self) -> list[Update]:
+        """Decodes one token of each running request, and starts waiting requests in free rows.
+
+        Returns:
+            New tokens, at most one update for each request and step. On a GPU, they are those of an earlier step.
+
+        Raises:
+            LigerzooError: the logits of requests were NaN or infinite. These are removed; others may go on.
+        """
+        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+            self._start_step()
+            self._read(0 if not self._running else self._results.lag)
+        updates, self._updates = self._updates, []
+        return updates
+
+    def close(self) -> None:
+        """Removes all requests, and keeps the captured graph for later calls."""
+        self._slots.close()
+        self._results.clear()
+        for state in (self._requests, self._waiting, self._running, self._updates):
+            state.clear()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_step(self) -> None:
+        """Starts the work of a step on the device."""
+        logits = self._slots.decode(self._newest) if self._running else None
+        admitted = self._admitted()
+        if admitted:
+            requests = [self._requests[index] for index in admitted.values()]
+            longest = max(request.max_new_tokens for request in requests)
+            first = self._slots.admit(list(admitted), [request.prompt for request in requests], longest)
+            for row, request in zip(admitted, requests, strict=True):
+                options = request.options
+                eos_token_ids = sorted(options.eos_token_ids)
+                self._sampler.assign(
+                    [row], [request.prompt], options.sampling, eos_token_ids=eos_token_ids, seeds=request.seed
+                )
+            if logits is None:
+                logits = first.new_zeros(self._slots.rows, first.shape[1])
+            logits[upload(list(admitted), self._device)] = first
+            self._running |= admitted
+        if logits is None:
+            return
+        tokens, logps, _ = self._sampler.choose(logits)
+        self._newest = tokens[:, None]
+        self._results.push(self._running, tokens, logps.masked_fill(self._sampler.broken, math.nan))
+        for row, index in list(self._running.items()):
+            request = self._requests[index]
+            request.started += 1
+            if request.started == request.max_new_tokens:
+                self._leave(row)
+
+    def _admitted(self) -> dict[int, int]:
+        """Takes waiting requests for free rows: row -> request.
+
+        While others run, which wait for it, one step prefills about PREFILL_TOKENS tokens at most.
+        """
+        admitted: dict[int, int] = {}
+        tokens = 0
+        for row in range(self._slots.rows):
+            if not self._waiting or (self._running and tokens >= PREFILL_TOKENS):
+                break
+            if row not in self._running:
+                admitted[row] = self._waiting.popleft()
+                tokens += len(self._requests[admitted[row]].prompt)
+        return admitted
+
+    def _read(self, lag: int) -> None:
+        """Reads the tokens of all steps but the last `lag` ones."""
+        while len(self._results) > lag:
+            broken = []
+            for index, token, logp in self._results.pop():
+                if (request := self._requests.get(index)) is None:  # finished or cancelled
+                    continue
+                if math.isnan(logp):
+                    broken.append(index)
+                    self._finish(index)
+                    continue
+                reason = request.append(token)
+                self._updates.append(Update(index, [token], [logp], reason))
+                if reason is not None:
+                    self._finish(index)
+            if broken:
+                raise _broken(broken)
+
+    def _finish(self, index: int) -> None:
+        self._requests.pop(index, None)
+        for row in [row for row, running in self._running.items() if running == index]:
+            self._leave(row)
+
+    def _leave(self, row: int) -> None:
+        """Frees a row."""
+        del self._running[row]
+        self._slots.release([row])
+        self._sampler.release([row])
+
+
+class _Results:
+    """Tokens and log-probabilities of the last steps, which the host reads later.
+
+    Args:
+        rows: R.
+        device: device of the tokens.
+        lag: number of steps that the device may be ahead of the host.
+
+    Attributes:
+        lag: as given.
+    """
+
+    def __init__(self, rows: int, device: torch.device, lag: int) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.lag = lag
+        self._steps: deque[tuple[dict[int, int], Tensor, torch.cuda.Event | None]] = deque()
+        # fp64 holds token ids exactly.
+        self._buffers = torch.empty(self.lag + 1, 2, rows, dtype=torch.float64, pin_memory=self._on_gpu)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def push(self, running: dict[int, int], tokens: Tensor, logps: Tensor) -> None:
+        """Copies the results of a step, (R,) each, to the host, of which the rows of `running` count."""
+        buffer = self._buffers[self._count % len(self._buffers)]
+        self._count += 1
+        buffer.copy_(torch.stack([tokens.double(), logps.double()]), non_blocking=True)
+        event = None
+        if self._on_gpu:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._steps.append((dict(running), buffer, event))
+
+    def pop(self) -> list[tuple[int, int, float]]:
+        """Returns request, token and log-probability of each row of the oldest step."""
+        running, buffer, event = self._steps.popleft()
+        if event is not None:
+            event.synchronize()
+        tokens, logps = buffer.tolist()
+        return [(index, int(tokens[row]), logps[row]) for row, index in running.items()]
+
+    def clear(self) -> None:
+        """Drops all steps."""
+        self._steps.clear()
+
+
+def _broken(indices: list[int]) -> LigerzooError:
+    return LigerzooError(
+        "no token can be chosen", where=f"logits of request {', '.join(map(str, indices))}",
+        got="NaN, inf or only -inf", expected="finite logits; -inf for some tokens only",
+        remedy="Check the weights for NaN, or use bfloat16 or float32 instead of float16.",
+    )  # fmt: skip

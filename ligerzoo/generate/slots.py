@@ -1,0 +1,262 @@
+"""Rows of a KV cache of fixed size, each of which holds one sequence at its own positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
+from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
+from ligerzoo.generate.transfer import to_device, upload
+from ligerzoo.layers import RotaryEmbedding
+
+PREFILL_TOKENS = 16384
+"""Tokens of one prefill, padding included. It bounds the memory of the hidden states."""
+
+_MERGED_TOKENS = 1024  # tokens of a prefill that cost less than a second one, whatever part of them is padding
+_MIN_CAPACITY = 256
+_SPARSE_STEPS = 32  # decode steps with half of the rows empty that cost as much as a change to fewer rows
+
+
+class Slots:
+    """R rows, each empty or holding one sequence. All decode together; each may be replaced at any step.
+
+    Prompts are prefilled without padding on the left: each row starts at position 0. The KV cache has room for some
+    P <= R rows, a power of two or R, and a power of two of tokens. It grows when rows or tokens do not fit, and loses
+    rows after some steps with half of them empty. On a GPU, decode steps run as captured graphs where `can_capture`
+    allows; then the current device must be the model's.
+
+    Args:
+        model: the model. Runs uncompiled after `model.compile()`.
+        rows: R.
+
+    Attributes:
+        rows: R.
+        max_length: largest number of tokens in a row; None for no limit. See `max_length`.
+
+    Raises:
+        LigerzooError: see `has_static_decoding`.
+    """
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.rows, self.max_length = rows, max_length(model)
+        self._module = model
+        # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
+        self._model: Callable[..., Any] = model._call_impl
+        self._graphs = decode_graphs(model) if can_capture(model) else None
+        self._batch: DecodeBatch | None = None
+        self._index: dict[int, int] = {}  # rows that are not empty, and their rows in the cache
+        self._lengths: list[int] = []  # tokens of each row of the cache; an empty one counts on, from 0
+        self._is_changed = False  # whether the lengths and indices on the device are older than these
+        self._sparse_steps = 0
+        self._logits: Tensor | None = None
+        self._from_rows = self._to_rows = self._used = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def pool(self) -> Any:
+        """Memory pool of the captured graph; None before the capture, and without graphs."""
+        return self._batch.pool if isinstance(self._batch, DecodeGraph) else None
+
+    def admit(self, rows: Sequence[int], prompts: Sequence[Tensor], new_tokens: int = 1) -> Tensor:
+        """Prefills prompts into empty rows. Equal prompts are prefilled once.
+
+        Args:
+            rows: n indices of empty rows.
+            prompts: n tensors of token ids on the CPU, (T_i,) int64.
+            new_tokens: number of tokens that are expected to follow each prompt; more are possible.
+
+        Returns:
+            (n, V) fp32 logits of the next tokens.
+        """
+        tokens = max(map(len, prompts)) + max(1, min(new_tokens, _MIN_CAPACITY))
+        self._reserve(len(self._index) + len(rows), tokens if self.max_length is None else min(tokens, self.max_length))
+        batch = self._current
+        free = [index for index in range(batch.rows) if index not in self._index.values()]
+        for row, prompt in zip(rows, prompts, strict=True):
+            index = row if row in free else free[-1]  # in the order of the rows where possible
+            free.remove(index)
+            self._index[row], self._lengths[index] = index, len(prompt)
+        self._is_changed = True
+
+        first: dict[bytes, int] = {}  # the first of equal prompts
+        same = [first.setdefault(prompt.numpy().tobytes(), i) for i, prompt in enumerate(prompts)]
+        order: list[int] = []
+        parts: list[Tensor] = []
+        for group in prefill_groups({i: len(prompts[i]) for i in first.values()}):
+            order += group
+            parts.append(self._prefill([self._index[rows[i]] for i in group], [prompts[i] for i in group]))
+        logits = torch.cat(parts)
+        copies = [(self._index[rows[i]], self._index[row]) for row, i in zip(rows, same, strict=True) if rows[i] != row]
+        if copies:
+            sources, targets = (upload(list(x), batch.device) for x in zip(*copies, strict=True))
+            batch.cache.copy_rows(sources, targets, max(map(len, prompts)))
+        return logits[upload([order.index(i) for i in same], batch.device)]
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Appends one token to each row, and computes the logits of the next ones.
+
+        Args:
+            tokens: (R, 1) int64; any token id of the vocabulary in empty rows.
+
+        Returns:
+            (R, V) fp32 logits, valid until the next call; undefined, but finite, in empty rows.
+        """
+        self._shrink()
+        self._reserve(len(self._index), 1 + max(self._lengths[index] for index in self._index.values()))
+        batch = self._current
+        for index, length in enumerate(self._lengths):
+            if length == batch.capacity:  # of an empty row
+                self._lengths[index], self._is_changed = 0, True
+        if self._is_changed:
+            self._update()
+        is_direct = batch.rows == self.rows and all(row == index for row, index in self._index.items())
+        logits = batch.step(self._model, tokens if is_direct else tokens[self._from_rows])
+        self._lengths = [length + 1 for length in self._lengths]
+        if is_direct:
+            return logits
+        if self._logits is None:
+            self._logits = logits.new_zeros(self.rows, logits.shape[1])
+        self._logits[self._to_rows] = logits[self._used]
+        return self._logits
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Empties rows. Rows that are empty are ignored."""
+        for row in rows:
+            if row in self._index:
+                self._lengths[self._index.pop(row)] = 0
+                self._is_changed = True
+
+    def close(self) -> None:
+        """Empties all rows, and keeps the captured graph for later calls."""
+        self._give_back(self._batch)
+        self._batch, self._lengths = None, []
+        self._index.clear()
+
+    @property
+    def _current(self) -> DecodeBatch:
+        assert self._batch is not None
+        return self._batch
+
+    def _prefill(self, indices: list[int], prompts: list[Tensor]) -> Tensor:
+        """Prefills prompts, longest first, into rows of the cache, in chunks of at most PREFILL_TOKENS tokens.
+
+        Returns:
+            (n, V) fp32 logits after each prompt.
+        """
+        device = self._current.device
+        ids, lengths = to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
+        cache = self._current.cache.prefill_rows(upload(indices, device), self._current.rows)
+        chunk = max(1, PREFILL_TOKENS // len(prompts))
+        parts, start, count = [], 0, len(prompts)
+        while count > 0:
+            end = min(start + chunk, lengths[0])
+            last = [[min(length, end) - start - 1] for length in lengths[:count]]
+            output = self._model(
+                ids[:count, start:end], None, None, past_key_values=cache, use_cache=True,
+                logits_to_keep=upload(last, device),
+            )  # fmt: skip
+            remaining = sum(length > end for length in lengths)
+            if remaining < count:
+                parts.append(output.logits[remaining:, -1].float())
+                cache.select_rows(torch.arange(remaining, device=device))
+            start, count = end, remaining
+        return torch.cat(parts[::-1])
+
+    def _update(self) -> None:
+        """Copies the lengths and indices to the device."""
+        batch, rows = self._current, {index: row for row, index in self._index.items()}
+        batch.cache.set_lengths(upload(self._lengths, batch.device), max(self._lengths))
+        self._from_rows = upload([rows.get(index, 0) for index in range(batch.rows)], batch.device)
+        self._to_rows = upload(list(self._index), batch.device)
+        self._used = upload(list(self._index.values()), batch.device)
+        self._is_changed = False
+
+    def _shrink(self) -> None:
+        """Continues with fewer rows after some steps with half of them empty."""
+        rows = self._rows_for(len(self._index))
+        self._sparse_steps = self._sparse_steps + 1 if 2 * rows <= self._current.rows else 0
+        if self._sparse_steps > _SPARSE_STEPS:
+            self._move(rows, self._current.capacity)
+
+    def _reserve(self, rows: int, tokens: int) -> None:
+        """Continues with a larger cache if it lacks room."""
+        old_rows, capacity = (0, 0) if self._batch is None else (self._batch.rows, self._batch.capacity)
+        if rows > old_rows or tokens > capacity:
+            self._move(max(old_rows, self._rows_for(rows)), max(capacity, self._capacity_for(tokens)))
+
+    def _rows_for(self, rows: int) -> int:
+        return min(self.rows, _power_of_2(rows))
+
+    def _capacity_for(self, tokens: int) -> int:
+        capacity = _power_of_2(max(tokens, _MIN_CAPACITY))
+        return capacity if self.max_length is None else min(capacity, self.max_length)
+
+    def _move(self, rows: int, capacity: int) -> None:
+        """Continues with a cache of another size."""
+        if not self._index:  # nothing to copy, so that memory is free before more is allocated
+            self._give_back(self._batch)
+            self._batch = None
+        old, lengths = self._batch, self._lengths
+        if self._graphs is None:
+            self._batch = new = DecodeBatch(self._module, rows, capacity)
+        else:
+            self._batch = new = self._graphs.take(self._module, rows, capacity)
+        kept = sorted(self._index.values())
+        if old is not None:
+            new.cache.copy_rows_from(old.cache, upload(kept, old.device), rows)
+        self._index = {row: kept.index(index) for row, index in self._index.items()}
+        self._lengths = [lengths[index] for index in kept] + [0] * (rows - len(kept))
+        self._is_changed, self._sparse_steps = True, 0
+        self._give_back(old)
+
+    def _give_back(self, batch: DecodeBatch | None) -> None:
+        if self._graphs is not None and isinstance(batch, DecodeGraph):
+            self._graphs.give_back(batch)
+
+
+def max_length(model: nn.Module) -> int | None:
+    """Returns the largest length of a sequence in `Slots`; None for no limit.
+
+    Beyond it, the rotary frequencies of each row depend on the longest one (rope types dynamic and longrope).
+
+    Raises:
+        LigerzooError: see `has_static_decoding`.
+    """
+    if not has_static_decoding(model):
+        raise LigerzooError(
+            "the model cannot decode with a KV cache of fixed size", where=type(model).__name__,
+            expected="a ligerzoo.models.CausalLM with causal self-attention only", remedy="Use generate.",
+        )  # fmt: skip
+    lengths = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    lengths.append(model.new_cache(1).max_valid_length)  # type: ignore[operator]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:
+    """Groups prompts that are prefilled together, padded on the right: each group has similar lengths, longest first.
+
+    A group has at most PREFILL_TOKENS tokens with padding, unless it is a single prompt.
+
+    Args:
+        lengths: length of each prompt.
+    """
+    groups: list[list[int]] = []
+    for prompt in sorted(lengths, key=lambda prompt: -lengths[prompt]):
+        if groups:
+            longest, tokens = lengths[groups[-1][0]], (len(groups[-1]) + 1) * lengths[groups[-1][0]]
+            is_similar = 4 * lengths[prompt] >= 3 * longest
+            if tokens <= (PREFILL_TOKENS if is_similar else _MERGED_TOKENS):
+                groups[-1].append(prompt)
+                continue
+        groups.append([prompt])
+    return groups
+
+
+def _power_of_2(number: int) -> int:
+    """Returns the smallest power of two that is not less than a positive number."""
+    return 1 << (number - 1).bit_length()

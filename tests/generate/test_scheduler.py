@@ -1,0 +1,383 @@
+"""Continuous batching: each prompt gets the tokens that it gets alone."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.generate import Completion, Scheduler, Update, generate_many
+from ligerzoo.generate import captured as captured_module
+from ligerzoo.generate import scheduler as scheduler_module
+from ligerzoo.generate import slots as slots_module
+from ligerzoo.generate.captured import DecodeGraph
+from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate.scheduler import _Results
+from ligerzoo.models import Llama, LlamaConfig
+from tests.covering import covering
+from tests.generate.models import NO_END, TINY, VOCAB
+from tests.generate.test_slots import BUILD, build
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": NO_END}
+
+
+@pytest.fixture
+def model(device: str) -> Any:
+    return build("llama", device)
+
+
+@pytest.fixture(params=[0, 3], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the host read the tokens some steps late, as on a GPU."""
+    if request.param > 0:
+
+        def results(rows: int, device: torch.device, lag: int) -> _Results:
+            return _Results(rows, device, request.param)
+
+        monkeypatch.setattr(scheduler_module, "_Results", results)
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "captured"])
+def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Decodes through the cache of a graph. On a CPU, it runs eagerly."""
+    if request.param and device == "cpu":
+        monkeypatch.setattr(slots_module, "can_capture", lambda model: True)
+        monkeypatch.setattr(captured_module, "_memory_for_idle_caches", lambda device: 2**20)
+        monkeypatch.setattr(DecodeGraph, "step", DecodeBatch.step)
+    elif device != "cpu":
+        monkeypatch.setattr(slots_module, "can_capture", lambda model: request.param)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small limits, so that caches grow and shrink, and prompts are prefilled in chunks."""
+    for name, value in {"_MIN_CAPACITY": 8, "_SPARSE_STEPS": 2, "PREFILL_TOKENS": 24, "_MERGED_TOKENS": 12}.items():
+        monkeypatch.setattr(slots_module, name, value)
+    monkeypatch.setattr(scheduler_module, "PREFILL_TOKENS", 24)
+
+
+def draw(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """Returns the continuation that `generate` gives a single prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    return model.generate(ids, **{**OPTIONS, **options})[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def log_probabilities(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
+    ids = torch.tensor([prompt + tokens], device=model.device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]  # type: ignore[no-any-return]
+
+
+def check(model: Any, prompts: list[list[int]], results: list[Completion], **options: Any) -> None:
+    """Compares results with those of each prompt alone."""
+    assert sorted(result.index for result in results) == list(range(len(prompts)))
+    for result in results:
+        index, tokens, logps, reason = result.index, result.tokens, result.logps, result.finish_reason
+        expected = alone(model, prompts[index], **options)
+        assert tokens == expected
+        is_full = len(tokens) == {**OPTIONS, **options}["max_new_tokens"]
+        assert reason in (("stop", "length") if is_full else ("stop",))
+        with torch.no_grad():
+            torch.testing.assert_close(
+                torch.tensor(logps, device=model.device),
+                log_probabilities(model, prompts[index], tokens),
+                rtol=0,
+                atol=1e-5,
+            )
+
+
+class Words:
+    """A tokenizer whose tokens are words of one letter and two digits."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        return "".join(f"w{i:02}" for i in ids)
+
+    def __repr__(self) -> str:  # without an address, which would differ between processes in the ids of tests
+        return "Words()"
+
+
+STOP = {"stop_strings": ["w11w", "7"], "tokenizer": Words()}
+CASES: dict[str, list[Any]] = {
+    "name": list(BUILD),
+    "batch_size": [1, 3, 8],
+    "longest": [1, 9, 40],
+    "options": [{}, {"eos_token_id": list(range(0, VOCAB, 9))}, STOP, {"repetition_penalty": 1.4}],
+    "max_new_tokens": [1, 2, 20],
+}
+
+
+@pytest.mark.usefixtures("late", "captured")
+@pytest.mark.parametrize("case", covering(CASES), ids=str)
+def test_results_are_those_of_each_prompt_alone(case: dict[str, Any], device: str) -> None:
+    model, prompts = build(case["name"], device), draw(9, longest=case["longest"])
+    options = {**case["options"], "max_new_tokens": case["max_new_tokens"]}
+    results = list(model.generate_many(prompts, batch_size=case["batch_size"], **OPTIONS | options))
+    check(model, prompts, results, **options)
+
+
+@pytest.mark.usefixtures("late")
+def test_finish_reasons(model: Any) -> None:
+    prompts = draw(6)
+    free = [alone(model, prompt) for prompt in prompts]
+    ends = {free[0][3], free[1][13]}
+    results = list(generate_many(model, prompts, batch_size=3, max_new_tokens=14, eos_token_id=list(ends)))
+    for result in results:
+        reason = "stop" if ends & set(free[result.index]) else "length"
+        assert (result.finish_reason, len(set(result.tokens) & ends)) == (reason, int(reason == "stop"))
+
+
+def test_prompts_are_read_as_rows_become_free(model: Any) -> None:
+    prompts, read = draw(9), 0
+
+    def lazily() -> Iterator[Tensor]:
+        nonlocal read
+        for prompt in prompts:
+            read += 1
+            yield torch.tensor(prompt, dtype=torch.int32)
+
+    results = []
+    for result in model.generate_many(lazily(), batch_size=2, **OPTIONS):
+        results.append(result)
+        assert read <= len(results) + 2
+    check(model, prompts, results)
+    assert list(model.generate_many([], batch_size=2, **OPTIONS)) == []
+
+
+def test_seeded_samples_are_reproducible(model: Any, device: str) -> None:
+    options = {**OPTIONS, "do_sample": True, "temperature": 1.4, "top_k": 30}
+
+    def sample(seed: int) -> list[Completion]:
+        generator = torch.Generator(device).manual_seed(seed)
+        return list(model.generate_many(draw(5), batch_size=2, generator=generator, **options))
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def drain(scheduler: Scheduler) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    while not scheduler.is_idle:
+        for update in scheduler.step():
+            tokens.setdefault(update.index, []).extend(update.tokens)
+    return tokens
+
+
+@pytest.mark.usefixtures("late")
+def test_requests_have_different_options(model: Any, device: str) -> None:
+    prompts = draw(6)
+    variants: list[dict[str, Any]] = [
+        {}, {"max_new_tokens": 3}, {"repetition_penalty": 1.5}, {"eos_token_id": list(range(0, VOCAB, 5))}, STOP,
+        {"do_sample": True, "top_k": 1},
+    ]  # fmt: skip
+    with Scheduler(model, batch_size=4, **OPTIONS) as scheduler:
+        indices = [scheduler.add(prompt, **variant) for prompt, variant in zip(prompts, variants, strict=True)]
+        assert indices == list(range(6))
+        tokens = drain(scheduler)
+    for index, variant in enumerate(variants):
+        assert tokens[index] == alone(model, prompts[index], **variant)
+
+
+@pytest.mark.usefixtures("late")
+def test_requests_arrive_at_any_time(model: Any) -> None:
+    prompts, tokens = draw(12, seed=3), dict[int, list[int]]()
+    scheduler = Scheduler(model, batch_size=3, **OPTIONS)
+    assert scheduler.is_idle
+    assert scheduler.step() == []
+    for number, prompt in enumerate(prompts):
+        scheduler.add(torch.tensor(prompt))
+        for _ in range(number % 5):
+            for update in scheduler.step():
+                assert isinstance(update, Update)
+                tokens.setdefault(update.index, []).extend(update.tokens)
+    for index, more in drain(scheduler).items():
+        tokens.setdefault(index, []).extend(more)
+    assert tokens == {index: alone(model, prompt) for index, prompt in enumerate(prompts)}
+
+
+def test_long_prompts_wait_while_others_run(model: Any) -> None:
+    """One step prefills a bounded number of tokens, unless nothing runs."""
+    prompts, waiting = [[5] * 30, [6] * 30, [7] * 30], []
+    scheduler = Scheduler(model, batch_size=5, **OPTIONS)
+    for prompt in prompts[:2]:
+        scheduler.add(prompt)
+    scheduler.step()
+    assert scheduler.free_rows == 3
+    for prompt in prompts:
+        scheduler.add(prompt)
+    for _ in range(3):
+        assert scheduler.free_rows == 0
+        scheduler.step()
+        waiting.append(len(scheduler._waiting))
+    assert waiting == [2, 1, 0]
+    scheduler.close()
+    assert scheduler.is_idle
+    assert scheduler.free_rows == 5
+
+
+@pytest.mark.usefixtures("late")
+def test_cancelled_requests_leave(model: Any) -> None:
+    prompts = draw(6)
+    scheduler = Scheduler(model, batch_size=2, **OPTIONS)
+    for prompt in prompts:
+        scheduler.add(prompt)
+    scheduler.step()
+    for index in (0, 3):  # one runs, one waits
+        scheduler.cancel(index)
+    tokens = drain(scheduler)
+    scheduler.cancel(1)  # has finished
+    assert sorted(tokens) == [1, 2, 4, 5]
+    for index in (2, 4, 5):
+        assert tokens[index] == alone(model, prompts[index])
+    for index in (6, -1, "0"):
+        with pytest.raises(LigerzooError, match=r"index: invalid value; got .*; expected an index that add returned"):
+            scheduler.cancel(index)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_new_tokens": None}, "max_new_tokens: invalid value; got None"),
+        ({"max_new_tokens": 0}, "max_new_tokens: invalid value; got 0; expected an integer, 1 or more"),
+        ({"max_new_token": 3}, r"max_new_token: not an option of a request\. Did you mean 'max_new_tokens'\?"),
+        ({"topk": 3}, "topk: not an option of a request. Did you mean 'top_k'"),
+        ({"num_beams": 3}, "num_beams: not an option of a request. Beam search is not implemented"),
+        ({"pad_token_id": 3}, "pad_token_id: not an option of a request. Leave it out: results contain no padding"),
+        ({"frobnicate": 3}, "frobnicate: not an option of a request; expected max_new_tokens, eos_token_id,"),
+        ({"do_sample": True, "top_p": 2.0}, "top_p: invalid value; got 2.0"),
+        ({"temperature": -1}, "temperature: invalid value"),
+        ({"repetition_penalty": 0}, "repetition_penalty: invalid value"),
+        ({"eos_token_id": "a"}, "eos_token_id: invalid value; got 'a'"),
+        ({"stop_strings": "a"}, "tokenizer: stop_strings need a tokenizer"),
+        ({"generator": 3}, "generator: invalid value; got 3; expected a torch.Generator"),
+        ({"batch_size": 0}, "batch_size: invalid value; got 0; expected an integer, 1 or more"),
+        ({"batch_size": 2.0}, "batch_size: invalid value; got 2.0"),
+    ],
+    ids=str,
+)
+def test_invalid_options_are_refused_before_anything_runs(model: Any, options: dict[str, Any], message: str) -> None:
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
+    with pytest.raises(LigerzooError, match=message):
+        model.generate_many([[1, 2]], **{**OPTIONS, "batch_size": 2, **options})
+    if "batch_size" not in options:
+        with pytest.raises(LigerzooError, match=message):
+            Scheduler(model, batch_size=2, **OPTIONS).add([1, 2], **options)
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "no tokens; expected at least one token"),
+        (torch.zeros(0, dtype=torch.int64), "no tokens; expected at least one token"),
+        ("text", r"got str; expected token ids, a list or 1-D tensor of integers\. Encode text first"),
+        (None, "got None; expected token ids"),
+        (7, r"got int; .*\. Pass a list of prompts"),
+        ([1.5], r"got a list with 1\.5"),
+        ([True], "got a list with True"),
+        ([2**70], "got a list with 1180591620717411303424"),
+        (torch.zeros(2, 2), r"got \(2, 2\) torch.float32"),
+        (torch.zeros(2), r"got \(2,\) torch.float32"),
+        ([VOCAB, 1], rf"token ids outside the vocabulary; got \[{VOCAB}\]; expected 0 to {VOCAB - 1}"),
+        ([-1], r"token ids outside the vocabulary; got \[-1\]"),
+    ],
+    ids=str,
+)
+def test_invalid_prompts_are_refused_by_index(model: Any, prompt: Any, message: str) -> None:
+    with pytest.raises(LigerzooError, match=rf"^prompt: .*{message}"):
+        Scheduler(model, batch_size=2, **OPTIONS).add(prompt)
+    results = model.generate_many(iter([[1, 2], [3], prompt]), batch_size=2, **OPTIONS)
+    with pytest.raises(LigerzooError, match=rf"^prompts\[2\]: .*{message}"):
+        list(results)
+    model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
+    with pytest.raises(LigerzooError, match=rf"^prompts\[2\]: .*{message}"):
+        model.generate_many([[1, 2], [3], prompt], batch_size=2, **OPTIONS)
+
+
+@pytest.mark.parametrize("prompts", ["text", {"input_ids": [[1]]}, 5])
+def test_other_collections_are_refused(model: Any, prompts: Any) -> None:
+    with pytest.raises(LigerzooError, match=r"prompts: invalid value; got .*; expected an iterable of lists of token"):
+        model.generate_many(prompts, batch_size=2, **OPTIONS)
+
+
+def test_sequences_that_change_the_rotation_of_others_are_refused() -> None:
+    sizes = {**TINY, "max_position_embeddings": 20, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(**sizes)).double()
+    with pytest.raises(
+        LigerzooError, match=r"prompts\[1\]: .* got 7 tokens and max_new_tokens=14; expected at most 20"
+    ):
+        model.generate_many([[1], [2] * 7], batch_size=2, **OPTIONS)
+    prompts = [[1], [2] * 6]
+    check(model, prompts, list(model.generate_many(prompts, batch_size=2, **OPTIONS)))
+
+
+class Interruption:
+    """A hook that raises at a later forward."""
+
+    def __init__(self, error: type[BaseException], forwards: int) -> None:
+        self.error, self.forwards = error, forwards
+
+    def __call__(self, *_: Any) -> None:
+        self.forwards -= 1
+        if self.forwards == 0:
+            raise self.error
+
+
+@pytest.mark.usefixtures("late", "captured")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("forwards", [1, 2, 9])
+def test_a_model_stays_usable_after_an_exception(model: Any, error: type[BaseException], forwards: int) -> None:
+    prompts = draw(5)
+    handle = model.model.layers[1].register_forward_hook(Interruption(error, forwards))
+    with pytest.raises(error):
+        list(model.generate_many(prompts, batch_size=2, **OPTIONS))
+    handle.remove()
+    check(model, prompts, list(model.generate_many(prompts, batch_size=2, **OPTIONS)))
+
+
+def test_an_iterator_may_be_left(model: Any) -> None:
+    prompts = draw(5)
+    results = model.generate_many(prompts, batch_size=2, **OPTIONS)
+    next(results)
+    results.close()
+    check(model, prompts, list(model.generate_many(prompts, batch_size=2, **OPTIONS)))
+
+
+def test_training_goes_on_afterwards(model: Any) -> None:
+    model.train()
+    with torch.inference_mode():
+        results = list(model.generate_many(draw(3), batch_size=2, **OPTIONS))
+    assert len(results) == 3
+    assert model.training
+    ids = torch.tensor([[1, 2, 3]], device=model.device)
+    model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.usefixtures("late")
+def test_broken_logits_remove_their_request_only(model: Any) -> None:
+    """Token 5 has an embedding of NaN."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = math.nan
+    free = [[prompt for prompt in draw(9) if 5 not in prompt][i] for i in (0, 1)]
+    scheduler = Scheduler(model, batch_size=3, **OPTIONS)
+    for prompt in (free[0], [1, 5], free[1], [5, 2]):
+        scheduler.add(prompt)
+    errors, tokens = [], dict[int, list[int]]()
+    while not scheduler.is_idle:
+        try:
+            for update in scheduler.step():
+                tokens.setdefault(update.index, []).extend(update.tokens)
+        except LigerzooError as error:
+            errors.append(str(error))
+    assert [error.partition(": no token can be chosen; got NaN")[0] for error in errors] == [
+        "logits of request 1", "logits of request 3",
+    ]  # fmt: skip
+    assert tokens == {0: alone(model, free[0]), 2: alone(model, free[1])}
