@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligerzoo.generate.sampling import Choice
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG
@@ -174,7 +175,7 @@ class CapturedStep(DecodeStep):
     sequences: CapturedSequences
     _graph: torch.cuda.CUDAGraph | None = None
     _logits: Tensor | None = None
-    _results: tuple[Tensor, Tensor]
+    _results: tuple[Choice, Tensor]
 
     def decode(self) -> Tensor:
         logits = self.sequences.decode()
@@ -186,11 +187,11 @@ class CapturedStep(DecodeStep):
             if self.sampler.generator is not None:
                 self._graph.register_generator_state(self.sampler.generator)
             with capturing(self._graph, self.sequences.pool):
-                tokens = self.sampler.choose(logits)
-                self._results = tokens, self.stopping.update(tokens)
+                choice = self.sampler.choose(logits)
+                self._results = choice, self.stopping.update(choice.tokens)
         self._graph.replay()
-        tokens, shown = self._results
-        self.sequences.append(tokens)
+        choice, shown = self._results
+        self._store(choice)
         return shown
 
 
@@ -200,7 +201,7 @@ class CapturedSequences(Sequences):
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
         self._module: nn.Module = model
-        self._on_device = torch.cuda.device(self.prompts.device if self.prompts.is_cuda else -1)
+        self._on_device = torch.cuda.device(self.device if self.device.type == "cuda" else -1)
         self._graphs = _GRAPHS.setdefault(model, DecodeGraphs())
         self._graph: DecodeGraph | None = None
 
@@ -208,15 +209,28 @@ class CapturedSequences(Sequences):
         self._on_device.__enter__()  # type: ignore[no-untyped-call]  # graphs run on the current device
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None and self._graph is not None and self._given_cache is not None:
+            self._cache.crop(self._end - 1)
+            self._given_cache.extend(self._cache)
         self._give_back()
-        self._on_device.__exit__(*exception)
+        super().__exit__(error)
+        self._on_device.__exit__(error, *_)
 
     def prefill(self) -> Tensor:
-        self._graph = self._take(max(_MIN_CAPACITY, self._end + min(self._limit - self._end, _MIN_CAPACITY)))
-        self._graph.start(self._padding_mask)
-        self._cache = self._graph.cache
-        return super().prefill()
+        graph = self._take(max(_MIN_CAPACITY, self._end + min(self._limit - self._end, _MIN_CAPACITY)))
+        mask = self._padding_mask
+        if self._given_cache is None and self._copies == 1:
+            graph.start(mask)
+            self._cache = graph.cache
+            logits = super().prefill()
+        else:  # the graph's cache takes over the rows of another one
+            logits = super().prefill()
+            graph.start(mask)
+            graph.cache.copy_from(self._cache)
+            self._cache = graph.cache
+        self._graph = graph
+        return logits
 
     def decode(self) -> Tensor:
         if self._graph is None or not self._cache.is_valid_for(1):
@@ -240,7 +254,7 @@ class CapturedSequences(Sequences):
 
     def _take(self, tokens: int) -> DecodeGraph:
         capacity = 1 << (tokens - 1).bit_length()
-        return self._graphs.take(self._module, len(self.prompts), capacity, self._padding_mask is not None)
+        return self._graphs.take(self._module, self.rows, capacity, self._padding_mask is not None)
 
     def _grow(self) -> None:
         smaller, larger = self._graph, self._take(self._end)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,62 +18,101 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.options import is_integer, is_number, require, require_bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How to choose the next token.
+
+    Attributes:
+        do_sample: whether to sample each token. Otherwise the most likely token is chosen, and `temperature`, `top_k`,
+            `top_p` and `min_p` have no effect; values that would change the distribution cause a warning.
+        temperature: see `apply_temperature`.
+        top_k: see `keep_top_k`.
+        top_p: see `keep_top_p`.
+        min_p: see `keep_min_p`.
+        repetition_penalty: see `penalize_repetition`. It applies to the tokens of the prompt and of the continuation.
+
+    Raises:
+        LigerzooError: an option is invalid.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_filters(self.do_sample, self.temperature, self.top_k, self.top_p, self.min_p)
+        penalty = self.repetition_penalty
+        is_positive = is_number(penalty) and 0 < penalty < math.inf
+        require(is_positive, "repetition_penalty", repr(penalty), "a positive number; 1 has no effect")
+
+
+class Choice(NamedTuple):
+    """The tokens that a sampler chose, and their log-probabilities.
+
+    Attributes:
+        tokens: (B, 1) int64.
+        logps: (B, 1) fp32, under the softmax of the model's logits.
+        sampling_logps: (B, 1) fp32, under the distribution that the tokens were sampled from; 0 for greedy decoding.
+    """
+
+    tokens: Tensor
+    logps: Tensor
+    sampling_logps: Tensor
+
+
 class Sampler:
     """Chooses the next token of each row.
 
     Args:
         vocab_size: size of the vocabulary.
         prompts: (B, L) token ids.
-        do_sample, temperature, top_k, top_p, min_p, repetition_penalty, generator: see `generate`.
+        options: how to choose.
+        generator: see `generate`.
 
     Attributes:
         generator: see `generate`.
         is_broken: 0-d bool, whether the largest logit of some row has been NaN or infinite.
 
     Raises:
-        LigerzooError: an option is invalid.
+        LigerzooError: the generator is invalid.
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        prompts: Tensor,
-        *,
-        do_sample: bool,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        min_p: float | None,
-        repetition_penalty: float,
-        generator: torch.Generator | None,
+        self, vocab_size: int, prompts: Tensor, options: SamplingOptions, generator: torch.Generator | None
     ) -> None:
-        _check_filters(do_sample, temperature, top_k, top_p, min_p)
-        is_positive = is_number(repetition_penalty) and 0 < repetition_penalty < math.inf
-        require(is_positive, "repetition_penalty", repr(repetition_penalty), "a positive number; 1 has no effect")
         if generator is not None:
             _check_generator(generator, prompts.device)
-        self._do_sample, self.generator, self._penalty = do_sample, generator, repetition_penalty
-        self._temperature, self._top_k, self._top_p, self._min_p = temperature, top_k, top_p, min_p
+        self._options, self.generator = options, generator
         self.is_broken = torch.zeros((), dtype=torch.bool, device=prompts.device)
         self._occurred: Tensor | None = None
-        if repetition_penalty != 1:
+        if options.repetition_penalty != 1:
             # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
             self._occurred = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=prompts.device)
             self._occurred.scatter_(1, prompts.clamp(max=vocab_size), True)
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Chooses a token (B, 1) for each row of logits (B, V)."""
+    def choose(self, logits: Tensor) -> Choice:
+        """Chooses a token for each row of fp32 logits (B, V)."""
+        o, model_logits = self._options, logits
         if self._occurred is not None:
-            logits = penalize_repetition(logits, self._occurred[:, :-1], self._penalty)
-        if self._do_sample:
-            logits = filter_logits(logits, self._temperature, self._top_k, self._top_p, self._min_p)
+            logits = penalize_repetition(logits, self._occurred[:, :-1], o.repetition_penalty)
+        if o.do_sample:
+            logits = filter_logits(logits, o.temperature, o.top_k, o.top_p, o.min_p)
             tokens = sample(logits, self.generator)
         else:
             tokens = logits.argmax(-1, keepdim=True)
         self.is_broken |= ~logits.amax(-1).isfinite().all()
         if self._occurred is not None:
             self._occurred.scatter_(1, tokens, True)
-        return tokens
+        logps = _log_probability(model_logits, tokens)
+        return Choice(tokens, logps, _log_probability(logits, tokens) if o.do_sample else torch.zeros_like(logps))
+
+
+def _log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the log-probability (B, 1) of tokens (B, 1) under the softmax of logits (B, V)."""
+    return logits.gather(1, tokens) - logits.logsumexp(1, keepdim=True)
 
 
 def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ligerzoo.generate.sampling import Sampler
+from ligerzoo.generate.result import LogProbs
+from ligerzoo.generate.sampling import Choice, Sampler
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.stopping import Stopping
 
@@ -18,10 +19,13 @@ class DecodeStep:
         sequences: the tokens and the KV cache.
         sampler: chooses the tokens.
         stopping: finishes rows.
+        log_probs: records the log-probabilities of the tokens, or None.
     """
 
-    def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
-        self.sequences, self.sampler, self.stopping = sequences, sampler, stopping
+    def __init__(
+        self, sequences: Sequences, sampler: Sampler, stopping: Stopping, log_probs: LogProbs | None = None
+    ) -> None:
+        self.sequences, self.sampler, self.stopping, self.log_probs = sequences, sampler, stopping, log_probs
 
     def prefill(self) -> Tensor:
         """Runs the model on the prompts.
@@ -40,6 +44,11 @@ class DecodeStep:
         return self._append(self.sequences.decode())
 
     def _append(self, logits: Tensor) -> Tensor:
-        tokens = self.sampler.choose(logits)
-        self.sequences.append(tokens)
-        return self.stopping.update(tokens)
+        choice = self.sampler.choose(logits)
+        self._store(choice)
+        return self.stopping.update(choice.tokens)
+
+    def _store(self, choice: Choice) -> None:
+        self.sequences.append(choice.tokens)
+        if self.log_probs is not None:
+            self.log_probs.append(choice)

@@ -7,7 +7,9 @@ Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +74,42 @@ class LayerCache:
         """Removes the last tokens, as speculative decoding does with rejected ones.
 
         Raises:
-            ValueError: the cache holds fewer tokens, or the number is negative.
+            ValueError: see `check_removal`.
         """
+        self.check_removal(tokens)
+        self.length -= tokens
+
+    def check_removal(self, tokens: int) -> None:
+        """Raises ValueError if the cache holds fewer than `tokens` tokens, or the number is negative."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"{type(self).__name__}: cannot remove {tokens} tokens; expected 0 to {self.length}")
-        self.length -= tokens
+
+    @property
+    def first(self) -> int:
+        """Sequence index of the first token in the cache; more than 0 where a window has dropped earlier tokens."""
+        return 0
+
+    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of the cached tokens from sequence index `start` on, (B, S, K, D) each.
+
+        The cache must not be empty.
+        """
+        assert self._keys is not None
+        assert self._values is not None
+        start, end = max(start - self.first, 0), self.length - self.first
+        return _slice(self._keys, start, end), _slice(self._values, start, end)
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        self.length = self.offset = 0
+        self._keys = self._values = None
+
+    def clone(self) -> Self:
+        """Returns a copy with buffers of its own."""
+        clone = copy.copy(self)
+        if self._keys is not None and self._values is not None:
+            clone._keys, clone._values = self._keys.clone(), self._values.clone()
+        return clone
 
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is not None and len(self._keys) != len(keys):
@@ -113,19 +146,30 @@ class RollingLayerCache(LayerCache):
         return _slice(self._keys, start, end), _slice(self._values, start, end)
 
     def remove_last(self, tokens: int) -> None:
-        """See `LayerCache.remove_last`.
-
-        Raises:
-            ValueError: tokens that the window would reach again are no longer in the cache.
-        """
+        """See `LayerCache.remove_last`."""
         super().remove_last(tokens)
-        self._held -= tokens
-        needed = min(self.length, self.window - 1)
-        if self._held < needed:
+        self._held = max(self._held - tokens, 0)
+
+    def check_removal(self, tokens: int) -> None:
+        """See `LayerCache.check_removal`. Also raises if the window would reach tokens that it has dropped."""
+        super().check_removal(tokens)
+        length, held = self.length - tokens, max(self._held - tokens, 0)
+        needed = min(length, self.window - 1)
+        if held < needed:
             raise ValueError(
-                f"RollingLayerCache: without the last {tokens} tokens, {max(self._held, 0)} of {self.length} are left; "
-                f"the window of {self.window} needs {needed}. Call KVCache.keep_all_tokens() before the first token."
+                f"RollingLayerCache: without the last {tokens} tokens, {held} of {length} are left; the window of "
+                f"{self.window} needs {needed}. Call KVCache.keep_all_tokens() before the first token."
             )
+
+    @property
+    def first(self) -> int:
+        """See `LayerCache.first`."""
+        return self.length - self._held
+
+    def reset(self) -> None:
+        """See `LayerCache.reset`."""
+        super().reset()
+        self._held = 0
 
 
 class CrossAttentionLayerCache(LayerCache):
@@ -133,12 +177,6 @@ class CrossAttentionLayerCache(LayerCache):
 
     These states do not count towards the length of the sequence.
     """
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Returns all cached keys and values, (B, S, K, D) each. The cache must not be empty."""
-        assert self._keys is not None
-        assert self._values is not None
-        return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
 
 
 class StaticPosition:
@@ -183,6 +221,12 @@ class StaticPosition:
         self.length = length
         if self._end is not None:
             self._end.fill_(length)
+
+    def clone(self) -> StaticPosition:
+        """Returns a copy that is counted separately."""
+        clone = StaticPosition()
+        clone.length, clone._end = self.length, None if self._end is None else self._end.clone()
+        return clone
 
 
 class StaticLayerCache(LayerCache):
@@ -239,15 +283,18 @@ class StaticLayerCache(LayerCache):
         super().remove_last(tokens)
         self.position.remove_last(length, tokens)
 
-    def copy_from(self, other: StaticLayerCache) -> None:
-        """Takes over the tokens of a cache with a smaller capacity."""
-        assert other._keys is not None
-        assert other._values is not None
+    def reset(self) -> None:
+        """Empties the cache; its memory stays allocated. `KVCache.reset` restarts the shared position."""
+        self.length = 0
+
+    def copy_from(self, other: LayerCache) -> None:
+        """Takes over the tokens of a cache of any kind, at most `capacity` tokens."""
+        keys, values = other.read()
         if self._keys is None or self._values is None:
-            batch, heads, _, dim = other._keys.shape
-            self._keys, self._values = (other._keys.new_zeros(batch, heads, self.capacity, dim) for _ in range(2))
-        self._keys[:, :, : other.capacity] = other._keys
-        self._values[:, :, : other.capacity] = other._values
+            rows, _, heads, dim = keys.shape
+            self._keys, self._values = (keys.new_zeros(rows, heads, self.capacity, dim) for _ in range(2))
+        self._keys[:, :, other.first : other.length] = keys.transpose(1, 2)
+        self._values[:, :, other.first : other.length] = values.transpose(1, 2)
         self.length = other.length
 
 
@@ -338,19 +385,25 @@ class KVCache:
             self._static[0].position.length += tokens
 
     def reset(self) -> None:
-        """Empties static caches; their memory stays allocated."""
-        for layer in self._static:
-            layer.length = 0
+        """Empties all caches; the memory of static ones stays allocated."""
+        for layer in self.layers:
+            layer.reset()
         if self._static:
             self._static[0].position.restart()
         self.position_offset = self.last_image_mask = None
 
     def copy_from(self, other: KVCache) -> None:
-        """Takes over the tokens of static caches with a smaller capacity."""
-        for layer, smaller in zip(self._static, other._static, strict=True):
-            layer.copy_from(smaller)
+        """Takes over the tokens of another cache into static caches."""
+        for layer, source in zip(self._static, other.layers, strict=True):
+            layer.copy_from(source)
         self._static[0].position.restart(other.length)
         self.position_offset, self.last_image_mask = other.position_offset, other.last_image_mask
+
+    def extend(self, other: KVCache) -> None:
+        """Appends the tokens of another cache that this one lacks: those after the first `length`."""
+        for layer, source in zip(self._self_attention, other._self_attention, strict=True):
+            if source.length > layer.length:
+                layer.append(*source.read(layer.length))
 
     def is_valid_for(self, tokens: int) -> bool:
         """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""
@@ -402,9 +455,45 @@ class KVCache:
 
     def remove_last(self, tokens: int) -> None:
         """Removes the last tokens; cross-attention caches keep their states. See `LayerCache.remove_last`."""
-        for layer in self._self_attention:
-            if layer.length > 0:  # a layer without attention appends nothing
-                layer.remove_last(tokens)
+        layers = [layer for layer in self._self_attention if layer.length > 0]  # one without attention appends nothing
+        for layer in layers:
+            layer.check_removal(tokens)
+        for layer in layers:
+            layer.remove_last(tokens)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Another name of `select_rows`."""
+        self.select_rows(indices)
+
+    def crop(self, length: int) -> None:
+        """Keeps the first tokens only. To keep none empties the cache, as `reset` does.
+
+        Positions and masks of images stay those after the last image, so only remove text that follows it.
+
+        Args:
+            length: number of tokens to keep, padding included.
+
+        Raises:
+            ValueError: the cache holds fewer tokens, the number is negative, or a layer with a sliding window has
+                dropped tokens that the window would reach again; see `keep_all_tokens`. The cache is unchanged then.
+        """
+        if not 0 <= length <= self.length:
+            remedy = ". remove_last(n) removes the last n tokens" if length < 0 else ""
+            raise ValueError(f"KVCache.crop: got length={length}; expected 0 to {self.length}{remedy}")
+        if length == 0:
+            self.reset()
+        else:
+            self.remove_last(self.length - length)
+
+    def clone(self) -> KVCache:
+        """Returns an independent copy, for example to continue one prompt in several ways."""
+        clone = copy.copy(self)
+        clone._set_layers(layer.clone() for layer in self.layers)
+        if clone._static:
+            position = clone._static[0].position.clone()
+            for layer in clone._static:
+                layer.position = position
+        return clone
 
     def keep_all_tokens(self) -> None:
         """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.
