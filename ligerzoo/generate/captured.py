@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.generate.sampling import Choice
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG
@@ -175,7 +174,7 @@ class CapturedStep(DecodeStep):
     sequences: CapturedSequences
     _graph: torch.cuda.CUDAGraph | None = None
     _logits: Tensor | None = None
-    _results: tuple[Choice, Tensor]
+    _shown: Tensor
 
     def decode(self) -> Tensor:
         logits = self.sequences.decode()
@@ -187,12 +186,11 @@ class CapturedStep(DecodeStep):
             if self.sampler.generator is not None:
                 self._graph.register_generator_state(self.sampler.generator)
             with capturing(self._graph, self.sequences.pool):
-                choice = self.sampler.choose(logits)
-                self._results = choice, self.stopping.update(choice.tokens)
+                self.sampled = self.sampler.choose(logits)
+                self._shown = self.stopping.update(self.sampled.tokens[:, None])
         self._graph.replay()
-        choice, shown = self._results
-        self._store(choice)
-        return shown
+        self.sequences.append(self.sampled.tokens[:, None])
+        return self._shown
 
 
 class CapturedSequences(Sequences):

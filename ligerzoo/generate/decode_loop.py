@@ -138,7 +138,7 @@ def generate(
     if streamer is not None:
         streamer.put(given.cpu())
     with sequences:
-        decode_loop(make_step(sequences, sampler, stopping, log_probs), limit, streamer)
+        decode_loop(make_step(sequences, sampler, stopping), limit, streamer, log_probs)
     if streamer is not None:
         streamer.end()
     tokens = torch.cat([given, stopping.pad(sequences.continuations)], 1)
@@ -156,7 +156,7 @@ _OPTIONS = [name for name in inspect.signature(generate).parameters if name not 
 _OPTIONS += _SAMPLING_OPTIONS
 
 
-def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None) -> None:
+def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None, log_probs: LogProbs | None) -> None:
     """Repeats the step until all rows have finished, or `max_new_tokens` times.
 
     On a GPU the host looks at the state of the rows `LAG` steps late, so that the GPU always has work. Tokens of steps
@@ -167,6 +167,8 @@ def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None
     states = States(step, 0 if is_immediate else LAG)
     for count in range(1, max_new_tokens + 1):
         tokens = step.prefill() if count == 1 else step.decode()
+        if log_probs is not None:
+            log_probs.append(step.sampled)
         is_last = count == max_new_tokens
         if step.stopping.is_possible or is_last or streamer is not None:
             step.stopping.update_on_host(step.sequences.continuations)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, require, type_name
-from ligerzoo.layers import KVCache
+from ligerzoo.layers import KVCache, RollingLayerCache
 
 
 class Prompts:
@@ -57,10 +57,8 @@ class Prompts:
         if mask is not None and cache is None:
             columns = _columns_of_tokens(mask)
             mask = _take(mask, columns)
-        elif mask is not None:  # the columns stay where the cache has them
-            remedy = "Pad on the left."
-            is_last = bool(mask[:, -1].all())
-            require(is_last, "attention_mask", "padding in the last column", "tokens, with past_key_values", remedy)
+        elif mask is not None:
+            _check_mask_of_cached(model, mask)
         self.padding_mask = None if mask is None or bool(mask.all()) else mask
 
         self.given = self.ids = torch.empty(rows, 0, dtype=torch.int64, device=self.device)
@@ -195,6 +193,18 @@ def _checked_mask(mask: object, rows: int, tokens: int, name: str, device: torch
     return mask
 
 
+def _check_mask_of_cached(model: SupportsGenerate, mask: Tensor) -> None:
+    """Raises LigerzooError if rows with a cache cannot be continued: their columns stay where the cache has them."""
+    is_last = bool(mask[:, -1].all())
+    remedy = "Pad on the left."
+    require(is_last, "attention_mask", "padding in the last column", "tokens, with past_key_values", remedy)
+    if hasattr(model, "new_cache") and any(isinstance(layer, RollingLayerCache) for layer in model.new_cache().layers):
+        is_left = bool((mask[:, 1:] >= mask[:, :-1]).all())
+        expected = "padding on the left only, with past_key_values and a sliding window, which counts padding"
+        remedy = "Leave out past_key_values."
+        require(is_left, "attention_mask", "padding between tokens", expected, remedy)
+
+
 def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: int) -> KVCache:
     """Returns the cache; raises LigerzooError unless it can hold the first tokens of these prompts."""
     if not isinstance(cache, KVCache):
@@ -204,9 +214,8 @@ def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: in
         layers = len(model.new_cache().layers)
         got = f"a cache of {len(cache.layers)} layers"
         require(len(cache.layers) == layers, "past_key_values", got, f"{layers} layers, like the model")
-    require(
-        cache.rows in (None, rows), "past_key_values", f"a cache of {cache.rows} rows", f"{rows} rows, the prompts'"
-    )
+    got = f"a cache of {cache.rows} rows"
+    require(cache.rows in (None, rows), "past_key_values", got, f"{rows} rows, one for each prompt")
     expected = f"fewer than {tokens}, since the prompts contain the cached tokens and at least one more"
     remedy = "Pass the whole history as input_ids, or use cache.crop(length)."
     require(cache.length < tokens, "past_key_values", f"a cache of {cache.length} tokens", expected, remedy)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ligerzoo.generate.sampling import Choice
+from ligerzoo.generate.sampling import SampledTokens
 from ligerzoo.layers import KVCache
 from ligerzoo.models.output import ModelOutput
 
@@ -42,14 +42,14 @@ class LogProbs:
     def __init__(self) -> None:
         self._steps: list[tuple[Tensor, Tensor]] = []
 
-    def append(self, choice: Choice) -> None:
+    def append(self, sampled: SampledTokens) -> None:
         """Records those of one step. Copies them: a captured CUDA graph writes each step to the same memory."""
-        self._steps.append((choice.logps.clone(), choice.sampling_logps.clone()))
+        self._steps.append((sampled.logps.clone(), sampled.sampling_logps.clone()))
 
     def of(self, continuations: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `logps` and `sampling_logps` of the continuations, (R, new tokens), which may lack the last steps."""
         steps = self._steps[: continuations.shape[1]]
         if not steps:
             return torch.zeros_like(continuations, dtype=torch.float32), continuations.float()
-        logps, sampling_logps = (torch.cat(columns, 1) for columns in zip(*steps, strict=True))
+        logps, sampling_logps = (torch.stack(columns, 1) for columns in zip(*steps, strict=True))
         return logps, sampling_logps

@@ -49,13 +49,13 @@ class SamplingOptions:
         require(is_positive, "repetition_penalty", repr(penalty), "a positive number; 1 has no effect")
 
 
-class Choice(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens that a sampler chose, and their log-probabilities.
 
     Attributes:
-        tokens: (B, 1) int64.
-        logps: (B, 1) fp32, under the softmax of the model's logits.
-        sampling_logps: (B, 1) fp32, under the distribution that the tokens were sampled from; 0 for greedy decoding.
+        tokens: (B,) int64.
+        logps: (B,) fp32, under the softmax of the model's logits.
+        sampling_logps: (B,) fp32, under the distribution that the tokens were sampled from; 0 for greedy decoding.
     """
 
     tokens: Tensor
@@ -93,7 +93,7 @@ class Sampler:
             self._occurred = torch.zeros(len(prompts), vocab_size + 1, dtype=torch.bool, device=prompts.device)
             self._occurred.scatter_(1, prompts.clamp(max=vocab_size), True)
 
-    def choose(self, logits: Tensor) -> Choice:
+    def choose(self, logits: Tensor) -> SampledTokens:
         """Chooses a token for each row of fp32 logits (B, V)."""
         o, model_logits = self._options, logits
         if self._occurred is not None:
@@ -107,12 +107,13 @@ class Sampler:
         if self._occurred is not None:
             self._occurred.scatter_(1, tokens, True)
         logps = _log_probability(model_logits, tokens)
-        return Choice(tokens, logps, _log_probability(logits, tokens) if o.do_sample else torch.zeros_like(logps))
+        sampling_logps = _log_probability(logits, tokens) if o.do_sample else torch.zeros_like(logps)
+        return SampledTokens(tokens[:, 0], logps, sampling_logps)
 
 
 def _log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the log-probability (B, 1) of tokens (B, 1) under the softmax of logits (B, V)."""
-    return logits.gather(1, tokens) - logits.logsumexp(1, keepdim=True)
+    """Returns the log-probability (B,) of tokens (B, 1) under the softmax of logits (B, V)."""
+    return logits.gather(1, tokens)[:, 0] - logits.logsumexp(1)
 
 
 def penalize_repetition(logits: Tensor, occurred: Tensor, penalty: float) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ligerzoo.generate.result import LogProbs
-from ligerzoo.generate.sampling import Choice, Sampler
+from ligerzoo.generate.sampling import SampledTokens, Sampler
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.stopping import Stopping
 
@@ -19,13 +18,16 @@ class DecodeStep:
         sequences: the tokens and the KV cache.
         sampler: chooses the tokens.
         stopping: finishes rows.
-        log_probs: records the log-probabilities of the tokens, or None.
+
+    Attributes:
+        sampled: the tokens of the last step and their log-probabilities, valid until the next step. Those of finished
+            rows have no meaning.
     """
 
-    def __init__(
-        self, sequences: Sequences, sampler: Sampler, stopping: Stopping, log_probs: LogProbs | None = None
-    ) -> None:
-        self.sequences, self.sampler, self.stopping, self.log_probs = sequences, sampler, stopping, log_probs
+    sampled: SampledTokens
+
+    def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
+        self.sequences, self.sampler, self.stopping = sequences, sampler, stopping
 
     def prefill(self) -> Tensor:
         """Runs the model on the prompts.
@@ -44,11 +46,7 @@ class DecodeStep:
         return self._append(self.sequences.decode())
 
     def _append(self, logits: Tensor) -> Tensor:
-        choice = self.sampler.choose(logits)
-        self._store(choice)
-        return self.stopping.update(choice.tokens)
-
-    def _store(self, choice: Choice) -> None:
-        self.sequences.append(choice.tokens)
-        if self.log_probs is not None:
-            self.log_probs.append(choice)
+        self.sampled = self.sampler.choose(logits)
+        tokens = self.sampled.tokens[:, None]
+        self.sequences.append(tokens)
+        return self.stopping.update(tokens)

@@ -35,6 +35,7 @@ class Stopping:
         eos_token_id, pad_token_id, stop_strings, tokenizer, stopping_criteria: see `generate`.
 
     Attributes:
+        eos_token_ids: the tokens that finish a row.
         is_possible: whether a row can finish before `max_new_tokens`.
         is_on_host: whether the host looks at the tokens of each step, for stop strings and criteria.
         running: (B,) bool, False for finished rows.
@@ -55,7 +56,7 @@ class Stopping:
         stopping_criteria: Sequence[StoppingCriterion] | None,
     ) -> None:
         self._stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
-        eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
+        self.eos_token_ids = eos_ids = _token_ids(model, "eos_token_id", eos_token_id)
         pad_ids = _token_ids(model, "pad_token_id", pad_token_id) or eos_ids
         self._prompts = prompts
         rows, device = len(prompts), prompts.device

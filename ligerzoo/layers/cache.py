@@ -400,8 +400,18 @@ class KVCache:
         self.position_offset, self.last_image_mask = other.position_offset, other.last_image_mask
 
     def extend(self, other: KVCache) -> None:
-        """Appends the tokens of another cache that this one lacks: those after the first `length`."""
-        for layer, source in zip(self._self_attention, other._self_attention, strict=True):
+        """Appends the tokens of another cache that this one lacks: those after the first `length`.
+
+        Raises:
+            ValueError: a layer of the other cache with a sliding window has dropped some of them.
+        """
+        pairs = list(zip(self._self_attention, other._self_attention, strict=True))
+        for layer, source in pairs:
+            if source.first > layer.length:
+                raise ValueError(
+                    f"KVCache.extend: a layer holds tokens from {source.first} on; expected from {layer.length} on"
+                )
+        for layer, source in pairs:
             if source.length > layer.length:
                 layer.append(*source.read(layer.length))
 

@@ -95,6 +95,130 @@ def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: i
         cache.remove_last(9)
 
 
+KINDS: dict[str, Callable[[], list[LayerCache]]] = {
+    "growing": lambda: [LayerCache(), LayerCache()],
+    "rolling": lambda: [RollingLayerCache(6), LayerCache()],  # the second counts tokens
+    "static": lambda: [StaticLayerCache(40), StaticLayerCache(40)],
+}
+
+
+def filled(kind: str, keys: Tensor, values: Tensor) -> KVCache:
+    cache = KVCache(KINDS[kind]())
+    extend(cache, keys, values)
+    return cache
+
+
+def extend(cache: KVCache, keys: Tensor, values: Tensor, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Appends the tokens one by one, and returns the last ones that each layer returns."""
+    got: list[tuple[Tensor, Tensor]] = []
+    for index in range(start, keys.shape[1]):
+        got = [layer.append(keys[:, index : index + 1], values[:, index : index + 1]) for layer in cache.layers]
+    return got
+
+
+def assert_equal_after(cache: KVCache, expected: KVCache, keys: Tensor, values: Tensor) -> None:
+    """Checks that both caches return the same for more tokens."""
+    assert (cache.length, cache.rows) == (expected.length, expected.rows)
+    assert torch.equal(cache.positions(3, keys.device), expected.positions(3, keys.device))
+    for got, wanted in zip(extend(cache, keys, values), extend(expected, keys, values), strict=True):
+        for x, y in zip(got, wanted, strict=True):
+            assert torch.equal(x[:, : cache.length], y[:, : cache.length])
+
+
+@pytest.mark.parametrize("length", [0, 6, 9, 11])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cropped_cache_is_one_of_fewer_tokens(kind: str, length: int) -> None:
+    keys, values = (x[:, :11] for x in random_tokens())
+    cache = filled(kind, keys, values)
+    cache.crop(length)
+    expected = filled(kind, keys[:, :length], values[:, :length])
+    assert cache.length == length
+    if kind == "static" and length == 0:
+        assert cache.rows == 2  # the memory stays allocated
+        expected = filled(kind, keys, values)
+        expected.reset()
+    assert_equal_after(cache, expected, *(x[:, 20:40] for x in random_tokens()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crop_that_is_refused_changes_nothing(kind: str) -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    cache, expected = filled(kind, keys, values), filled(kind, keys, values)
+    for length, remedy in ((26, ""), (-1, r". remove_last\(n\) removes the last n tokens")):
+        with pytest.raises(ValueError, match=rf"KVCache.crop: got length={length}; expected 0 to 25{remedy}$"):
+            cache.crop(length)
+    if kind == "rolling":
+        cache.layers.reverse()  # the layer that can crop comes first
+        with pytest.raises(ValueError, match=r"RollingLayerCache: without the last 20 .*KVCache.keep_all_tokens\(\)"):
+            cache.crop(5)
+        cache.layers.reverse()
+    assert_equal_after(cache, expected, *(x[:, 30:40] for x in random_tokens()))
+
+
+def test_a_rolling_cache_that_keeps_all_tokens_can_be_cropped() -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    cache = KVCache(KINDS["rolling"]())
+    cache.keep_all_tokens()
+    extend(cache, keys, values)
+    cache.crop(5)
+    assert_equal_after(cache, filled("growing", keys[:, :5], values[:, :5]), *random_tokens())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reordered_rows_are_those_of_reordered_tokens(kind: str) -> None:
+    keys, values = (x[:, :9] for x in random_tokens())
+    cache, index = filled(kind, keys, values), torch.tensor([1, 1, 0])
+    cache.reorder(index)
+    expected = filled(kind, keys[index], values[index])
+    assert_equal_after(cache, expected, *(x[index, 20:30] for x in random_tokens()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clone_is_independent(kind: str) -> None:
+    keys, values = (x[:, :9] for x in random_tokens())
+    cache, expected = filled(kind, keys, values), filled(kind, keys, values)
+    cache.position_offset = torch.ones(2, 1, dtype=torch.int64)
+    clone, other = cache.clone(), cache.clone()
+    extend(cache, keys + 1, values + 1)
+    other.crop(7)
+    assert (cache.length, clone.length, other.length) == (18, 9, 7)
+    assert clone.position_offset is cache.position_offset
+    assert_equal_after(clone, expected, *(x[:, 20:30] for x in random_tokens()))
+    assert KVCache([LayerCache()]).clone().length == 0
+    assert CrossAttentionLayerCache().clone().rows is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("length", [21, 25])
+def test_a_cache_appends_what_another_has_more(kind: str, target: str, length: int) -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    source, cache = filled(kind, keys, values), filled(target, keys[:, :length], values[:, :length])
+    cache.extend(source)
+    assert_equal_after(cache, filled(target, keys, values), *(x[:, 30:40] for x in random_tokens()))
+
+
+def test_tokens_that_a_window_has_dropped_cannot_be_appended() -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    source, cache = filled("rolling", keys, values), filled("growing", keys[:, :4], values[:, :4])
+    with pytest.raises(ValueError, match=r"KVCache.extend: a layer holds tokens from .* on; expected from 4 on"):
+        cache.extend(source)
+    assert [layer.length for layer in cache.layers] == [4, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_static_caches_take_over_the_tokens_of_others(kind: str) -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    source, cache, expected = filled(kind, keys, values), KVCache(KINDS["static"]()), filled("static", keys, values)
+    cache.copy_from(source)
+    assert cache.length == 25
+    token = torch.ones(2, 1, 3, 4)
+    results = zip(extend(cache, token, token), extend(expected, token, token), strict=True)
+    for layer, pair in zip(source.layers, results, strict=True):
+        for x, y in zip(*pair, strict=True):
+            assert torch.equal(x[:, layer.first :], y[:, layer.first :])
+
+
 def test_buffers_double() -> None:
     cache, token = LayerCache(), torch.ones(1, 1, 2, 4)
     pointers = {cache.append(token, token)[0].untyped_storage().data_ptr() for _ in range(1000)}
