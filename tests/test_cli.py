@@ -609,7 +609,7 @@ def test_chat_answers_line_by_line_and_remembers(
 
 
 def test_chat_reuses_its_kv_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn processes the tokens that the text does not share with earlier turns."""
+    """Each answer processes the tokens that the text does not share with earlier ones."""
     processed, lengths, forward = [], [], Llama.forward
 
     def record(self: Llama, input_ids: torch.Tensor, *args: Any, past_key_values: Any, **options: Any) -> Any:
@@ -622,8 +622,8 @@ def test_chat_reuses_its_kv_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     standard_input(monkeypatch, "Hello\nAgain\nAnd again\n")
     assert cli.main(["chat", str(checkpoint), "--system", "Be kind.", "--max-new-tokens", "8", "--device", "cpu"]) == 0
     assert processed[0] == lengths[0]
-    for turn in (1, 2):  # an answer of random bytes may have other tokens the next time
-        assert processed[turn] <= lengths[turn] - lengths[turn - 1]
+    for answer in (1, 2):  # an answer of random bytes may have other tokens the next time
+        assert processed[answer] <= lengths[answer] - lengths[answer - 1]
 
 
 def test_chat_refuses_a_model_without_a_chat_template(

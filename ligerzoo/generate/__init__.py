@@ -10,13 +10,14 @@
     states         reads on the host which rows have finished
     streaming      tokens and text during generation
     result         the result with log-probabilities and reasons of finishing
-    turns          reuses the KV cache in the turns of a conversation
+    conversation_cache  reuses the KV cache in a conversation
     options        refuses unknown and invalid options
 
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
 from ligerzoo.generate.captured import release_decode_graphs
+from ligerzoo.generate.conversation_cache import ConversationCache
 from ligerzoo.generate.decode_loop import generate
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.prompts import align_prompts
@@ -34,9 +35,9 @@ from ligerzoo.generate.sampling import (
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
-from ligerzoo.generate.turns import TurnCache
 
 __all__ = [
+    "ConversationCache",
     "DecodeStep",
     "GenerateOutput",
     "SamplingOptions",
@@ -48,7 +49,6 @@ __all__ = [
     "SupportsPush",
     "SupportsStream",
     "TextStreamer",
-    "TurnCache",
     "align_prompts",
     "apply_temperature",
     "filter_logits",

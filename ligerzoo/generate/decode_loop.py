@@ -78,10 +78,10 @@ def generate(
             were alone, except with rotary position types longrope and dynamic, which depend on the longest row.
         inputs_embeds: (B, T, H) embeddings of the prompts, which the model reads instead of `input_ids`. Token ids are
             optional then. If they are passed as well, the result starts with them.
-        past_key_values: a KV cache from `model.new_cache()`, empty or from earlier turns. Its tokens are the first ones
+        past_key_values: a KV cache from `model.new_cache()`, empty or from earlier calls. Its tokens are the first ones
             of `input_ids`, which hold the whole history. The model processes the other tokens only. The cache is
             extended in place, and in the end holds all tokens but the last. An exception during generation empties it.
-            Padding must be on the left; mask the padding after finished rows in later turns.
+            Padding must be on the left; mask the padding after finished rows in later calls.
         max_new_tokens: largest number of new tokens; this or `max_length` is required. Memory grows with the tokens
             generated, not with this.
         max_length: largest number of tokens with the T tokens of the prompt. `max_new_tokens` takes precedence.

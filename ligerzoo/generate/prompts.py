@@ -129,7 +129,7 @@ def _checked_inputs(input_ids: object, inputs_embeds: object) -> Tensor:
     """Returns what the model reads: the embeddings if there are any.
 
     Raises:
-        LigerzooError: a shape or type is wrong, or there are neither.
+        LigerzooError: a shape or type is wrong, or both are missing.
     """
     if input_ids is not None or inputs_embeds is None:
         _check_token_ids(input_ids)
@@ -208,7 +208,7 @@ def _check_mask_of_cached(model: SupportsGenerate, mask: Tensor) -> None:
 def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: int) -> KVCache:
     """Returns the cache; raises LigerzooError unless it can hold the first tokens of these prompts."""
     if not isinstance(cache, KVCache):
-        remedy = "Pass model.new_cache() in the first turn, and the same cache later."
+        remedy = "Pass model.new_cache() in the first call, and the same cache later."
         raise invalid("past_key_values", type_name(cache), "a ligerzoo.layers.KVCache", remedy)
     if hasattr(model, "new_cache"):
         layers = len(model.new_cache().layers)

@@ -188,7 +188,7 @@ class Sequences:
 
 
 def _check_capacity(cache: KVCache, tokens: int) -> None:
-    """Raises LigerzooError if a cache of fixed size cannot hold so many tokens."""
+    """Raises LigerzooError if a cache of fixed size cannot hold this number of tokens."""
     fits = cache.capacity is None or tokens <= cache.capacity
     remedy = "Pass model.new_cache() for a cache that grows."
     got = f"a cache of capacity {cache.capacity}"

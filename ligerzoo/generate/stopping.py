@@ -182,7 +182,7 @@ def _checked_verdict(verdict: object, index: int, running: Tensor) -> Tensor:
     """Returns what a criterion returned as a bool tensor.
 
     Raises:
-        LigerzooError: it is no bool or bool tensor with the shape of `running`.
+        LigerzooError: it is neither a bool nor a bool tensor with the shape of `running`.
     """
     if isinstance(verdict, bool):
         return torch.full_like(running, verdict)

@@ -105,7 +105,7 @@ class LayerCache:
         self._keys = self._values = None
 
     def clone(self) -> Self:
-        """Returns a copy with buffers of its own."""
+        """Returns a copy that shares no memory."""
         clone = copy.copy(self)
         if self._keys is not None and self._values is not None:
             clone._keys, clone._values = self._keys.clone(), self._values.clone()

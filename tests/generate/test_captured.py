@@ -106,13 +106,13 @@ def test_captured_tokens_are_the_eager_ones(case: dict[str, Any], generate: Call
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", ["growing", "static"])
-def test_captured_turns_extend_a_cache(
+def test_captured_calls_extend_a_cache(
     name: str, padded: bool, kind: str, generate: Callable[..., Any], device: str
 ) -> None:
     model = build(name, device)
     ids, mask = prompts(3, 10, device, padded=padded)
     cache = model.new_cache(200 if kind == "static" else None)
-    for _turn in range(3):
+    for _call in range(3):
         options = {"max_new_tokens": 30, "num_return_sequences": 1, "past_key_values": cache}
         expected = generate(model, ids, mask, capture=False, max_new_tokens=30)
         out = generate(model, ids, mask, capture=True, return_dict_in_generate=True, **options)

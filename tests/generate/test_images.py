@@ -1,4 +1,4 @@
-"""Copies and turns of prompts with images."""
+"""Copies and conversations of prompts with images."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     FAMILIES[request.param].CHECKPOINTS[0].write(path)
     model = AutoModel.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
-        for token in model.placeholders:  # as likely as token 3, so never chosen: a later turn would need its image
+        for token in model.placeholders:  # as likely as token 3, so never chosen: a later call would need its image
             weight = model.lm_head.weight
             weight[min(token, len(weight) - 1)] = weight[3]
     return model
@@ -62,12 +62,12 @@ def test_copies_of_prompts_with_images(model: Any, use_cache: bool) -> None:
     assert torch.equal(copies, expected.repeat_interleave(2, 0))
 
 
-def test_turns_after_images_process_only_the_new_text(model: Any) -> None:
+def test_calls_after_images_process_only_the_new_text(model: Any) -> None:
     ids, mask, inputs = batch_of(model)
     recorder, cache = Recorder(model), model.new_cache()
     options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": []}
     new_inputs = inputs
-    for _turn in range(2):
+    for _call in range(2):
         got = generate(recorder, ids, mask, past_key_values=cache, **options, **new_inputs)
         assert got.tolist() == model.generate(ids, mask, **options, **inputs).tolist()
         added = torch.full((len(ids), 4), 7)

@@ -120,8 +120,8 @@ def assert_equal_after(cache: KVCache, expected: KVCache, keys: Tensor, values: 
     """Checks that both caches return the same for more tokens."""
     assert (cache.length, cache.rows) == (expected.length, expected.rows)
     assert torch.equal(cache.positions(3, keys.device), expected.positions(3, keys.device))
-    for got, wanted in zip(extend(cache, keys, values), extend(expected, keys, values), strict=True):
-        for x, y in zip(got, wanted, strict=True):
+    for got, reference in zip(extend(cache, keys, values), extend(expected, keys, values), strict=True):
+        for x, y in zip(got, reference, strict=True):
             assert torch.equal(x[:, : cache.length], y[:, : cache.length])
 
 

@@ -1,4 +1,4 @@
-"""Reuses the KV cache in the turns of a conversation."""
+"""Reuses the KV cache in a conversation."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ligerzoo.layers import KVCache
 
 
 class SupportsNewCache(Protocol):
-    """A model that `TurnCache` accepts."""
+    """A model that `ConversationCache` accepts."""
 
     def new_cache(self) -> KVCache: ...
 
 
-class TurnCache:
-    """The KV cache of a conversation, so that each turn processes only the tokens that are new.
+class ConversationCache:
+    """The KV cache of a conversation, so that each call of `generate` processes only the tokens that are new.
 
-    Each turn passes the token ids of the whole conversation. A chat template may write earlier answers with other
+    Each call receives the token ids of the whole conversation. A chat template may write earlier answers with other
     tokens than the model generated. So the cache keeps only the first tokens that both have in common.
 
-        turns = TurnCache(model)
-        ids = model.generate(input_ids, past_key_values=turns.cache_for(input_ids), max_new_tokens=100)
-        turns.keep(ids)
+        cache = ConversationCache(model)
+        ids = model.generate(input_ids, past_key_values=cache.shared_with(input_ids), max_new_tokens=100)
+        cache.keep(ids)
 
     Args:
         model: the model.
@@ -35,8 +35,8 @@ class TurnCache:
         self._cache.keep_all_tokens()
         self._tokens = torch.empty(0, dtype=torch.int64)
 
-    def cache_for(self, input_ids: Tensor) -> KVCache:
-        """Returns the cache of the first tokens of a conversation, at most of all but the last.
+    def shared_with(self, input_ids: Tensor) -> KVCache:
+        """Returns the KV cache of the first tokens that this text shares with it, at most of all but the last.
 
         Args:
             input_ids: (1, T) token ids of the whole conversation.

@@ -1,4 +1,4 @@
-"""Several turns with one KV cache give what each turn gives without it."""
+"""Calls with one KV cache return the tokens of calls without it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import TurnCache, generate
+from ligerzoo.generate import ConversationCache, generate
 from ligerzoo.layers import KVCache, LayerCache
 from tests.generate.families import FAMILIES, pair
 from tests.generate.models import LEFT, PROMPT, VOCAB, Recorder, Scripted, mask_of, prompts, tiny_llama
@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[Any], KVCache]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_turns_with_a_cache_equal_turns_without(family: str, kind: str) -> None:
+def test_calls_with_a_cache_equal_calls_without(family: str, kind: str) -> None:
     """Rows are ragged, end at different tokens, and are continued by ragged texts, padded on the left.
 
     With a sliding window, only the prompts are ragged: a window counts padding.
@@ -42,7 +42,7 @@ def test_turns_with_a_cache_equal_turns_without(family: str, kind: str) -> None:
     ids, mask = prompts("cpu", 3, 17), mask_of(LEFT, "cpu")
     ends, pad = ([] if is_windowed else [3, 8, 40, 60, 90]), VOCAB + 3  # padding has no embedding
     options: dict[str, Any] = {"max_new_tokens": 13, "eos_token_id": ends, "pad_token_id": pad}
-    for turn in range(3):
+    for call in range(3):
         expected = pair(family)[0].generate(ids, mask, **options)
         model.read.clear()
         cached = cache.length
@@ -51,7 +51,7 @@ def test_turns_with_a_cache_equal_turns_without(family: str, kind: str) -> None:
         assert model.read[0].shape == (3, ids.shape[1] - cached)
         assert cache.length == got.shape[1] - 1
         new = got[:, ids.shape[1] :]
-        question = prompts("cpu", 3, 5, seed=9 + turn)
+        question = prompts("cpu", 3, 5, seed=9 + call)
         question_mask = torch.ones_like(question) if is_windowed else mask_of(["..###", "#####", ".####"], "cpu")
         mask = torch.cat([mask, (new != pad).long(), question_mask], 1)
         ids = torch.cat([got, question], 1)
@@ -127,7 +127,7 @@ def new_cache(tokens: int = 0, rows: int = 2, layers: int = 2, capacity: int | N
 @pytest.mark.parametrize(
     "cache, options, message",
     [
-        ([], {}, r"got list; expected a ligerzoo.layers.KVCache. Pass model.new_cache\(\) in the first turn"),
+        ([], {}, r"got list; expected a ligerzoo.layers.KVCache. Pass model.new_cache\(\) in the first call"),
         (new_cache(layers=3), {}, "got a cache of 3 layers; expected 2 layers"),
         (new_cache(1, rows=3), {}, "got a cache of 3 rows; expected 2 rows, one for each prompt"),
         (new_cache(2), {}, r"got a cache of 2 tokens; expected fewer than 2, .* use cache.crop\(length\)"),
@@ -153,28 +153,28 @@ def test_a_model_without_new_cache_accepts_any_number_of_layers() -> None:
 
 def test_a_conversation_processes_only_what_differs() -> None:
     model = Recorder(pair("mistral")[0])
-    turns = TurnCache(model.model)
+    conversation = ConversationCache(model.model)
     history = prompts("cpu", 1, 12)
     processed = []
-    for turn in range(4):
+    for call in range(4):
         model.read.clear()
-        got = generate(model, history, max_new_tokens=15, past_key_values=turns.cache_for(history))
-        turns.keep(got)
+        got = generate(model, history, max_new_tokens=15, past_key_values=conversation.shared_with(history))
+        conversation.keep(got)
         processed.append(model.read[0].shape[1])
         assert torch.equal(got, pair("mistral")[0].generate(history, max_new_tokens=15))
-        if turn == 1:  # a template that drops a part of the answer
+        if call == 1:  # a template that drops a part of the answer
             got = torch.cat([got[:, :31], got[:, 40:]], 1)
-        history = torch.cat([got, prompts("cpu", 1, 6, seed=turn)], 1) if turn != 2 else got[:, :10]
+        history = torch.cat([got, prompts("cpu", 1, 6, seed=call)], 1) if call != 2 else got[:, :10]
     # 12; the last new token and a question; the tokens after column 31; a prefix of the history
     assert processed == [12, 7, 48 - 9 + 6 - 31, 1]
 
 
-def test_a_conversation_that_starts_anew_shares_nothing() -> None:
+def test_a_conversation_that_starts_again_shares_nothing() -> None:
     model = Recorder(tiny_llama("cpu"))
-    turns = TurnCache(model.model)
+    conversation = ConversationCache(model.model)
     ids = prompts("cpu", 1, 12)
-    turns.keep(generate(model, ids, max_new_tokens=4, past_key_values=turns.cache_for(ids)))
+    conversation.keep(generate(model, ids, max_new_tokens=4, past_key_values=conversation.shared_with(ids)))
     other = (ids + 1) % 97
-    assert turns.cache_for(other).length == 0
-    got = generate(model, other, max_new_tokens=4, past_key_values=turns.cache_for(other))
+    assert conversation.shared_with(other).length == 0
+    got = generate(model, other, max_new_tokens=4, past_key_values=conversation.shared_with(other))
     assert torch.equal(got, tiny_llama("cpu").generate(other, max_new_tokens=4))
