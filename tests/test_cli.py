@@ -608,6 +608,24 @@ def test_chat_answers_line_by_line_and_remembers(
     assert capsys.readouterr().out == expected
 
 
+def test_chat_reuses_its_kv_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer processes the tokens that the text does not share with earlier ones."""
+    processed, lengths, forward = [], [], Llama.forward
+
+    def record(self: Llama, input_ids: torch.Tensor, *args: Any, past_key_values: Any, **options: Any) -> Any:
+        if input_ids.shape[1] > 1:
+            processed.append(input_ids.shape[1])
+            lengths.append(past_key_values.length + input_ids.shape[1])
+        return forward(self, input_ids, *args, past_key_values=past_key_values, **options)
+
+    monkeypatch.setattr(Llama, "forward", record)
+    standard_input(monkeypatch, "Hello\nAgain\nAnd again\n")
+    assert cli.main(["chat", str(checkpoint), "--system", "Be kind.", "--max-new-tokens", "8", "--device", "cpu"]) == 0
+    assert processed[0] == lengths[0]
+    for answer in (1, 2):  # an answer of random bytes may have other tokens the next time
+        assert processed[answer] <= lengths[answer] - lengths[answer - 1]
+
+
 def test_chat_refuses_a_model_without_a_chat_template(
     base_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from ligerzoo.errors import LigerzooError
 if TYPE_CHECKING:
     import torch
 
+    from ligerzoo.generate import ConversationCache
     from ligerzoo.models import CausalLM
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.text.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ def generate(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     """Answers the lines of standard input."""
+    from ligerzoo.generate import ConversationCache
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
@@ -60,7 +62,7 @@ def chat(options: argparse.Namespace) -> int:
     for file in options.image:
         conversation.add_image(file)
     model = load_model(options)
-    generator = random_generator(model, options)
+    generator, cache = random_generator(model, options), ConversationCache(model)
     images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
     for line in input_lines("Ctrl-D ends the conversation." + images):
         command, _, file = line.partition(" ")
@@ -68,7 +70,7 @@ def chat(options: argparse.Namespace) -> int:
             add_image(file.strip(), conversation)
         else:
             inputs = conversation.ask(line)
-            conversation.add_answer(print_continuation(model, tokenizer, inputs, options, generator))
+            conversation.add_answer(print_continuation(model, tokenizer, inputs, options, generator, cache=cache))
     return 0
 
 
@@ -168,13 +170,19 @@ def print_continuation(
     options: argparse.Namespace,
     generator: torch.Generator | None,
     skip_prompt: bool = True,
+    cache: ConversationCache | None = None,
 ) -> str:
-    """Prints the model's continuation of a prompt during generation, and returns it."""
+    """Prints the model's continuation of a prompt during generation, and returns it.
+
+    Reuses the KV cache of the conversation, if there are no images.
+    """
     from ligerzoo.generate import TextStreamer
 
     tokenizer.check_ids(inputs["input_ids"], len(model.get_parameter("model.embed_tokens.weight")))
     names = ("temperature", "top_k", "top_p", "min_p")
     sampling: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if cache is not None and inputs.keys() & set(model.modalities):
+        cache = None
     ids = model.generate(
         **{name: tensor.to(model.device) for name, tensor in inputs.items()},
         max_new_tokens=options.max_new_tokens,
@@ -185,7 +193,10 @@ def print_continuation(
         tokenizer=tokenizer,
         generator=generator,
         streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt),
+        past_key_values=None if cache is None else cache.shared_with(inputs["input_ids"]),
     )
+    if cache is not None:
+        cache.keep(ids)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

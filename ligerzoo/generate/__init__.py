@@ -2,7 +2,9 @@
 
     decode_loop    `generate`: prefill, then one decode step per token until all rows have finished
     step           one decode step
+    prompts        the prompts: token ids or embeddings, aligned for the model
     sequences      the tokens of a batch and the model's KV cache
+    states         reads on the host which rows have finished
     slot_sequences sequences in a KV cache of fixed size, for captured decode steps
     slots          rows of such a cache, each with one sequence
     decode_batch   a decode step over such a cache
@@ -15,14 +17,17 @@
     sampling_options the options of sampling
     processors     repetition penalty, banned sequences and n-grams, functions of the user
     filters        functions of logits: temperature, top-k, top-p, min-p
-    stopping       end-of-sequence tokens, stop strings, padding of finished rows
+    stopping       end-of-sequence tokens, stop strings, criteria, padding of finished rows
     streaming      tokens and text during generation
+    result         the result with log-probabilities and reasons of finishing
+    conversation_cache  reuses the KV cache in a conversation
     options        refuses unknown and invalid options
 
 Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 """
 
 from ligerzoo.generate.captured import release_decode_graphs
+from ligerzoo.generate.conversation_cache import ConversationCache
 from ligerzoo.generate.decode_loop import generate
 from ligerzoo.generate.filters import (
     apply_temperature,
@@ -35,22 +40,26 @@ from ligerzoo.generate.filters import (
 )
 from ligerzoo.generate.many import Completion, generate_many
 from ligerzoo.generate.model import SupportsGenerate
+from ligerzoo.generate.prompts import align_prompts
+from ligerzoo.generate.result import GenerateOutput
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
 from ligerzoo.generate.scheduler import Scheduler, Update
-from ligerzoo.generate.sequences import align_prompts
 from ligerzoo.generate.step import DecodeStep
-from ligerzoo.generate.stopping import StopStrings, SupportsDecode
+from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
 
 __all__ = [
     "Completion",
+    "ConversationCache",
     "DecodeStep",
+    "GenerateOutput",
     "LogitsProcessor",
     "Sampler",
     "SamplingOptions",
     "Scheduler",
     "StopStrings",
+    "StoppingCriterion",
     "Streamer",
     "SupportsDecode",
     "SupportsGenerate",

@@ -11,7 +11,9 @@ from torch import Tensor
 class SupportsGenerate(Protocol):
     """A model that `generate` accepts, called like `ligerzoo.models.CausalLM`.
 
-    `generate` also uses `check_inputs`, `device`, `inputs_per_token` and `modalities` if the model has them.
+    `generate` also uses `check_inputs`, `device`, `inputs_per_token`, `modalities` and `new_cache` if the model has
+    them. The option `inputs_embeds` needs `get_input_embeddings`, and a call without token ids. `num_return_sequences`
+    needs a cache with `select_rows` and, with further model inputs, `repeat_rows`.
     """
 
     @property
@@ -20,7 +22,7 @@ class SupportsGenerate(Protocol):
     def generation_config(self) -> Mapping[str, Any]: ...
     def __call__(
         self,
-        input_ids: Tensor,
+        input_ids: Any,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,14 +11,21 @@ from ligerzoo.errors import LigerzooError, did_you_mean
 _WRAP = "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model).generate(...)."
 _BEAMS = "Beam search is not implemented. " + _WRAP
 _NOT_IMPLEMENTED = "It is not implemented. " + _WRAP
+_SPECULATIVE = "Speculative decoding is not implemented. " + _WRAP
 _STOP_STRINGS = "Use stop_strings=[...] with tokenizer=tokenizer."
 _STOP_IDS = "Use eos_token_id=..., which may be a list."
-_REPEAT = "Repeat the prompts: input_ids.repeat_interleave(n, 0)."
+_COPIES = "Use num_return_sequences=... with do_sample=True."
+_LOG_PROBS = "Use return_dict_in_generate=True, which returns the log-probabilities of the new tokens as .logps."
+_FORWARD = "Call the model itself, which returns them: model(sequences, {}=True)."
+_OWN_CACHE = "Pass past_key_values=model.new_cache(), or model.new_cache(capacity) for a cache of fixed size."
+_PROMPTS = "Pass token ids as input_ids, or embeddings as inputs_embeds."
+_NO_COMPILE = "Decode steps run as captured CUDA graphs where the model allows it. Leave it out."
 
 REMEDIES = {
     # other names of our options
+    "inputs": _PROMPTS,
     "max_tokens": "Use max_new_tokens.",
-    "max_length": "Use max_new_tokens, which does not count the tokens of the prompt.",
+    "min_length": "Use min_new_tokens, which does not count the tokens of the prompt.",
     "seed": "Use generator=torch.Generator(model.device).manual_seed(seed).",
     "stop": _STOP_STRINGS,
     "stop_sequences": _STOP_STRINGS,
@@ -25,28 +33,51 @@ REMEDIES = {
     "stop_token_ids": _STOP_IDS,
     "frequency_penalty": "Use repetition_penalty.",
     "presence_penalty": "Use repetition_penalty.",
-    "n": _REPEAT,
-    "num_return_sequences": _REPEAT,
+    "n": _COPIES,
+    "best_of": _COPIES,
+    "logprobs": _LOG_PROBS,
+    "return_dict": "Use return_dict_in_generate=True.",
     "skip_special_tokens": "Pass it to tokenizer.decode, or to TextStreamer.",
     # inputs of `forward` that `generate` computes
-    "inputs_embeds": "Pass token ids as input_ids.",
     "labels": "Call the model itself to compute a loss: model(input_ids, labels=labels).loss.",
     "position_ids": "They are computed from attention_mask.",
     "cu_seqlens": "Pass one prompt in each row, with padding and an attention_mask.",
-    "past_key_values": "A new KV cache is created. Call the model itself to continue with a cache.",
-    "cache_implementation": "A KV cache that grows is created.",
+    "logits_to_keep": "Only the last logits are computed.",
     # options of transformers
+    "max_time": "Use stopping_criteria=[transformers.MaxTimeCriteria(seconds)].",
+    "output_scores": _LOG_PROBS,
+    "output_logits": _LOG_PROBS,
+    "output_attentions": _FORWARD.format("output_attentions"),
+    "output_hidden_states": _FORWARD.format("output_hidden_states"),
+    "generation_config": "Pass its values as options: generate(input_ids, max_new_tokens=20, do_sample=True).",
+    "bos_token_id": "Begin each prompt with it; tokenizers do.",
+    "decoder_start_token_id": "Begin each prompt with it; tokenizers do.",
+    "synced_gpus": "Run one process per model, or gather the weights of a sharded model first.",
+    "transformers_version": "Leave it out.",
+    "is_assistant": _SPECULATIVE,
+    **dict.fromkeys(
+        ("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"), _OWN_CACHE
+    ),
+    **dict.fromkeys(("compile_config", "disable_compile", "continuous_batching_config"), _NO_COMPILE),
     **dict.fromkeys(
         ("num_beams", "num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty", "constraints",
          "force_words_ids"),
         _BEAMS,
     ),
     **dict.fromkeys(
-        ("assistant_model", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
-         "forced_bos_token_id", "forced_eos_token_id", "generation_config", "max_time",
-         "min_length", "output_attentions", "output_hidden_states",
-         "output_logits", "output_scores", "penalty_alpha", "prefix_allowed_tokens_fn", "return_dict_in_generate",
-         "stopping_criteria", "suppress_tokens", "typical_p"),
+        ("assistant_model", "assistant_tokenizer", "assistant_confidence_threshold", "assistant_early_exit",
+         "assistant_ensemble_weight", "assistant_lookbehind", "max_matching_ngram_size", "num_assistant_tokens",
+         "num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind",
+         "use_mtp"),
+        _SPECULATIVE,
+    ),
+    **dict.fromkeys(
+        ("begin_suppress_tokens", "custom_generate", "dola_layers", "encoder_no_repeat_ngram_size",
+         "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+         "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "negative_prompt_attention_mask",
+         "negative_prompt_ids", "penalty_alpha", "prefix_allowed_tokens_fn", "remove_invalid_values",
+         "renormalize_logits", "sequence_bias", "suppress_tokens", "token_healing", "top_h", "typical_p",
+         "watermarking_config"),
         _NOT_IMPLEMENTED,
     ),
 }  # fmt: skip
@@ -72,6 +103,45 @@ def refuse_unknown(model: Any, names: Iterable[str], options: Sequence[str]) -> 
         raise LigerzooError(
             f"not an option of generate or input of {type(model).__name__}", where=name, expected=inputs, remedy=remedy
         )
+
+
+def count_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_length: int) -> int:
+    """Returns the largest number of new tokens from the options of `generate`.
+
+    Args:
+        max_new_tokens: takes precedence, with a warning if both are given.
+        max_length: largest number of tokens with those of the prompt.
+        prompt_length: number of tokens of the padded prompts.
+
+    Raises:
+        LigerzooError: a number is invalid, both are None, or the prompt has `max_length` tokens already.
+    """
+    expected = "an integer, 0 or more"
+    if max_length is not None:
+        require(is_integer(max_length) and max_length >= 0, "max_length", repr(max_length), expected)
+    if max_new_tokens is None and max_length is None:
+        raise invalid("max_new_tokens", "None", expected, "Pass max_new_tokens=20, for example.")
+    if max_new_tokens is None:
+        assert max_length is not None
+        expected = f"more than {prompt_length}, the length of the prompts"
+        require(max_length > prompt_length, "max_length", max_length, expected, "Use max_new_tokens.")
+        return max_length - prompt_length
+    require(is_integer(max_new_tokens) and max_new_tokens >= 0, "max_new_tokens", repr(max_new_tokens), expected)
+    if max_length is not None:
+        warnings.warn(
+            f"generate: max_new_tokens={max_new_tokens} takes precedence over max_length={max_length}. Pass only one.",
+            stacklevel=2,
+        )
+    return max_new_tokens
+
+
+def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
+    """Raises LigerzooError unless `num_return_sequences` is valid for greedy decoding or sampling."""
+    is_count = is_integer(num_return_sequences) and num_return_sequences > 0
+    require(is_count, "num_return_sequences", repr(num_return_sequences), "a positive integer")
+    got = f"{num_return_sequences} without sampling, which gives equal sequences"
+    is_useful = num_return_sequences == 1 or do_sample is not False
+    require(is_useful, "num_return_sequences", got, "1", "Pass do_sample=True to sample different ones.")
 
 
 def invalid(name: str, got: object, expected: str, remedy: str | None = None) -> LigerzooError:

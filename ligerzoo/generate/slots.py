@@ -13,7 +13,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.transfer import to_device, upload
-from ligerzoo.layers import RotaryEmbedding
+from ligerzoo.layers import KVCache, RotaryEmbedding
 
 PREFILL_TOKENS = 16384
 """Tokens of one prefill, padding included. It bounds the memory of the hidden states."""
@@ -73,16 +73,8 @@ class Slots:
         Returns:
             (n, V) fp32 logits of the next tokens.
         """
-        tokens = max(map(len, prompts)) + max(1, min(new_tokens, _MIN_CAPACITY))
-        self._reserve(len(self._index) + len(rows), tokens if self.max_length is None else min(tokens, self.max_length))
+        self._place(rows, list(map(len, prompts)), new_tokens)
         batch = self._current
-        free = [index for index in range(batch.rows) if index not in self._index.values()]
-        for row, prompt in zip(rows, prompts, strict=True):
-            index = row if row in free else free[-1]  # in the order of the rows where possible
-            free.remove(index)
-            self._index[row], self._lengths[index] = index, len(prompt)
-        self._is_changed = True
-
         first: dict[bytes, int] = {}  # the first of equal prompts
         same = [first.setdefault(prompt.numpy().tobytes(), i) for i, prompt in enumerate(prompts)]
         order: list[int] = []
@@ -96,6 +88,28 @@ class Slots:
             sources, targets = (upload(list(x), batch.device) for x in zip(*copies, strict=True))
             batch.cache.copy_rows(sources, targets, max(map(len, prompts)))
         return logits[upload([order.index(i) for i in same], batch.device)]
+
+    def adopt(self, rows: Sequence[int], cache: KVCache, columns: Sequence[Tensor], new_tokens: int = 1) -> None:
+        """Copies sequences from another cache into empty rows.
+
+        Args:
+            rows: n indices of empty rows.
+            cache: a cache of any kind with n rows.
+            columns: (T_i,) int64 on the CPU each, sequence indices of the tokens of each row, without padding.
+            new_tokens: see `admit`.
+        """
+        self._place(rows, list(map(len, columns)), new_tokens)
+        for source, row in enumerate(rows):
+            self._current.cache.copy_tokens_from(
+                cache, source, columns[source], self._index[row], self._current.rows
+            )  # fmt: skip
+
+    def export(self, rows: Sequence[int], cache: KVCache, tokens: int) -> None:
+        """Appends the last tokens of n rows to another cache, of any kind, of n rows."""
+        indices = [self._index[row] for row in rows]
+        positions = [list(range(self._lengths[index] - tokens, self._lengths[index])) for index in indices]
+        device = self._current.device
+        self._current.cache.append_tokens_to(cache, upload(indices, device), upload(positions, device))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Appends one token to each row, and computes the logits of the next ones.
@@ -166,6 +180,17 @@ class Slots:
                 cache.select_rows(torch.arange(remaining, device=device))
             start, count = end, remaining
         return torch.cat(parts[::-1])
+
+    def _place(self, rows: Sequence[int], lengths: Sequence[int], new_tokens: int) -> None:
+        """Chooses rows of the cache for sequences of these lengths."""
+        tokens = max(lengths) + max(1, min(new_tokens, _MIN_CAPACITY))
+        self._reserve(len(self._index) + len(rows), tokens if self.max_length is None else min(tokens, self.max_length))
+        free = [index for index in range(self._current.rows) if index not in self._index.values()]
+        for row, length in zip(rows, lengths, strict=True):
+            index = row if row in free else free[-1]  # in the order of the rows where possible
+            free.remove(index)
+            self._index[row], self._lengths[index] = index, length
+        self._is_changed = True
 
     def _update(self) -> None:
         """Copies the lengths and indices to the device."""

@@ -21,11 +21,11 @@ class DecodeStep:
         stopping: finishes rows.
 
     Attributes:
-        sampled: the tokens of the last step and their log-probabilities, valid until the next step; None before the
-            first. Those of finished rows have no meaning.
+        sampled: the tokens of the last step and their log-probabilities, valid until the next step. Those of finished
+            rows have no meaning.
     """
 
-    sampled: SampledTokens | None = None
+    sampled: SampledTokens
 
     def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
         self.sequences, self.sampler, self.stopping = sequences, sampler, stopping

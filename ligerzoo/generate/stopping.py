@@ -1,8 +1,8 @@
-"""Decides when rows are finished: end-of-sequence tokens and stop strings."""
+"""Decides when rows are finished: end-of-sequence tokens, stop strings and criteria of the caller."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.options import require, type_name
+from ligerzoo.generate.options import invalid, require, type_name
+
+StoppingCriterion = Callable[[Tensor, None], Any]
+"""Decides which rows are finished, as those of transformers.
+
+Called after each step as `criterion(input_ids, scores)` with the (B, T + new tokens) prompts and continuations, padded
+like the result, and None for the scores. Returns a bool for all rows, or a (B,) bool tensor.
+"""
 
 
 class SupportsDecode(Protocol):
@@ -24,12 +31,13 @@ class Stopping:
 
     Args:
         model: the model, whose configs give the default token ids.
-        prompts: (B, L) token ids.
-        eos_token_id, pad_token_id, stop_strings, tokenizer: see `generate`.
+        prompts: (B, T) token ids of the prompts, as the caller passed them.
+        eos_token_id, pad_token_id, stop_strings, tokenizer, stopping_criteria: see `generate`.
 
     Attributes:
         eos_token_ids: the tokens that finish a row.
         is_possible: whether a row can finish before `max_new_tokens`.
+        is_on_host: whether the host looks at the tokens of each step, for stop strings and criteria.
         running: (B,) bool, False for finished rows.
 
     Raises:
@@ -40,16 +48,21 @@ class Stopping:
         self,
         model: SupportsGenerate,
         prompts: Tensor,
+        *,
         eos_token_id: int | Sequence[int] | None,
         pad_token_id: int | None,
         stop_strings: str | Sequence[str] | None,
         tokenizer: SupportsDecode | None,
+        stopping_criteria: Sequence[StoppingCriterion] | None,
     ) -> None:
         self._stop_strings = StopStrings(stop_strings, tokenizer) if stop_strings is not None else None
         self.eos_token_ids = eos_ids = token_ids(model, "eos_token_id", eos_token_id)
         pad_ids = token_ids(model, "pad_token_id", pad_token_id) or eos_ids
+        self._prompts = prompts
         rows, device = len(prompts), prompts.device
-        self.is_possible = bool(eos_ids or self._stop_strings)
+        self._criteria = _checked_criteria(stopping_criteria)
+        self.is_on_host = bool(self._stop_strings or self._criteria)
+        self.is_possible = bool(eos_ids) or self.is_on_host
         needs_padding = self.is_possible and rows != 1
         remedy = "Pass pad_token_id=0, for example: only finished rows contain it."
         expected = "a token id that fills finished rows"
@@ -59,13 +72,8 @@ class Stopping:
         self.running = torch.ones(rows, dtype=torch.bool, device=device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # tokens until a row finished
 
-    @property
-    def has_stop_strings(self) -> bool:
-        """Whether the host searches the text of continuations."""
-        return self._stop_strings is not None
-
     def update(self, tokens: Tensor) -> Tensor:
-        """Updates `running` after a step, except for stop strings.
+        """Updates `running` after a step, except for what the host looks at.
 
         Args:
             tokens: (B, 1) new tokens.
@@ -78,21 +86,37 @@ class Stopping:
         self.running &= (tokens != self._eos).all(1)
         return shown
 
-    def find_stop_strings(self, continuations: Tensor) -> None:
-        """Updates `running` for stop strings, which the host searches.
+    def update_on_host(self, continuations: Tensor) -> None:
+        """Updates `running` for stop strings and criteria.
 
         Args:
             continuations: (B, new tokens).
+
+        Raises:
+            LigerzooError: a criterion returns another type or shape.
         """
         if self._stop_strings is not None:
             tails = continuations[:, -self._stop_strings.window :].tolist()
             is_running = [not self._stop_strings.found_in(tail) for tail in tails]
             self.running &= torch.tensor(is_running, device=continuations.device)
+        if self._criteria:
+            sequences = torch.cat([self._prompts, self.pad(continuations)], 1)
+            for index, criterion in enumerate(self._criteria):
+                self.running &= ~_checked_verdict(criterion(sequences, None), index, self.running)
 
-    def pad(self, continuations: Tensor) -> Tensor:
-        """Returns the continuations, (B, new tokens), with padding after the end of each row."""
-        columns = torch.arange(continuations.shape[1], device=continuations.device)
-        return continuations.where(columns < self._lengths, self._pad_id)
+    def pad(self, values: Tensor, fill: float | None = None) -> Tensor:
+        """Replaces what follows the end of each row.
+
+        Args:
+            values: (B, new tokens), such as the continuations.
+            fill: replaces them; default: the padding token.
+        """
+        columns = torch.arange(values.shape[1], device=values.device)
+        return values.where(columns < self._lengths, self._pad_id if fill is None else fill)
+
+    def finish_reasons(self) -> list[str]:
+        """Returns why each row ended: "stop", or "length" for `max_new_tokens`."""
+        return ["length" if is_running else "stop" for is_running in self.running.tolist()]
 
 
 class StopStrings:
@@ -140,3 +164,30 @@ def token_ids(model: SupportsGenerate, name: str, argument: int | Sequence[int] 
     remedy = "tokenizer.token_to_id(text) returns the id of a token." if isinstance(value, str) else None
     require(valid, name, repr(value), "a token id below 2^31, or a list of them", remedy)
     return [i for i in ids if i >= 0]
+
+
+def _checked_criteria(criteria: object) -> list[StoppingCriterion]:
+    """Returns the criteria; raises LigerzooError unless they are callables."""
+    if criteria is None:
+        return []
+    remedy = "Put it in a list." if callable(criteria) and not isinstance(criteria, Sequence) else None
+    is_list = isinstance(criteria, Sequence) and not isinstance(criteria, str)
+    expected = "a list of callables (input_ids, scores) -> bool or (B,) bool tensor"
+    if not is_list or not all(map(callable, criteria)):  # type: ignore[call-overload]
+        raise invalid("stopping_criteria", repr(criteria), expected, remedy)
+    return list(criteria)  # type: ignore[call-overload, no-any-return]
+
+
+def _checked_verdict(verdict: object, index: int, running: Tensor) -> Tensor:
+    """Returns what a criterion returned as a bool tensor.
+
+    Raises:
+        LigerzooError: it is neither a bool nor a bool tensor with the shape of `running`.
+    """
+    if isinstance(verdict, bool):
+        return torch.full_like(running, verdict)
+    shape = tuple(running.shape)
+    got = f"{verdict.dtype} {tuple(verdict.shape)}" if isinstance(verdict, Tensor) else repr(verdict)
+    if not isinstance(verdict, Tensor) or verdict.dtype != torch.bool or verdict.shape not in ((), shape):
+        raise invalid(f"stopping_criteria[{index}]", got, f"it to return a bool, or a bool tensor of shape {shape}")
+    return verdict.to(running.device)

@@ -7,7 +7,9 @@ Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +77,42 @@ class LayerCache:
         """Removes the last tokens, as speculative decoding does with rejected ones.
 
         Raises:
-            ValueError: the cache holds fewer tokens, or the number is negative.
+            ValueError: see `check_removal`.
         """
+        self.check_removal(tokens)
+        self.length -= tokens
+
+    def check_removal(self, tokens: int) -> None:
+        """Raises ValueError if the cache holds fewer than `tokens` tokens, or the number is negative."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"{type(self).__name__}: cannot remove {tokens} tokens; expected 0 to {self.length}")
-        self.length -= tokens
+
+    @property
+    def first(self) -> int:
+        """Sequence index of the first token in the cache; more than 0 where a window has dropped earlier tokens."""
+        return 0
+
+    def read(self, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of the cached tokens from sequence index `start` on, (B, S, K, D) each.
+
+        The cache must not be empty.
+        """
+        assert self._keys is not None
+        assert self._values is not None
+        start, end = max(start - self.first, 0), self.length - self.first
+        return _slice(self._keys, start, end), _slice(self._values, start, end)
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        self.length = self.offset = 0
+        self._keys = self._values = None
+
+    def clone(self) -> Self:
+        """Returns a copy that shares no memory."""
+        clone = copy.copy(self)
+        if self._keys is not None and self._values is not None:
+            clone._keys, clone._values = self._keys.clone(), self._values.clone()
+        return clone
 
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is not None and len(self._keys) != len(keys):
@@ -116,19 +149,30 @@ class RollingLayerCache(LayerCache):
         return _slice(self._keys, start, end), _slice(self._values, start, end)
 
     def remove_last(self, tokens: int) -> None:
-        """See `LayerCache.remove_last`.
-
-        Raises:
-            ValueError: tokens that the window would reach again are no longer in the cache.
-        """
+        """See `LayerCache.remove_last`."""
         super().remove_last(tokens)
-        self._held -= tokens
-        needed = min(self.length, self.window - 1)
-        if self._held < needed:
+        self._held = max(self._held - tokens, 0)
+
+    def check_removal(self, tokens: int) -> None:
+        """See `LayerCache.check_removal`. Also raises if the window would reach tokens that it has dropped."""
+        super().check_removal(tokens)
+        length, held = self.length - tokens, max(self._held - tokens, 0)
+        needed = min(length, self.window - 1)
+        if held < needed:
             raise ValueError(
-                f"RollingLayerCache: without the last {tokens} tokens, {max(self._held, 0)} of {self.length} are left; "
-                f"the window of {self.window} needs {needed}. Call KVCache.keep_all_tokens() before the first token."
+                f"RollingLayerCache: without the last {tokens} tokens, {held} of {length} are left; the window of "
+                f"{self.window} needs {needed}. Call KVCache.keep_all_tokens() before the first token."
             )
+
+    @property
+    def first(self) -> int:
+        """See `LayerCache.first`."""
+        return self.length - self._held
+
+    def reset(self) -> None:
+        """See `LayerCache.reset`."""
+        super().reset()
+        self._held = 0
 
 
 class CrossAttentionLayerCache(LayerCache):
@@ -136,12 +180,6 @@ class CrossAttentionLayerCache(LayerCache):
 
     These states do not count towards the length of the sequence.
     """
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Returns all cached keys and values, (B, S, K, D) each. The cache must not be empty."""
-        assert self._keys is not None
-        assert self._values is not None
-        return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
 
 
 class StaticPosition:
@@ -198,6 +236,12 @@ class StaticPosition:
             self.lengths = lengths.clone()
         else:
             self.lengths.copy_(lengths)
+
+    def clone(self) -> StaticPosition:
+        """Returns a copy that is counted separately."""
+        clone = StaticPosition()
+        clone.length, clone.lengths = self.length, None if self.lengths is None else self.lengths.clone()
+        return clone
 
 
 class StaticLayerCache(LayerCache):
@@ -265,6 +309,10 @@ class StaticLayerCache(LayerCache):
         length = self.length
         super().remove_last(tokens)
         self.position.remove_last(length, tokens)
+
+    def reset(self) -> None:
+        """Empties the cache; its memory stays allocated. `KVCache.reset` restarts the shared position."""
+        self.length = 0
 
     def copy_rows_from(self, other: StaticLayerCache, index: Tensor, rows: int) -> None:
         """Copies rows `index`, (n,) int64, of another cache to the first n of B = `rows` rows.
@@ -410,9 +458,9 @@ class KVCache:
             self._static[0].position.length += tokens
 
     def reset(self) -> None:
-        """Empties static caches; their memory stays allocated."""
-        for layer in self._static:
-            layer.length = 0
+        """Empties all caches; the memory of static ones stays allocated."""
+        for layer in self.layers:
+            layer.reset()
         if self._static:
             self._static[0].position.set(0, 0)
         self.position_offset = self.last_image_mask = None
@@ -447,6 +495,40 @@ class KVCache:
         lengths = other._static[0].position.lengths
         if lengths is not None:
             self._static[0].position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)
+
+    def copy_tokens_from(self, other: KVCache, source: int, columns: Tensor, target: int, rows: int) -> None:
+        """Copies tokens of a row of another cache, of any kind, to the first positions of a row of static caches.
+
+        Tokens that a sliding window has dropped are left out: no later token attends to them.
+
+        Args:
+            other: the other cache.
+            source: its row.
+            columns: (n,) int64 on the CPU, ascending sequence indices of the tokens.
+            target: row of these caches.
+            rows: B of these caches.
+        """
+        for layer, other_layer in zip(self._static, other.layers, strict=True):
+            if other_layer.length == 0:  # a layer without attention
+                continue
+            kept = columns[columns >= other_layer.first] - other_layer.first
+            new = other_layer.read()
+            for buffer, x in zip(layer.allocate(rows, *new), new, strict=True):
+                tokens = x[source].index_select(0, kept.to(x.device))
+                buffer[target, :, len(columns) - len(kept) : len(columns)] = tokens.transpose(0, 1)
+
+    def append_tokens_to(self, other: KVCache, rows: Tensor, positions: Tensor) -> None:
+        """Appends tokens of static caches to another cache of any kind.
+
+        Args:
+            other: the other cache, of B rows.
+            rows: (B,) int64, rows of these caches.
+            positions: (B, n) int64, positions of the tokens in each row.
+        """
+        for layer, other_layer in zip(self._static, other.layers, strict=True):
+            if layer.length > 0 and layer._keys is not None and layer._values is not None:
+                keys, values = (x.transpose(1, 2)[rows[:, None], positions] for x in (layer._keys, layer._values))
+                other_layer.append(keys, values)
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` tokens of rows of static caches to other rows; see `StaticLayerCache.copy_rows`."""
@@ -519,9 +601,45 @@ class KVCache:
                 raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
             lengths -= tokens
             return
-        for layer in self._self_attention:
-            if layer.length > 0:  # a layer without attention appends nothing
-                layer.remove_last(tokens)
+        layers = [layer for layer in self._self_attention if layer.length > 0]  # one without attention appends nothing
+        for layer in layers:
+            layer.check_removal(tokens)
+        for layer in layers:
+            layer.remove_last(tokens)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Another name of `select_rows`."""
+        self.select_rows(indices)
+
+    def crop(self, length: int) -> None:
+        """Keeps the first tokens only. To keep none empties the cache, as `reset` does.
+
+        Positions and masks of images stay those after the last image, so only remove text that follows it.
+
+        Args:
+            length: number of tokens to keep, padding included.
+
+        Raises:
+            ValueError: the cache holds fewer tokens, the number is negative, or a layer with a sliding window has
+                dropped tokens that the window would reach again; see `keep_all_tokens`. The cache is unchanged then.
+        """
+        if not 0 <= length <= self.length:
+            remedy = ". remove_last(n) removes the last n tokens" if length < 0 else ""
+            raise ValueError(f"KVCache.crop: got length={length}; expected 0 to {self.length}{remedy}")
+        if length == 0:
+            self.reset()
+        else:
+            self.remove_last(self.length - length)
+
+    def clone(self) -> KVCache:
+        """Returns an independent copy, for example to continue one prompt in several ways."""
+        clone = copy.copy(self)
+        clone._set_layers(layer.clone() for layer in self.layers)
+        if clone._static:
+            position = clone._static[0].position.clone()
+            for layer in clone._static:
+                layer.position = position
+        return clone
 
     def keep_all_tokens(self) -> None:
         """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.

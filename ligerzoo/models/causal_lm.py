@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, t
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
 
 if TYPE_CHECKING:
-    from ligerzoo.generate import Completion
+    from ligerzoo.generate import Completion, GenerateOutput
 
 Objective = Callable[..., tuple[Tensor | None, Any]]
 """Replacement for the cross entropy.
@@ -173,15 +173,33 @@ class CausalLM(LanguageModel):
             for name, value in modalities.items()
         }
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        return_dict_in_generate: Literal[True],
+        **options: Any,
+    ) -> GenerateOutput: ...
+
+    @overload
+    def generate(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
+    ) -> Tensor: ...
+
+    def generate(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
+    ) -> Tensor | GenerateOutput:
         """Continues the prompts; see `ligerzoo.generate.generate` for the options.
 
         Returns:
-            Prompts and continuations, (B, T + new tokens).
+            Prompts and continuations, (B, T + new tokens); or a `GenerateOutput` with `return_dict_in_generate=True`.
         """
         from ligerzoo.generate import generate
 
-        return generate(self, input_ids, attention_mask, **options)
+        result: Tensor | GenerateOutput = generate(self, input_ids, attention_mask, **options)
+        return result
 
     def generate_many(
         self, prompts: Iterable[Tensor | Sequence[int]], *, batch_size: int, **options: Any

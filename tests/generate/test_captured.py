@@ -1,10 +1,12 @@
 """Captured decode steps choose the tokens of eager ones. On a CPU, a stand-in for the graph runs the step eagerly."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.generate import DecodeStep, captured, decode_loop, slots
@@ -107,7 +109,7 @@ CASES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", covering(CASES), ids=str)
+@pytest.mark.parametrize("case", covering(CASES), ids=lambda case: re.sub(" at 0x[0-9a-f]+", "", str(case)))
 def test_captured_tokens_are_the_eager_ones(case: dict[str, Any], generate: Callable[..., Tensor], device: str) -> None:
     model = build(case["name"], device, case["dtype"])
     inputs = prompts(*case["shape"], device, padded=case["padded"])
@@ -123,6 +125,46 @@ def test_finished_rows_leave(generate: Callable[..., Tensor], device: str) -> No
     expected = generate(model, *inputs, capture=False, **options)
     assert torch.equal(generate(model, *inputs, capture=True, **options), expected)
     assert {graph.rows for graph in captured._GRAPHS[model]._idle.values()} > {6}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_captured_calls_extend_a_cache(
+    name: str, padded: bool, kind: str, generate: Callable[..., Any], device: str
+) -> None:
+    model = build(name, device)
+    ids, mask = prompts(3, 10, device, padded=padded)
+    cache = model.new_cache(200 if kind == "static" else None)
+    for _call in range(3):
+        options = {"max_new_tokens": 30, "num_return_sequences": 1, "past_key_values": cache}
+        expected = generate(model, ids, mask, capture=False, max_new_tokens=30)
+        out = generate(model, ids, mask, capture=True, return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, expected)
+        assert out.past_key_values is cache
+        assert cache.length == expected.shape[1] - 1
+        ids = F.pad(expected, (0, 4), value=5)
+        mask = None if mask is None else F.pad(mask, (0, 34), value=1)
+
+
+def test_captured_copies_share_the_prefill(generate: Callable[..., Any], device: str) -> None:
+    model = build("mistral", device)
+    inputs = prompts(2, 9, device, padded=True)
+    expected = generate(model, *inputs, capture=False)
+    for cache in (None, model.new_cache()):
+        options = {"do_sample": True, "top_k": 1, "num_return_sequences": 3, "past_key_values": cache}
+        assert torch.equal(generate(model, *inputs, capture=True, **options), expected.repeat_interleave(3, 0))
+
+
+def test_captured_log_probabilities_are_the_eager_ones(generate: Callable[..., Any], device: str) -> None:
+    model = build("llama", device)
+    inputs = prompts(3, 9, device, padded=True)
+    eager, captured = (
+        generate(model, *inputs, capture=capture, return_dict_in_generate=True, **SAMPLED) for capture in (False, True)
+    )
+    assert torch.equal(captured.sequences, eager.sequences)
+    for got, expected in ((captured.logps, eager.logps), (captured.sampling_logps, eager.sampling_logps)):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_may_change_in_place_and_be_replaced(generate: Callable[..., Tensor], device: str) -> None:

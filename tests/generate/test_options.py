@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import TextStreamer, generate
+from ligerzoo.generate import SamplingOptions, TextStreamer, generate
 from ligerzoo.generate.options import REMEDIES
 from ligerzoo.models import Llama, LlamaConfig
 from tests.generate.models import PROMPT, Letters, Scripted, StreamingLetters, tiny_llama
 
 OPTIONS = {
     name: parameter
-    for name, parameter in inspect.signature(generate).parameters.items()
+    for function in (generate, SamplingOptions)
+    for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
 
@@ -142,7 +144,9 @@ def test_options_without_effect_on_the_distribution_need_no_sampling() -> None:
         ("max_new_token", "Did you mean 'max_new_tokens'?"),
         ("attention_masks", "Did you mean 'attention_mask'?"),
         ("max_tokens", "Use max_new_tokens."),
-        ("max_length", "Use max_new_tokens, which does not count the tokens of the prompt."),
+        ("max_time", "Use stopping_criteria=[transformers.MaxTimeCriteria(seconds)]."),
+        ("stoping_criteria", "Did you mean 'stopping_criteria'?"),
+        ("assistant_model", "Speculative decoding is not implemented. Use the generate method of transformers"),
         ("stop", "Use stop_strings=[...] with tokenizer=tokenizer."),
         ("num_beams", "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model)"),
         ("seed", "Use generator=torch.Generator(model.device).manual_seed(seed)."),
@@ -169,8 +173,15 @@ def test_suggestions_include_the_inputs_of_the_model() -> None:
 
 def test_a_model_without_a_list_of_inputs_receives_all_but_foreign_options() -> None:
     assert generate(Scripted([[1], [1]]), PROMPT, max_new_tokens=1, volume=2).shape == (2, 3)
-    with pytest.raises(LigerzooError, match=r"^max_length: not an option of generate or input of Scripted"):
-        generate(Scripted([[1], [1]]), PROMPT, max_length=1)
+    with pytest.raises(LigerzooError, match=r"^num_beams: not an option of generate or input of Scripted"):
+        generate(Scripted([[1], [1]]), PROMPT, num_beams=1)
+
+
+def test_every_option_of_transformers_is_one_of_ours_or_has_a_remedy() -> None:
+    config = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    parameters = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    assert {"max_new_tokens", "num_beams", "temperature"} <= config
+    assert not (config | parameters) - OPTIONS.keys() - REMEDIES.keys()
 
 
 def test_no_option_has_a_remedy_for_unknown_ones() -> None:

@@ -97,6 +97,125 @@ def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: i
         cache.remove_last(9)
 
 
+KINDS: dict[str, Callable[[], list[LayerCache]]] = {
+    "growing": lambda: [LayerCache(), LayerCache()],
+    "rolling": lambda: [RollingLayerCache(6), LayerCache()],  # the second counts tokens
+    "static": lambda: [StaticLayerCache(40), StaticLayerCache(40)],
+}
+
+
+def filled(kind: str, keys: Tensor, values: Tensor) -> KVCache:
+    cache = KVCache(KINDS[kind]())
+    extend(cache, keys, values)
+    return cache
+
+
+def extend(cache: KVCache, keys: Tensor, values: Tensor, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Appends the tokens one by one, and returns the last ones that each layer returns."""
+    got: list[tuple[Tensor, Tensor]] = []
+    for index in range(start, keys.shape[1]):
+        got = [layer.append(keys[:, index : index + 1], values[:, index : index + 1]) for layer in cache.layers]
+    return got
+
+
+def assert_equal_after(cache: KVCache, expected: KVCache, keys: Tensor, values: Tensor) -> None:
+    """Checks that both caches return the same for more tokens."""
+    assert (cache.length, cache.rows) == (expected.length, expected.rows)
+    assert torch.equal(cache.positions(3, keys.device), expected.positions(3, keys.device))
+    for got, reference in zip(extend(cache, keys, values), extend(expected, keys, values), strict=True):
+        for x, y in zip(got, reference, strict=True):
+            assert torch.equal(x[:, : cache.length], y[:, : cache.length])
+
+
+@pytest.mark.parametrize("length", [0, 6, 9, 11])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cropped_cache_is_one_of_fewer_tokens(kind: str, length: int) -> None:
+    keys, values = (x[:, :11] for x in random_tokens())
+    cache = filled(kind, keys, values)
+    cache.crop(length)
+    expected = filled(kind, keys[:, :length], values[:, :length])
+    assert cache.length == length
+    if kind == "static" and length == 0:
+        assert cache.rows == 2  # the memory stays allocated
+        expected = filled(kind, keys, values)
+        expected.reset()
+    assert_equal_after(cache, expected, *(x[:, 20:40] for x in random_tokens()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crop_that_is_refused_changes_nothing(kind: str) -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    cache, expected = filled(kind, keys, values), filled(kind, keys, values)
+    for length, remedy in ((26, ""), (-1, r". remove_last\(n\) removes the last n tokens")):
+        with pytest.raises(ValueError, match=rf"KVCache.crop: got length={length}; expected 0 to 25{remedy}$"):
+            cache.crop(length)
+    if kind == "rolling":
+        cache.layers.reverse()  # the layer that can crop comes first
+        with pytest.raises(ValueError, match=r"RollingLayerCache: without the last 20 .*KVCache.keep_all_tokens\(\)"):
+            cache.crop(5)
+        cache.layers.reverse()
+    assert_equal_after(cache, expected, *(x[:, 30:40] for x in random_tokens()))
+
+
+def test_a_rolling_cache_that_keeps_all_tokens_can_be_cropped() -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    cache = KVCache(KINDS["rolling"]())
+    cache.keep_all_tokens()
+    extend(cache, keys, values)
+    cache.crop(5)
+    assert_equal_after(cache, filled("growing", keys[:, :5], values[:, :5]), *random_tokens())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reordered_rows_are_those_of_reordered_tokens(kind: str) -> None:
+    keys, values = (x[:, :9] for x in random_tokens())
+    cache, index = filled(kind, keys, values), torch.tensor([1, 1, 0])
+    cache.reorder(index)
+    expected = filled(kind, keys[index], values[index])
+    assert_equal_after(cache, expected, *(x[index, 20:30] for x in random_tokens()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clone_is_independent(kind: str) -> None:
+    keys, values = (x[:, :9] for x in random_tokens())
+    cache, expected = filled(kind, keys, values), filled(kind, keys, values)
+    cache.position_offset = torch.ones(2, 1, dtype=torch.int64)
+    clone, other = cache.clone(), cache.clone()
+    extend(cache, keys + 1, values + 1)
+    other.crop(7)
+    assert (cache.length, clone.length, other.length) == (18, 9, 7)
+    assert clone.position_offset is cache.position_offset
+    assert_equal_after(clone, expected, *(x[:, 20:30] for x in random_tokens()))
+    assert KVCache([LayerCache()]).clone().length == 0
+    assert CrossAttentionLayerCache().clone().rows is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_static_caches_take_over_tokens_of_others_and_give_them_back(kind: str) -> None:
+    keys, values = (x[:, :25] for x in random_tokens())
+    source, static = filled(kind, keys, values), KVCache(KINDS["static"]())
+    columns = [torch.arange(25), torch.cat([torch.arange(3, 11), torch.arange(13, 25)])]  # the second has padding
+    if kind == "rolling":  # there, padding may only come first
+        columns[1] = torch.arange(3, 25)
+    for row, index in enumerate(columns):
+        static.copy_tokens_from(source, row, index, 1 - row, 2)
+    lengths = [len(index) for index in columns]
+    static.set_lengths(torch.tensor(lengths[::-1]), max(lengths))
+    for layer, other in zip(static.layers, source.layers, strict=True):
+        for buffer, x in zip((layer._keys, layer._values), (keys, values), strict=True):
+            for row, index in enumerate(columns):
+                kept = index[index >= other.first]
+                assert buffer is not None
+                got = buffer.transpose(1, 2)[1 - row, len(index) - len(kept) : len(index)]
+                assert torch.equal(got, x[row, kept])
+    new = [x[:, 30:33] for x in random_tokens()]
+    extend(static, *(x.flip(0) for x in new))
+    positions = torch.tensor([[length, length + 1, length + 2] for length in lengths])
+    static.append_tokens_to(source, torch.tensor([1, 0]), positions)
+    whole = [torch.cat(pair, 1) for pair in zip((keys, values), new, strict=True)]
+    assert_equal_after(source, filled(kind, *whole), *(x[:, 34:40] for x in random_tokens()))
+
+
 def test_buffers_double() -> None:
     cache, token = LayerCache(), torch.ones(1, 1, 2, 4)
     pointers = {cache.append(token, token)[0].untyped_storage().data_ptr() for _ in range(1000)}

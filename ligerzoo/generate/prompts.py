@@ -1,0 +1,222 @@
+"""The prompts of a call of `generate`: token ids or embeddings, aligned for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.generate.model import SupportsGenerate
+from ligerzoo.generate.options import invalid, require, type_name
+from ligerzoo.layers import KVCache, RollingLayerCache
+
+
+class Prompts:
+    """The prompts of a call of `generate`.
+
+    Args:
+        model: the model.
+        input_ids: (B, T) token ids; may be None if there are embeddings.
+        attention_mask: (B, T), 1 for a token and 0 for padding; None for no padding.
+        inputs_embeds: (B, T, H) embeddings that the model reads instead of the token ids, or None.
+        cache: KV cache that holds the first tokens of the prompts, or None.
+        model_inputs: further model inputs for the tokens that are not in the cache.
+
+    Attributes:
+        given: (B, T) int64 token ids as they were passed; (B, 0) if there are embeddings only.
+        ids: (B, L) token ids for the model, padded on the left to the longest prompt; (B, 0) if there are embeddings
+            only. Each padding id is replaced by the last token of its row: padding may have no embedding.
+        inputs: what the model reads: `ids`, or (B, L, H) embeddings.
+        padding_mask: (B, L) bool, False for padding; None for no padding.
+        model_inputs: further model inputs. Those per token have the columns of `inputs` that are not in the cache.
+
+    Raises:
+        LigerzooError: a shape or type is wrong, a prompt is empty, the cache does not fit, or the model refuses the
+            inputs.
+    """
+
+    def __init__(
+        self,
+        model: SupportsGenerate,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cache: KVCache | None,
+        model_inputs: Mapping[str, Any],
+    ) -> None:
+        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        whole = _checked_inputs(input_ids, inputs_embeds)
+        self.rows, self.tokens = rows, tokens = tuple(whole.shape[:2])
+        self.device = whole.device
+        _check_device(model, name, whole)
+        mask = _checked_mask(attention_mask, rows, tokens, name, self.device)
+        cached = 0 if cache is None else _checked_cache(model, cache, rows, tokens).length
+        columns = None
+        if mask is not None and cache is None:
+            columns = _columns_of_tokens(mask)
+            mask = _take(mask, columns)
+        elif mask is not None:
+            _check_mask_of_cached(model, mask)
+        self.padding_mask = None if mask is None or bool(mask.all()) else mask
+
+        self.given = self.ids = torch.empty(rows, 0, dtype=torch.int64, device=self.device)
+        if input_ids is not None:
+            self.given = input_ids.long()
+            self.ids = _without_padding_ids(_take(self.given, columns), self.padding_mask)
+        self.inputs = self.ids if inputs_embeds is None else _take(inputs_embeds, columns)
+        self.model_inputs = dict(model_inputs)
+        for input_name in getattr(model, "inputs_per_token", ()):
+            if (value := self.model_inputs.get(input_name)) is not None:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type_name(value)
+                expected = f"(B, T, ...) with the shape {(rows, tokens)} of {name}"
+                require(shape[:2] == (rows, tokens), input_name, shape, expected)
+                self.model_inputs[input_name] = _take(value, columns)[:, cached:]
+        if hasattr(model, "check_inputs") and inputs_embeds is None:
+            new_mask = None if self.padding_mask is None else self.padding_mask[:, cached:]
+            model.check_inputs(self.ids[:, cached:], new_mask, cache, **self.model_inputs)
+
+    @property
+    def length(self) -> int:
+        """L, the number of columns that the model reads."""
+        return self.inputs.shape[1]
+
+
+def align_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Moves all padding to the left, and removes the columns that only contain padding.
+
+    Args:
+        input_ids: (B, T).
+        attention_mask: (B, T), 1 for a token and 0 for padding; None for no padding.
+
+    Returns:
+        Token ids (B, L), where L is the length of the longest prompt, and a boolean padding mask (B, L), or None if all
+        prompts have length L. Each padding id is replaced by the prompt's last token: padding may have no embedding.
+
+    Raises:
+        LigerzooError: a shape is wrong or a prompt is empty.
+    """
+    _checked_inputs(input_ids, None)
+    rows, tokens = input_ids.shape
+    mask = _checked_mask(attention_mask, rows, tokens, "input_ids", input_ids.device)
+    if mask is None:
+        return input_ids, None
+    columns = _columns_of_tokens(mask)
+    mask = _take(mask, columns)
+    padding_mask = None if bool(mask.all()) else mask
+    return _without_padding_ids(_take(input_ids, columns), padding_mask), padding_mask
+
+
+def _columns_of_tokens(mask: Tensor) -> Tensor:
+    """Returns the columns (B, L) of the longest prompt's length, where those of padding come first."""
+    return mask.argsort(stable=True, dim=1)[:, -int(mask.sum(1).amax()) :]
+
+
+def _take(x: Tensor, columns: Tensor | None) -> Tensor:
+    """Returns these columns of x: (B, T, ...) and (B, L) -> (B, L, ...); x itself for None."""
+    if columns is None:
+        return x
+    return x[torch.arange(len(x), device=x.device)[:, None], columns.to(x.device)]
+
+
+def _without_padding_ids(ids: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Replaces padding ids, which may have no embedding, by the last token of the row."""
+    return ids if padding_mask is None else ids.where(padding_mask, ids[:, -1:])
+
+
+def _checked_inputs(input_ids: object, inputs_embeds: object) -> Tensor:
+    """Returns what the model reads: the embeddings if there are any.
+
+    Raises:
+        LigerzooError: a shape or type is wrong, or both are missing.
+    """
+    if input_ids is not None or inputs_embeds is None:
+        _check_token_ids(input_ids)
+    if inputs_embeds is None:
+        assert isinstance(input_ids, Tensor)
+        return input_ids
+    expected = "a (B, T, H) tensor of embeddings"
+    if not isinstance(inputs_embeds, Tensor):
+        raise invalid("inputs_embeds", type_name(inputs_embeds), expected)
+    require(inputs_embeds.is_floating_point(), "inputs_embeds", inputs_embeds.dtype, expected)
+    shape = tuple(inputs_embeds.shape)
+    is_valid = len(shape) == 3 and 0 not in shape
+    require(is_valid, "inputs_embeds", shape, "(B, T, H) with at least one token in each row")
+    if isinstance(input_ids, Tensor):
+        ids_shape = tuple(input_ids.shape)
+        require(ids_shape == shape[:2], "input_ids", ids_shape, f"{shape[:2]}, like inputs_embeds")
+    return inputs_embeds
+
+
+def _check_token_ids(input_ids: object) -> None:
+    """Raises LigerzooError unless the object is a (B, T) tensor of integers."""
+    expected = "a (B, T) tensor of integers"
+    if not isinstance(input_ids, Tensor):
+        if isinstance(input_ids, str):
+            remedy = "Encode text first: generate(**tokenizer([text], return_tensors='pt'))."
+        elif isinstance(input_ids, Mapping):
+            remedy = "Pass the output of a tokenizer as generate(**inputs)."
+        elif input_ids is None:
+            remedy = "Pass input_ids or inputs_embeds."
+        else:
+            remedy = "Use torch.tensor([ids])."
+        raise invalid("input_ids", type_name(input_ids), expected, remedy)
+    is_integer = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+    require(is_integer, "input_ids", input_ids.dtype, expected)
+    shape = tuple(input_ids.shape)
+    shape_remedy = "Use input_ids[None] for a single prompt." if len(shape) == 1 else None
+    is_valid = len(shape) == 2 and 0 not in shape
+    require(is_valid, "input_ids", shape, "(B, T) with at least one token in each row", shape_remedy)
+
+
+def _check_device(model: SupportsGenerate, name: str, inputs: Tensor) -> None:
+    """Raises LigerzooError unless the inputs are on the model's device."""
+    # Weights on a CPU may be offloaded, so that the model computes elsewhere.
+    device = getattr(model, "device", None)
+    is_same = device is None or device.type == "cpu" or device == inputs.device
+    remedy = f"Use {name}.to(model.device)."
+    require(is_same, name, f"a tensor on {inputs.device}", f"one on {device}, like the model", remedy)
+
+
+def _checked_mask(mask: object, rows: int, tokens: int, name: str, device: torch.device) -> Tensor | None:
+    """Returns the mask as a (B, T) bool tensor; raises LigerzooError if it is invalid or a row is empty."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise invalid("attention_mask", type_name(mask), "a (B, T) tensor, or None for no padding")
+    shape, expected = tuple(mask.shape), (rows, tokens)
+    require(shape == expected, "attention_mask", shape, f"{expected}, the shape of {name}")
+    mask = mask.to(device=device, dtype=torch.bool)
+    has_tokens = bool(mask.any(1).all())
+    require(has_tokens, "attention_mask", "a row of padding only", "at least one token in each row")
+    return mask
+
+
+def _check_mask_of_cached(model: SupportsGenerate, mask: Tensor) -> None:
+    """Raises LigerzooError if rows with a cache cannot be continued: their columns stay where the cache has them."""
+    is_last = bool(mask[:, -1].all())
+    remedy = "Pad on the left."
+    require(is_last, "attention_mask", "padding in the last column", "tokens, with past_key_values", remedy)
+    if hasattr(model, "new_cache") and any(isinstance(layer, RollingLayerCache) for layer in model.new_cache().layers):
+        is_left = bool((mask[:, 1:] >= mask[:, :-1]).all())
+        expected = "padding on the left only, with past_key_values and a sliding window, which counts padding"
+        remedy = "Leave out past_key_values."
+        require(is_left, "attention_mask", "padding between tokens", expected, remedy)
+
+
+def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: int) -> KVCache:
+    """Returns the cache; raises LigerzooError unless it can hold the first tokens of these prompts."""
+    if not isinstance(cache, KVCache):
+        remedy = "Pass model.new_cache() in the first call, and the same cache later."
+        raise invalid("past_key_values", type_name(cache), "a ligerzoo.layers.KVCache", remedy)
+    if hasattr(model, "new_cache"):
+        layers = len(model.new_cache().layers)
+        got = f"a cache of {len(cache.layers)} layers"
+        require(len(cache.layers) == layers, "past_key_values", got, f"{layers} layers, like the model")
+    got = f"a cache of {cache.rows} rows"
+    require(cache.rows in (None, rows), "past_key_values", got, f"{rows} rows, one for each prompt")
+    expected = f"fewer than {tokens}, since the prompts contain the cached tokens and at least one more"
+    remedy = "Pass the whole history as input_ids, or use cache.crop(length)."
+    require(cache.length < tokens, "past_key_values", f"a cache of {cache.length} tokens", expected, remedy)
+    return cache

@@ -1,0 +1,80 @@
+"""Copies and conversations of prompts with images."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo import AutoModel
+from ligerzoo.generate import generate
+from tests.generate.models import Recorder
+from tests.models import prompts as qwen2_vl
+from tests.models import tiny_gemma3, tiny_mllama, tiny_qwen2_vl
+from tests.models.prompts import image
+
+FAMILIES: dict[str, Any] = {"qwen2_vl": tiny_qwen2_vl, "gemma3": tiny_gemma3, "mllama": tiny_mllama}
+
+
+class Batch(NamedTuple):
+    ids: Tensor
+    mask: Tensor
+    inputs: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path: Path = tmp_path_factory.mktemp("checkpoint")
+    FAMILIES[request.param].CHECKPOINTS[0].write(path)
+    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for token in model.placeholders:  # as likely as token 3, so never chosen: a later call would need its image
+            weight = model.lm_head.weight
+            weight[min(token, len(weight) - 1)] = weight[3]
+    return model
+
+
+def batch_of(model: Any) -> Batch:
+    """Returns ragged prompts, some with images."""
+    config = model.config
+    if config.__class__.__name__.startswith("Qwen2VL"):
+        rows: Any = [[4, image(2, 4), 5, image(2, 2), 9], [7], [image(3, 2), 12]]
+        p: Any = qwen2_vl.prompt(rows, vars(config.vision_config))
+        return Batch(p.ids, p.mask, p.vision)
+    if config.__class__.__name__.startswith("Gemma3"):
+        g = tiny_gemma3.prompt(tiny_gemma3.PROMPTS["a padded batch"], config)
+        return Batch(g.ids, g.mask, g.images)
+    m = tiny_mllama.prompt(tiny_mllama.PROMPTS["a padded batch"], vars(config.vision_config))
+    return Batch(m.ids, m.mask, m.vision)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_copies_of_prompts_with_images(model: Any, use_cache: bool) -> None:
+    """With `top_k=1`, sampling is greedy."""
+    ids, mask, inputs = batch_of(model)
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": [], "repetition_penalty": 1.3}
+    expected = model.generate(ids, mask, **options, **inputs)
+    assert len(set(expected[:, ids.shape[1] :].flatten().tolist())) > 3
+    copies = model.generate(
+        ids, mask, do_sample=True, top_k=1, num_return_sequences=2, use_cache=use_cache, **options, **inputs
+    )
+    assert torch.equal(copies, expected.repeat_interleave(2, 0))
+
+
+def test_calls_after_images_process_only_the_new_text(model: Any) -> None:
+    ids, mask, inputs = batch_of(model)
+    recorder, cache = Recorder(model), model.new_cache()
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": []}
+    new_inputs = inputs
+    for _call in range(2):
+        got = generate(recorder, ids, mask, past_key_values=cache, **options, **new_inputs)
+        assert got.tolist() == model.generate(ids, mask, **options, **inputs).tolist()
+        added = torch.full((len(ids), 4), 7)
+        ids, mask = torch.cat([got, added], 1), torch.cat([mask, torch.ones(len(ids), 10, dtype=mask.dtype)], 1)
+        new_inputs = {}  # the images are in the cache
+        if "cross_attention_mask" in inputs:  # per token
+            sees = inputs["cross_attention_mask"]
+            inputs = {**inputs, "cross_attention_mask": torch.cat([sees, sees[:, -1:].expand(-1, 10, -1, -1)], 1)}
+    # Prompts, then the last new token and the added ones.
+    assert [tokens.shape[1] for tokens in recorder.read if tokens.shape[1] > 1] == [ids.shape[1] - 20, 5]
