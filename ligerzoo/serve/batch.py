@@ -61,9 +61,11 @@ class Entry:
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise LigerzooError(f"not valid JSON: {error}", got=quote(text)) from error
+            raise LigerzooError(f"not valid JSON: {error}", got=quote(text.strip())) from error
         if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
-            raise LigerzooError("invalid line", got=quote(text), expected='an object with "prompt" or with "messages"')
+            raise LigerzooError(
+                "invalid line", got=quote(text.strip()), expected='an object with "prompt" or with "messages"'
+            )
         for name in fields:
             if name not in FIELDS:
                 raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, FIELDS))

@@ -65,10 +65,10 @@ class Continuation:
 
     def push(self, update: Update) -> Piece:
         """Returns what the new tokens add. After a finish reason, nothing may be pushed."""
-        ends_turn = update.finish_reason == "stop"
+        ends_sequence = update.finish_reason == "stop"
         for number, (token, logp) in enumerate(zip(update.tokens, update.logps, strict=True), 1):
             self.num_tokens += 1
-            if token in self._stop_ids or (ends_turn and number == len(update.tokens)):
+            if token in self._stop_ids or (ends_sequence and number == len(update.tokens)):
                 return self._finish("stop")
             self._append(TokenText(self._decoder.push(token), logp, self._returned + len(self._held)))
             if (end := self._end_at_stop()) is not None:

@@ -74,15 +74,15 @@ class PromptEncoder:
             ContextLengthError: prompt and continuation are longer than the context.
         """
         room = self.max_context - len(prompt)
-        wanted = max(room, 1) if max_new_tokens is None else max_new_tokens
-        if wanted > room:
+        requested = max(room, 1) if max_new_tokens is None else max_new_tokens
+        if requested > room:
             raise ContextLengthError(
                 "the context is too long", where="prompt",
-                got=f"{len(prompt)} tokens of the prompt and {wanted} new tokens",
+                got=f"{len(prompt)} tokens of the prompt and {requested} new tokens",
                 expected=f"at most {self.max_context} in total",
                 remedy="Shorten the prompt, or ask for fewer new tokens.",
             )  # fmt: skip
-        return wanted
+        return requested
 
 
 def _message(message: object, where: str) -> dict[str, Any]:

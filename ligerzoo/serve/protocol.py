@@ -234,13 +234,13 @@ class Completion(Endpoint):
 
 
 def _check_names(
-    fields: Mapping[str, Any], known: Sequence[str], neutral: Mapping[str, tuple[tuple[Any, ...], str | None]]
+    fields: Mapping[str, Any], supported: Sequence[str], neutral: Mapping[str, tuple[tuple[Any, ...], str | None]]
 ) -> None:
     for name, value in fields.items():
-        if name in known or (name in neutral and value is None):
+        if name in supported or (name in neutral and value is None):
             continue
         if name not in neutral:
-            raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, known))
+            raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, supported))
         values, remedy = neutral[name]
         if value not in values:
             expected = " or ".join(map(repr, values)) or "no such field"

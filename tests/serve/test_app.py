@@ -9,19 +9,29 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 import torch
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import Llama
 from ligerzoo.text.tokenizer import Tokenizer
-from tests.serve.conftest import Served, serving
 from tests.serve.sequential import SequentialScheduler
-
-openai = pytest.importorskip("openai")
+from tests.serve.serving import Served, load_demo, serving
 
 QUESTION = [{"role": "user", "content": "def read(path):"}]
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Llama, Tokenizer]:
+    return load_demo()
+
+
+@pytest.fixture(scope="module")
+def served(demo: tuple[Llama, Tokenizer]) -> Iterator[Served]:
+    with serving(*demo) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -423,19 +433,19 @@ def test_a_full_queue_is_refused(demo: tuple[Llama, Tokenizer]) -> None:
 def test_a_failed_step_ends_its_requests_and_not_the_server(
     error: Exception, message: str, demo: tuple[Llama, Tokenizer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[SequentialScheduler] = []
+    schedulers: list[SequentialScheduler] = []
 
     class Failing(SequentialScheduler):
         def step(self) -> Any:
-            if self is made[0] and self.steps == 2:
+            if self is schedulers[0] and self.steps == 2:
                 raise error
             self.steps += 1
             return super().step()
 
     def make() -> Any:
-        made.append(Failing(demo[0], batch_size=4))
-        made[-1].steps = 0  # type: ignore[attr-defined]
-        return made[-1]
+        schedulers.append(Failing(demo[0], batch_size=4))
+        schedulers[-1].steps = 0  # type: ignore[attr-defined]
+        return schedulers[-1]
 
     with (
         serving(*demo, make_scheduler=make) as served,
@@ -446,11 +456,11 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
             list(stream)
         assert caught.value.message == message
         assert client.completions.create(model="demo", prompt="x").usage.completion_tokens == 16
-        made[0] = made[-1]
-        made[-1].steps = 2  # type: ignore[attr-defined]
+        schedulers[0] = schedulers[-1]
+        schedulers[-1].steps = 2  # type: ignore[attr-defined]
         with pytest.raises(openai.InternalServerError, match=message):
             client.completions.create(model="demo", prompt="x")
-    assert len(made) == 2
+    assert len(schedulers) == 2
     assert "generation failed" in caplog.text
 
 

@@ -55,7 +55,7 @@ def test_an_unfinished_character_at_the_end_belongs_to_the_last_token(tokenizer:
     assert parts[-1].tokens[-1].text == "\ufffd"
 
 
-def test_the_end_of_turn_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
+def test_the_end_of_sequence_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("return x", add_special_tokens=False)
     for end in (tokenizer.eos_token_id, ids[0]):  # an end-of-sequence token need not be a special one
         continuation, parts = pieces(tokenizer, [*ids, end], "stop")
@@ -92,7 +92,7 @@ def test_text_that_only_begins_like_a_stop_string_is_returned_later(tokenizer: T
     assert [len(part.tokens) for part in parts] == [0, 0, 0, 0, 5, 1]
 
 
-def test_the_end_of_a_turn_as_stop_string_is_its_token(tokenizer: Tokenizer) -> None:
+def test_a_special_token_may_be_a_stop_string(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("a", add_special_tokens=False), tokenizer.bos_token_id]
     ids += tokenizer.encode("b", add_special_tokens=False)
     _, parts = pieces(tokenizer, ids, "length", ["<s>"])
