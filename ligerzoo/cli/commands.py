@@ -71,9 +71,13 @@ def generate_batch(options: argparse.Namespace) -> int:
     model = load_model(options)
     encoder = prompt_encoder(model, tokenizer)
     entries = results.remaining(batch.read_entries(options.batch, defaults, encoder))
-    scheduler = scheduler_factory(model, options.batch_size)()
+    make_scheduler = scheduler_factory(model, options.batch_size)
     start, new_tokens = time.perf_counter(), 0
-    with results, tqdm(total=len(entries), unit="prompt", disable=None) as progress:
+    with (
+        results,
+        contextlib.closing(make_scheduler()) as scheduler,
+        tqdm(total=len(entries), unit="prompt", disable=None) as progress,
+    ):
         try:
             progress_of_steps = batch.run(entries, scheduler, options.batch_size, model.device, tokenizer, results)
             for count, has_finished in progress_of_steps:

@@ -149,6 +149,7 @@ class Engine:
             while self._scheduler is None or self._scheduler.is_idle or not self._inbox.empty():
                 command = self._inbox.get()
                 if command is None:
+                    self._close_scheduler()
                     return
                 command()
             try:
@@ -197,7 +198,15 @@ class Engine:
         failure = _failure(error)
         self._call(_put, [(job, failure) for job in {job for job, _ in self._active.values()}])
         self._active.clear()
-        self._scheduler = None
+        self._close_scheduler()
+
+    def _close_scheduler(self) -> None:
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            try:
+                scheduler.close()
+            except Exception as error:
+                log.error("cannot close the scheduler", exc_info=error)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls a function on the event loop, unless it is closed."""

@@ -46,6 +46,9 @@ class Scheduler(Protocol):
     def cancel(self, index: int) -> None:
         """Removes a request."""
 
+    def close(self) -> None:
+        """Removes all requests and frees their memory. The scheduler is not used afterwards."""
+
 
 def scheduler_factory(model: Any, batch_size: int) -> Callable[[], Scheduler]:
     """Returns a function that makes a scheduler for the model."""

@@ -76,3 +76,6 @@ class SequentialScheduler:
 
     def cancel(self, index: int) -> None:
         del self.rows[index]
+
+    def close(self) -> None:
+        self.rows.clear()

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import ligerzoo.generate
 from ligerzoo.demo.text import CHECKPOINT, load
 from ligerzoo.models import Llama
 from ligerzoo.serve.app import Service
@@ -15,6 +17,9 @@ from ligerzoo.serve.server import Server, listen, url
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.serve.sequential import SequentialScheduler
+
+BatchScheduler: Any = getattr(ligerzoo.generate, "Scheduler", SequentialScheduler)
+"""The package's scheduler, or a sequential one until it has one."""
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -34,21 +39,24 @@ class Served:
 
     def __init__(self, model: Llama, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.scheduler: SequentialScheduler | None = None
+        self.scheduler: Any = None
+        self.steps = 0
         self.url = ""
         self.pause = threading.Event()  # while it is set, no step is made
 
     def make_scheduler(self) -> Scheduler:
         served = self
 
-        class Pausing(SequentialScheduler):
-            def step(self) -> list:  # type: ignore[type-arg]
+        class Pausing(BatchScheduler):  # type: ignore[misc]
+            def step(self) -> Any:
                 while served.pause.is_set():
                     time.sleep(0.01)
+                served.steps += 1
                 return super().step()
 
         self.scheduler = Pausing(self.model, batch_size=4)
-        return self.scheduler
+        scheduler: Scheduler = self.scheduler
+        return scheduler
 
     def wait_until_idle(self) -> None:
         deadline = time.monotonic() + 20
@@ -67,7 +75,7 @@ def serving(
     max_body: int = 2**20,
     name: str = "demo",
 ) -> Iterator[Served]:
-    """Runs a server within `with`; its scheduler is a `SequentialScheduler` by default."""
+    """Runs a server within `with`; its scheduler is `Served.scheduler` by default."""
     served = Served(model, tokenizer)
     encoder = PromptEncoder(tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
     engine = Engine(make_scheduler or served.make_scheduler, max_requests=max_requests)
