@@ -700,23 +700,9 @@ def test_an_invalid_line_is_named_before_the_first_prompt_runs(
     assert not (tmp_path / "results.jsonl").exists()
 
 
-@pytest.mark.usefixtures("scheduler")
-def test_a_batch_does_not_need_the_packages_of_the_server(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("starlette", "uvicorn"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in [name for name in sys.modules if name.startswith("ligerzoo.serve")]:
-        monkeypatch.delitem(sys.modules, name)
-    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
-    assert cli.main(batch_command(checkpoint, tmp_path, "--max-new-tokens", "1")) == 0
-    assert cli.main(["serve", str(checkpoint)]) == 1
-    assert "is not installed. Run `pip install ligerzoo[serve]`." in capsys.readouterr().err
-
-
 # serve
 
-SERVE = """
+WITH_SCHEDULER = """
 import sys, ligerzoo.generate
 from tests.serve.sequential import SequentialScheduler
 if not hasattr(ligerzoo.generate, "Scheduler"):
@@ -726,6 +712,19 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+def test_without_the_packages_of_the_server_only_serve_fails(checkpoint: Path, tmp_path: Path) -> None:
+    script = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None" + WITH_SCHEDULER
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    for arguments in (batch_command(checkpoint, tmp_path, "--max-new-tokens", "1"), ["serve", str(checkpoint)]):
+        command = [sys.executable, "-c", script, *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if arguments[0] == "serve":
+            assert result.returncode == 1
+            assert "is not installed. Run `pip install ligerzoo[serve]`." in result.stderr
+        else:
+            assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
@@ -733,7 +732,7 @@ def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tm
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}")
     options = ["--port", "0", "--device", "cpu", "--chat-template", str(template), "--name", "tiny"]
-    command = [sys.executable, "-c", SERVE, "serve", str(checkpoint), *options]
+    command = [sys.executable, "-c", WITH_SCHEDULER, "serve", str(checkpoint), *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

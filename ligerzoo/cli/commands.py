@@ -99,9 +99,10 @@ def serve(options: argparse.Namespace) -> int:
         from ligerzoo.serve.app import Service
         from ligerzoo.serve.server import Server, is_local, listen, url
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
             raise
-        what = f"serving needs the package {error.name}, which is not installed"
+        what = f"serving needs the package {package}, which is not installed"
         raise LigerzooError(what, remedy="Run `pip install ligerzoo[serve]`.") from error
     from ligerzoo.serve.engine import Engine
     from ligerzoo.serve.scheduling import scheduler_factory
