@@ -48,5 +48,5 @@ $(VENV)/installed: constraints.txt pyproject.toml
 	@touch $@
 
 $(VENV)/installed-dev: constraints.txt pyproject.toml
-	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' test,dev,integrations
+	@PYTHON='$(PYTHON)' tools/install.sh '$(VENV)' test,dev,integrations,serve
 	@touch $@

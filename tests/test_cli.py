@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ from ligerzoo.models import CausalLM, Llama, LlamaConfig
 
 ROOT = Path(__file__).parent.parent
 VISION_MODEL = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
-COMMANDS = ("info", "generate", "chat", "convert", "demo")
+COMMANDS = ("info", "generate", "chat", "serve", "convert", "demo")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -146,7 +148,9 @@ def test_help_and_argument_errors_do_not_import_torch() -> None:
     "arguments",
     [
         "", "sing", "info", "generate model", "convert model", "generate model --prompt x --top-k many",
-        "demo --seed 1", "demo --vision --text x",
+        "demo --seed 1", "demo --vision --text x", "generate model --batch x", "generate model --batch x --prompt y",
+        "generate model --prompt x --output y", "generate model --prompt x --resume",
+        "generate model --prompt x --batch-size 2", "generate model --batch x --output y --image z",
     ],
 )  # fmt: skip
 def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +215,20 @@ def test_unknown_and_empty_options(arguments: list[str], message: str, capsys: p
             "cannot read the image",
         ),
         (["chat", "{vision_model}", "--image", "/no/such.png"], "image (/no/such.png): cannot read the image"),
+        (["generate", "{checkpoint}", "--batch", "/no/such", "--output", "{tmp_path}/new"], "No such file"),
+        (
+            ["generate", "{checkpoint}", "--batch", "{picture}", "--output", "{picture}"],
+            "{picture}: already exists; expected a new file. Continue an interrupted run with --resume",
+        ),
+        (
+            ["generate", "{checkpoint}", "--batch", "{picture}", "--output", "{picture}", "--resume"],
+            "{picture}, line 1: not a result of `ligerzoo generate --batch`",
+        ),
+        (["generate", "{checkpoint}", "--batch", "{picture}", "--output", "{tmp_path}/new"], "{picture}, line 1: "),
+        (["serve", "/no/such/place", "--port", "0"], "/no/such/place: no such directory"),
+        (["serve", "{checkpoint}", "--host", "no.such.host.invalid"], "--host and --port: cannot listen there"),
+        (["serve", "{checkpoint}", "--port", "0", "--max-context", "2049"], "expected at most 2048"),
+        (["serve", "{checkpoint}", "--port", "0", "--chat-template", "/no/such"], "No such file"),
     ],
 )
 def test_a_failure_is_one_line_on_standard_error(
@@ -242,6 +260,13 @@ NUMBERS = {
     "--min-p": ["-0.1", "1.1", "nan", "inf", "x"],
     "--repetition-penalty": ["0", "-1", "nan", "inf", "x"],
 }
+SERVER_NUMBERS = {
+    "--batch-size": ["0", "-1", "2.5", str(2**31)],
+    "--port": ["-1", "65536", "http", ""],
+    "--max-queue": ["-1", "x"],
+    "--max-context": ["0", "x"],
+    "--max-body-mib": ["0", "1.5"],
+}
 OPTIONS = [
     (command, option, value)
     for command in ("generate model --prompt x", "chat model", "demo --vision")
@@ -249,6 +274,7 @@ OPTIONS = [
     for value in values
     if option == "--seed" or "demo" not in command
 ]
+OPTIONS += [("serve model", option, value) for option, values in SERVER_NUMBERS.items() for value in values]
 
 
 @pytest.mark.parametrize("command, option, value", OPTIONS)
@@ -275,7 +301,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
     assert {
         action.option_strings[0] for action in options if action.type not in (None, Path, cli.arguments.stop_text)
-    } == set(NUMBERS)
+    } == {*NUMBERS, *SERVER_NUMBERS}
 
 
 STREAMS = [
@@ -524,6 +550,217 @@ def test_without_pillow_the_error_names_the_extra(
     arguments = {"generate": [*image, "--prompt", "x"], "chat": image, "demo": ["--vision"]}
     assert cli.main([command, *arguments[command]]) == 1
     assert "pip install ligerzoo[vision]" in capsys.readouterr().err
+
+
+# generate --batch
+
+
+def write_lines(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def read_results(path: Path) -> dict[int, dict[str, Any]]:
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({result["line"] for result in results}) == len(results)
+    return {result["line"]: result for result in results}
+
+
+def batch_command(checkpoint: Path, tmp_path: Path, *options: str) -> list[str]:
+    files = ["--batch", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "results.jsonl")]
+    return ["generate", str(checkpoint), *files, "--device", "cpu", *options]
+
+
+PROMPTS: list[Any] = [
+    {"prompt": "one"},
+    "",
+    {"prompt": "two, longer", "id": "second", "max_new_tokens": 3},
+    {"messages": [{"role": "user", "content": "Hello"}], "id": 7},
+    {"prompt": "four", "temperature": 2.0, "seed": 5},
+    {"prompt": "one", "temperature": 2.0},
+    {"prompt": "one", "temperature": 2.0},
+]
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("batch_size", ["1", "3", "32"])
+def test_a_batch_has_the_results_of_each_prompt_alone(
+    batch_size: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    options = ("--max-new-tokens", "9", "--seed", "1", "--batch-size", batch_size)
+    assert cli.main(batch_command(checkpoint, tmp_path, *options)) == 0
+    results = read_results(tmp_path / "results.jsonl")
+    assert results.keys() == {1, 3, 4, 5, 6, 7}
+
+    tokenizer = Tokenizer.from_pretrained(checkpoint)
+    chat = tokenizer.apply_chat_template(PROMPTS[3]["messages"], add_generation_prompt=True)
+    assert results[1]["text"] == continuation(checkpoint, tokenizer.encode("one"), max_new_tokens=9)
+    assert results[3]["text"] == continuation(checkpoint, tokenizer.encode("two, longer"), max_new_tokens=3)
+    assert results[4]["text"] == continuation(checkpoint, chat, max_new_tokens=9)
+    assert {key: value for key, value in results[3].items() if key != "text"} == {
+        "line": 3, "id": "second", "finish_reason": "length", "prompt_tokens": 12, "new_tokens": 3,
+    }  # fmt: skip
+    assert (results[4]["id"], results[4]["prompt_tokens"]) == (7, len(chat))
+    assert "id" not in results[1]
+    assert results[6]["text"] != results[7]["text"]  # the seed of a line depends on its number
+
+    total = sum(result["new_tokens"] for result in results.values())
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/results.jsonl: 6 new results, {total} tokens, ")
+
+    again = tmp_path / "again"
+    again.mkdir()
+    write_lines(again / "prompts.jsonl", PROMPTS)
+    assert cli.main(batch_command(checkpoint, again, *options[:-1], "2")) == 0
+    assert read_results(again / "results.jsonl") == results
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_a_batch_stops_after_a_text_like_a_prompt(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = continuation(checkpoint, Tokenizer.from_pretrained(checkpoint).encode("x"), max_new_tokens=12)[3]
+    options = ["--max-new-tokens", "12", "--stop", stop]
+    assert cli.main(["generate", str(checkpoint), "--prompt", "x", *options]) == 0
+    printed = capsys.readouterr().out
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}, {"prompt": "x", "stop": None}])
+    assert cli.main(batch_command(checkpoint, tmp_path, *options)) == 0
+    for result in read_results(tmp_path / "results.jsonl").values():
+        assert f"x{result['text']}\n" == printed
+        assert result["finish_reason"] == "stop"
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_an_interrupted_batch_resumes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ligerzoo.serve.batch import Results
+
+    write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    command = batch_command(checkpoint, tmp_path, "--max-new-tokens", "9", "--seed", "1", "--batch-size", "2")
+    assert cli.main(command) == 0
+    output = tmp_path / "results.jsonl"
+    complete = read_results(output)
+    output.unlink()
+
+    write, count = Results.write, 0
+
+    def interrupt(self: Results, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        write(self, *arguments)
+
+    monkeypatch.setattr(Results, "write", interrupt)
+    capsys.readouterr()
+    assert cli.main(command) == 130
+    assert capsys.readouterr().err == f"{output} has the finished results; --resume continues.\n\n"
+    assert len(read_results(output)) == 2
+    with output.open("a") as file:
+        file.write('{"line": 7, "te')  # as after a kill
+    monkeypatch.setattr(Results, "write", write)
+    assert cli.main(command) == 1
+    assert "already exists" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+    assert read_results(output) == complete
+    assert "4 new results" in capsys.readouterr().out
+    assert cli.main([*command, "--resume"]) == 0  # nothing remains
+    assert read_results(output) == complete
+
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "one", "id": "other"}, *PROMPTS[1:]])
+    assert cli.main([*command, "--resume"]) == 1
+    assert "the result is not of this input; got line 1 with id 'None'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "invalid line; got '[1]'; expected an object with"),
+        ({"prompt": "x", "messages": []}, "invalid line"),
+        ({"text": "x"}, "invalid line"),
+        ({"prompt": 5}, "it is not a string"),
+        ({"prompt": "x", "max_tokens": 5}, "max_tokens: unknown field. Did you mean 'max_new_tokens'?"),
+        ({"prompt": "x", "top_p": 2}, "top_p: invalid value; got '2'; expected a number greater than 0 and at most 1"),
+        ({"messages": [{"role": "user"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
+        ({"prompt": "x" * 2047}, "the context is too long; got 2048 tokens of the prompt and 1 new tokens"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_an_invalid_line_is_named_before_the_first_prompt_runs(
+    line: Any, message: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}, "", line])
+    assert cli.main(batch_command(checkpoint, tmp_path, "--max-new-tokens", "1")) == 1
+    error_output = capsys.readouterr().err
+    assert f"error: {path}, line 3: " in error_output
+    assert message in error_output
+    assert error_output.count("\n") == 1
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+# serve
+
+WITH_SCHEDULER = """
+import sys, ligerzoo.generate
+from tests.serve.sequential import SequentialScheduler
+if not hasattr(ligerzoo.generate, "Scheduler"):
+    ligerzoo.generate.Scheduler = SequentialScheduler
+from ligerzoo import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_without_the_packages_of_the_server_only_serve_fails(checkpoint: Path, tmp_path: Path) -> None:
+    script = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None" + WITH_SCHEDULER
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    for arguments in (batch_command(checkpoint, tmp_path, "--max-new-tokens", "1"), ["serve", str(checkpoint)]):
+        command = [sys.executable, "-c", script, *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if arguments[0] == "serve":
+            assert result.returncode == 1
+            assert "is not installed. Run `pip install ligerzoo[serve]`." in result.stderr
+        else:
+            assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    options = ["--port", "0", "--device", "cpu", "--chat-template", str(template), "--name", "tiny"]
+    command = [sys.executable, "-c", WITH_SCHEDULER, "serve", str(checkpoint), *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            announcement = process.stdout.readline()
+            assert announcement.startswith("tiny at http://127.0.0.1:")
+            with openai.OpenAI(base_url=announcement.split()[2].rstrip("."), api_key="none") as client:
+                stream = client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=8, temperature=0, stream=True
+                )
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+                if is_busy:
+                    running = client.completions.create(model="tiny", prompt="x", max_tokens=2000, stream=True)
+                    next(iter(running))
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 130
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert process.stderr.read() == "\n"
+    tokenizer = Tokenizer.from_pretrained(checkpoint)
+    assert text == continuation(checkpoint, tokenizer.encode("x", add_special_tokens=False), max_new_tokens=8)
+
+
+def test_serve_refuses_a_port_in_use(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", str(checkpoint), "--port", port]) == 1
+    assert f"got 127.0.0.1, {port}: Address already in use" in capsys.readouterr().err
 
 
 # chat

@@ -62,10 +62,22 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def server_url() -> Iterator[str]:
+    """A server of the demo's model with the name "llama"."""
+    pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    from tests.serve.serving import load_demo, serving
+
+    with serving(*load_demo(), name="llama") as served:
+        yield served.url
+
+
+@pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with an image, from which modules are imported."""
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (64, 48), "red").save(tmp_path / "cat.png")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "id": 2}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -83,6 +95,9 @@ def test_python_code(
     code = blocks(page, "python")
     if any("torch.distributed" in block for block in code):
         request.getfixturevalue("one_process")
+    if any("OpenAI(" in block for block in code):
+        url = request.getfixturevalue("server_url")
+        code = [block.replace("http://127.0.0.1:8000/v1", url) for block in code]
     monkeypatch.setattr("ligerzoo.kernels.loss.chunked_head._logits_budget", 512)  # restores it after set_logits_budget
     names: dict[str, object] = {}
     for block in code:
@@ -105,9 +120,11 @@ def test_every_recipe_is_on_one_page() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "ligerzoo " in " ".join(blocks(page, "sh"))], ids=lambda page: page.name
 )
+@pytest.mark.usefixtures("scheduler")
 def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
-    commands = [line for line in lines if line.startswith("ligerzoo ") and not line.startswith("ligerzoo demo")]
+    endless_or_slow = ("ligerzoo serve", "ligerzoo demo")
+    commands = [line for line in lines if line.startswith("ligerzoo ") and not line.startswith(endless_or_slow)]
     assert commands
     for line in commands:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))  # ends a chat

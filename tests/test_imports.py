@@ -37,7 +37,8 @@ ARROWS = {
     "info": ("convert errors files models text", ""),
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
-    "cli": ("errors ligerzoo", "demo device files generate hub info models text vision"),
+    "serve": ("errors text", "generate"),
+    "cli": ("errors ligerzoo", "demo device files generate hub info models serve text vision"),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),
 }
@@ -105,7 +106,7 @@ def complaints(files: Mapping[str, str]) -> list[str]:
                 used.add((importer, part(name), is_lazy))
                 allowed = part(name) in {importer} | eager | (lazy if is_lazy else set())
             else:
-                clients = EXTRAS["integrations"] if importer == "integrations" else set()
+                clients = EXTRAS[importer] if importer in ("integrations", "serve") else set()
                 allowed = root in (REQUIRED | clients | (OPTIONAL if is_lazy else set()))
             if not allowed:
                 found.append(f"{file}:{line}: {importer} may not import {name}" + ("" if is_lazy else " eagerly"))

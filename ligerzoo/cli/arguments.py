@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Command = Callable[[argparse.Namespace], int]
 
+DEFAULT_BATCH_SIZE = 32
 MODEL_HELP = 'checkpoint in Hugging Face format: a directory, or a hub id such as "org/name"'
 
 
@@ -42,8 +43,9 @@ def stop_text(text: str) -> str:
     return text
 
 
+PORT = number_in_range(int, "an integer from 0 to 65535", lambda number: 0 <= number < 2**16)
 COUNT = number_in_range(int, "an integer from 0 to 2**31 - 1", lambda number: 0 <= number < 2**31)
-TOP_K = number_in_range(int, "an integer from 1 to 2**31 - 1", lambda number: 0 < number < 2**31)
+AT_LEAST_1 = number_in_range(int, "an integer from 1 to 2**31 - 1", lambda number: 0 < number < 2**31)
 SEED = number_in_range(int, "an integer from 0 to 2**63 - 1", lambda number: 0 <= number < 2**63)
 POSITIVE = number_in_range(float, "a positive number", lambda number: 0 < number < math.inf)
 TOP_P = number_in_range(float, "a number greater than 0 and at most 1", lambda number: 0 < number <= 1)
@@ -78,7 +80,7 @@ environment:
     )
     parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in (add_info, add_generate, add_chat, add_convert, add_demo):
+    for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_demo):
         add_command(subparsers)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -87,7 +89,23 @@ environment:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}. {remedy}")
     if options.run is commands.demo and options.seed is not None and not options.vision:
         options.parser.error("argument --seed: only allowed with --vision")
+    if options.run is commands.generate:
+        check_batch(options)
     return options
+
+
+def check_batch(options: argparse.Namespace) -> None:
+    """Completes the options of a batch. Raises SystemExit if one is missing, or given without --batch."""
+    if options.batch is None:
+        given = {"--output": options.output, "--resume": options.resume, "--batch-size": options.batch_size}
+        for name, value in given.items():
+            if value:
+                options.parser.error(f"argument {name}: only allowed with --batch")
+    elif options.image:
+        options.parser.error("argument --image: not allowed with --batch")
+    elif options.output is None:
+        options.parser.error("argument --output: required with --batch")
+    options.batch_size = options.batch_size or DEFAULT_BATCH_SIZE
 
 
 def add_parser(subparsers: Subparsers, run: Command, summary: str, epilog: str) -> argparse.ArgumentParser:
@@ -134,16 +152,29 @@ examples:
   ligerzoo generate HuggingFaceTB/SmolLM2-135M --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
   ligerzoo generate path/to/checkpoint --prompt - < prompt.txt
   ligerzoo generate Qwen/Qwen2-VL-2B-Instruct --image cat.png --prompt "What is the cat doing?"
+  ligerzoo generate path/to/checkpoint --batch prompts.jsonl --output results.jsonl
 
 Without a sampling option, each token is the most likely one, and the output is always the same.
 
 With --image, the prompt is a question. The chat template formats the images and the question as one user message, and
-only the answer is printed. Without a chat template, the prompt must contain one placeholder token for each image.""",
+only the answer is printed. Without a chat template, the prompt must contain one placeholder token for each image.
+
+With --batch, each line of the file is one prompt, and many are continued at a time:
+  {"prompt": "The capital of France is"}
+  {"messages": [{"role": "user", "content": "Hello"}], "id": "greeting", "temperature": 0.7, "max_new_tokens": 50}
+A line may have an "id", and options that replace those of the command line. All lines are checked first. Results are
+written in the order in which they finish, with the number of the line. After an interruption, --resume continues.""",
     )
     add_model_arguments(parser)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help='text to continue; "-" reads standard input')
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help='text to continue; "-" reads standard input')
+    prompt.add_argument("--batch", type=Path, metavar="FILE", help="JSONL file with one prompt in each line")
     add_image_option(parser, "image to ask about; may be repeated")
     add_generation_options(parser, max_new_tokens=128)
+    batch = parser.add_argument_group("batch", "Options of --batch.")
+    batch.add_argument("--output", type=Path, metavar="FILE", help="new JSONL file for the results")
+    batch.add_argument("--resume", action="store_true", help="continue the output file of an interrupted run")
+    add_batch_size_option(batch, default=None)
 
 
 def add_chat(subparsers: Subparsers) -> None:
@@ -166,6 +197,44 @@ adds an image to the next question. Repeat it to add several.""",
     add_image_option(parser, "image for the first question; may be repeated")
     parser.add_argument("--system", metavar="TEXT", help="system message: instructions for the whole conversation")
     add_generation_options(parser, max_new_tokens=1024)
+
+
+def add_serve(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.serve,
+        "serve a model over HTTP, with OpenAI's API for chats and completions",
+        epilog="""\
+examples:
+  ligerzoo serve HuggingFaceTB/SmolLM2-360M-Instruct
+  ligerzoo serve path/to/checkpoint --port 8001 --name my-model --batch-size 64
+
+The server is for a laboratory: it has no users, keys, encryption or rate limits, so it listens on this machine only.
+Whoever can reach it can use the model. Needs the packages of `pip install ligerzoo[serve]`. Ctrl-C stops it.""",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=PORT, default=8000, metavar="N", help="port; 0 finds a free one (default: %(default)s)"
+    )
+    parser.add_argument("--name", help="the model's name for clients (default: MODEL, of a directory its last part)")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="jinja file instead of the model's template")
+    add_batch_size_option(parser, default=DEFAULT_BATCH_SIZE)
+    parser.add_argument(
+        "--max-queue",
+        type=COUNT,
+        default=256,
+        metavar="N",
+        help="continuations that may wait; clients get status 503 for more (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-context", type=AT_LEAST_1, metavar="N", help="tokens of prompt and continuation (default: the model's)"
+    )
+    parser.add_argument(
+        "--max-body-mib", type=AT_LEAST_1, default=10, metavar="N", help="largest request in MiB (default: %(default)s)"
+    )
+    add_dtype_option(parser)
+    add_device_option(parser)
 
 
 def add_convert(subparsers: Subparsers) -> None:
@@ -233,6 +302,20 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=names, default="auto", help="dtype of the weights (default: as stored)")
 
 
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
+
+
+def add_batch_size_option(parser: argparse._ActionsContainer, default: int | None) -> None:
+    parser.add_argument(
+        "--batch-size",
+        type=AT_LEAST_1,
+        default=default,
+        metavar="N",
+        help=f"prompts that are decoded at a time (default: {DEFAULT_BATCH_SIZE})",
+    )
+
+
 def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument(
         "--max-new-tokens",
@@ -242,7 +325,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
         help="largest number of new tokens (default: %(default)s)",
     )
     add_dtype_option(parser)
-    parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
+    add_device_option(parser)
     parser.add_argument(
         "--stop", action="append", type=stop_text, metavar="TEXT", help="stop after this text; may be repeated"
     )
@@ -250,7 +333,7 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     sampling.add_argument(
         "--temperature", type=POSITIVE, metavar="T", help="less than 1: more predictable; greater than 1: more varied"
     )
-    sampling.add_argument("--top-k", type=TOP_K, metavar="K", help="sample from the K most likely tokens")
+    sampling.add_argument("--top-k", type=AT_LEAST_1, metavar="K", help="sample from the K most likely tokens")
     sampling.add_argument(
         "--top-p", type=TOP_P, metavar="P", help="sample from the most likely tokens with total probability P"
     )

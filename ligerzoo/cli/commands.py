@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
     from ligerzoo.generate import ConversationCache
     from ligerzoo.models import CausalLM
+    from ligerzoo.serve.prompts import PromptEncoder
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.text.tokenizer import Tokenizer
 
     Inputs = dict[str, torch.Tensor]
+
+
+NO_LIMIT = 2**31 - 1
+"""The context of a model whose config has no `max_position_embeddings`."""
 
 
 def standard_input() -> TextIO:
@@ -40,13 +45,86 @@ def info(options: argparse.Namespace) -> int:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Prints a prompt and its continuation, or the answer to a question about images."""
+    """Prints the continuation of a prompt or the answer to a question about images, or continues a file of prompts."""
+    if options.batch is not None:
+        return generate_batch(options)
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
     inputs, tokenizer = prepare_images(prompt, options) if options.image else prepare_text(prompt, options)
     model = load_model(options)
     print_continuation(
         model, tokenizer, inputs, options, random_generator(model, options), skip_prompt=bool(options.image)
     )
+    return 0
+
+
+def generate_batch(options: argparse.Namespace) -> int:
+    """Continues the prompts of a file, and writes the results to another one."""
+    import time
+
+    from tqdm import tqdm
+
+    from ligerzoo.serve import batch
+    from ligerzoo.serve.scheduling import scheduler_factory
+
+    defaults = {name: value for name in batch.OPTIONS if (value := getattr(options, name)) is not None}
+    results = batch.Results(options.output, resumes=options.resume)
+    tokenizer = load_tokenizer(options)
+    model = load_model(options)
+    encoder = prompt_encoder(model, tokenizer)
+    entries = results.remaining(batch.read_entries(options.batch, defaults, encoder))
+    make_scheduler = scheduler_factory(model, options.batch_size)
+    start, new_tokens = time.perf_counter(), 0
+    with (
+        results,
+        contextlib.closing(make_scheduler()) as scheduler,
+        tqdm(total=len(entries), unit="prompt", disable=None) as progress,
+    ):
+        try:
+            progress_of_steps = batch.run(entries, scheduler, options.batch_size, model.device, tokenizer, results)
+            for count, has_finished in progress_of_steps:
+                new_tokens += count
+                rate = new_tokens / (time.perf_counter() - start)
+                progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                progress.update(has_finished)
+        except KeyboardInterrupt:
+            progress.write(f"{options.output} has the finished results; --resume continues.", file=sys.stderr)
+            raise
+    rate = new_tokens / (time.perf_counter() - start)
+    print(f"{options.output}: {len(entries):,} new results, {new_tokens:,} tokens, {rate:,.0f} tokens/s")
+    return 0
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serves a model over HTTP until Ctrl-C."""
+    try:
+        from ligerzoo.serve.app import Service
+        from ligerzoo.serve.server import Server, is_local, listen, url
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
+            raise
+        what = f"serving needs the package {package}, which is not installed"
+        raise LigerzooError(what, remedy="Run `pip install ligerzoo[serve]`.") from error
+    from ligerzoo.serve.engine import Engine
+    from ligerzoo.serve.scheduling import scheduler_factory
+    from ligerzoo.text.chat_template import ChatTemplate
+
+    with listen(options.host, options.port) as listener:
+        tokenizer = load_tokenizer(options)
+        if options.chat_template is not None:
+            source = options.chat_template.read_text(encoding="utf-8")
+            tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
+        model = load_model(options)
+        encoder = prompt_encoder(model, tokenizer, options.max_context)
+        max_requests = options.batch_size + options.max_queue
+        engine = Engine(scheduler_factory(model, options.batch_size), max_requests=max_requests)
+        name = options.name or (Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
+        max_body = options.max_body_mib * 2**20
+        service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
+        if not is_local(listener):
+            print("warning: everyone who can reach this address can use the model", file=sys.stderr)
+        print(f"{name} at {url(listener)}. Ctrl-C stops the server.", flush=True)
+        Server(service.app(), engine, listener).run_until_stopped()
     return 0
 
 
@@ -116,11 +194,35 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     )
 
 
-def prepare_text(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:
-    """Returns the model inputs of a text to continue."""
+def load_tokenizer(options: argparse.Namespace) -> Tokenizer:
+    """Loads the tokenizer of the checkpoint."""
     from ligerzoo.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_pretrained(options.model, revision=options.revision)
+    return Tokenizer.from_pretrained(options.model, revision=options.revision)
+
+
+def prompt_encoder(model: CausalLM, tokenizer: Tokenizer, max_context: int | None = None) -> PromptEncoder:
+    """Returns an encoder that accepts what the model does.
+
+    Raises:
+        LigerzooError: `max_context` is more than the model's context.
+    """
+    from ligerzoo.serve.prompts import PromptEncoder
+
+    longest = getattr(model.config, "max_position_embeddings", NO_LIMIT)
+    if max_context is not None and max_context > longest:
+        raise LigerzooError("invalid value", where="--max-context", got=max_context, expected=f"at most {longest}")
+    return PromptEncoder(tokenizer, embedding_rows(model), max_context or longest)
+
+
+def embedding_rows(model: CausalLM) -> int:
+    """Returns the number of tokens that the model's embedding has."""
+    return len(model.get_parameter("model.embed_tokens.weight"))
+
+
+def prepare_text(prompt: str, options: argparse.Namespace) -> tuple[Inputs, Tokenizer]:
+    """Returns the model inputs of a text to continue."""
+    tokenizer = load_tokenizer(options)
     return tokenizer([prompt], return_tensors="pt"), tokenizer
 
 
@@ -178,7 +280,7 @@ def print_continuation(
     """
     from ligerzoo.generate import TextStreamer
 
-    tokenizer.check_ids(inputs["input_ids"], len(model.get_parameter("model.embed_tokens.weight")))
+    tokenizer.check_ids(inputs["input_ids"], embedding_rows(model))
     names = ("temperature", "top_k", "top_p", "min_p")
     sampling: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     if cache is not None and inputs.keys() & set(model.modalities):

@@ -1,0 +1,14 @@
+"""Serves a model: over HTTP with an OpenAI-compatible API, or for a file of prompts.
+
+    server         listens on a socket and runs the application until Ctrl-C
+    app            the HTTP endpoints: bodies, server-sent events, errors
+    protocol       OpenAI's JSON: requests -> calls, continuations -> responses
+    engine         the thread that drives the scheduler for asynchronous callers
+    batch          continues the prompts of a JSONL file
+    prompts        texts and conversations -> checked token ids
+    options        sampling options of one request
+    continuation   tokens -> text, up to a stop string
+    scheduling     the scheduler's interface
+
+Only `server` and `app` need the packages of the extra `[serve]`.
+"""

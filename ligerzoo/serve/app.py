@@ -1,0 +1,273 @@
+"""The HTTP application: endpoints, bodies, server-sent events, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ligerzoo.errors import LigerzooError, TokenizerError, quote
+from ligerzoo.serve.continuation import Continuation, Piece
+from ligerzoo.serve.engine import Engine, GenerationError, Job, OverloadedError
+from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
+from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
+
+MAX_BODY = 10 * 2**20
+
+T = TypeVar("T")
+
+
+class Service:
+    """The endpoints of one model.
+
+    Args:
+        engine: runs the requests.
+        encoder: encodes and checks the prompts.
+        name: the model's name, which requests must have.
+        device: the model's device.
+        max_body: largest size of a request's body in bytes.
+    """
+
+    def __init__(
+        self, engine: Engine, encoder: PromptEncoder, *, name: str, device: torch.device | str, max_body: int = MAX_BODY
+    ) -> None:
+        self._engine, self._encoder, self._device, self._max_body = engine, encoder, device, max_body
+        self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ligerzoo"}
+
+    def app(self) -> Starlette:
+        """Returns the ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self.list_models),
+                Route("/v1/models/{name:path}", self.show_model),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.complete, methods=["POST"]),
+            ],
+            exception_handlers={
+                HTTPException: _http_error,
+                LigerzooError: _invalid_request,
+                GenerationError: _generation_error,
+                OverloadedError: _overloaded,
+                ClientDisconnect: _disconnected,
+                Exception: _internal_error,
+            },
+        )
+
+    async def list_models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def show_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model)
+
+    async def chat(self, request: Request) -> Response | EventStream:
+        return await self._respond(request, Chat)
+
+    async def complete(self, request: Request) -> Response | EventStream:
+        return await self._respond(request, Completion)
+
+    async def _respond(self, request: Request, endpoint: type[Endpoint]) -> Response | EventStream:
+        body = await read_body(request, self._max_body)
+        call = await asyncio.to_thread(self._read, body, endpoint)
+        outputs = Outputs(call, self._encoder)
+        job = await self._engine.submit(call.requests(self._encoder, self._device))
+        if call.is_streamed:
+            return EventStream(job, outputs, endpoint(call))
+        try:
+            choices = await until_disconnected(request.receive, outputs.collect(job))
+        finally:
+            job.close()
+        return JSONResponse(endpoint(call).response(choices, outputs.num_tokens))
+
+    def _read(self, body: bytes, endpoint: type[Endpoint]) -> Call:
+        try:
+            fields = json.loads(body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise LigerzooError("not valid JSON", where="body", got=error) from error
+        if not isinstance(fields, dict):
+            raise LigerzooError("invalid value", where="body", got=quote(repr(fields)), expected="a JSON object")
+        if not isinstance(fields.get("model"), str):
+            raise LigerzooError(
+                "invalid value", where="model", got=quote(repr(fields.get("model"))), expected=repr(self._model["id"])
+            )
+        self._check_model(fields["model"])
+        return endpoint.read(fields, self._encoder)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model["id"]:
+            raise HTTPException(404, f"model: no such model; got {quote(name)}; expected {self._model['id']!r}")
+
+
+class Outputs:
+    """The continuations of one call while their tokens arrive."""
+
+    def __init__(self, call: Call, encoder: PromptEncoder) -> None:
+        number = len(call.prompts) * call.n
+        self._continuations = [Continuation(encoder.tokenizer, call.options.stop) for _ in range(number)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all continuations so far."""
+        return sum(continuation.num_tokens for continuation in self._continuations)
+
+    async def pieces(self, job: Job) -> AsyncIterator[tuple[int, Piece]]:
+        """Yields (index of the continuation, its next part)."""
+        async for index, update in job:
+            piece = self._continuations[index].push(update)
+            if piece.finish_reason is not None:
+                job.cancel(index)
+            if piece != Piece("", [], None):
+                yield index, piece
+
+    async def collect(self, job: Job) -> list[Piece]:
+        """Returns the whole continuations."""
+        parts: list[list[Piece]] = [[] for _ in self._continuations]
+        async for index, piece in self.pieces(job):
+            parts[index].append(piece)
+        return [
+            Piece(
+                "".join(piece.text for piece in pieces),
+                [token for piece in pieces for token in piece.tokens],
+                pieces[-1].finish_reason,
+            )
+            for pieces in parts
+        ]
+
+
+class EventStream:
+    """A response that sends the parts of the continuations as server-sent events while they arrive."""
+
+    def __init__(self, job: Job, outputs: Outputs, endpoint: Endpoint) -> None:
+        self._job, self._outputs, self._endpoint = job, outputs, endpoint
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnected(receive, self._send_all(send))
+        except ClientDisconnect:
+            pass
+        finally:
+            self._job.close()
+
+    async def _send_all(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self._events():
+            await send({"type": "http.response.body", "body": b"data: %s\n\n" % event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        for chunk in self._endpoint.opening():
+            yield _json(chunk)
+        try:
+            async for index, piece in self._outputs.pieces(self._job):
+                yield _json(self._endpoint.chunk(index, piece))
+        except GenerationError as error:  # the status has been sent
+            yield _json(_error(str(error), "server_error"))
+            return
+        for chunk in self._endpoint.closing(self._outputs.num_tokens):
+            yield _json(chunk)
+        yield b"[DONE]"
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+        HTTPException: the content type is not JSON (a web page can send others to any server without asking it), or the
+            body is too large. Then up to `limit` more bytes are read and dropped, because many clients read the
+            response only after the body is sent.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, f"content-type: got {quote(content_type)}; expected 'application/json'")
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            body += part
+        elif size > 2 * limit:
+            break
+    if size > limit:
+        raise HTTPException(413, f"body: too large; expected at most {limit:,} bytes", {"connection": "close"})
+    return bytes(body)
+
+
+async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of a coroutine, or cancels it when the client disconnects.
+
+    Raises:
+        ClientDisconnect: the client disconnected first.
+    """
+    task, disconnection = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait([task, disconnection], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        disconnection.cancel()
+        await asyncio.gather(task, disconnection, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+# Errors
+
+_CODES = {404: "model_not_found"}
+
+
+def _error(message: str, kind: str, param: object = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _http_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = _CODES.get(error.status_code)
+    content = _error(error.detail, "invalid_request_error", code=code)
+    return JSONResponse(content, error.status_code, error.headers)
+
+
+def _invalid_request(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, LigerzooError)
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+    field = None if isinstance(error, TokenizerError) else error.where
+    return JSONResponse(_error(str(error), "invalid_request_error", field, code), 400)
+
+
+def _generation_error(_request: Request, error: Exception) -> Response:
+    return JSONResponse(_error(str(error), "server_error"), 500)
+
+
+def _overloaded(_request: Request, _problem: Exception) -> Response:
+    message = "too many requests wait; try again later"
+    return JSONResponse(_error(message, "server_error", code="overloaded"), 503, {"retry-after": "1"})
+
+
+def _disconnected(_request: Request, _problem: Exception) -> Response:
+    return Response(status_code=499)  # is not sent
+
+
+def _internal_error(_request: Request, error: Exception) -> Response:
+    return JSONResponse(_error(f"{type(error).__name__}: {error}", "server_error"), 500)

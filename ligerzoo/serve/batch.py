@@ -1,0 +1,219 @@
+"""Continues the prompts of a JSONL file, many at a time.
+
+Each line of the input is an object with "prompt" (a text) or "messages" (a conversation), an optional "id", and options
+that replace those of the command line. All lines are checked before the first one runs. Each result is written when it
+is complete, so that an interrupted run loses only the prompts that were running.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import torch
+
+from ligerzoo.errors import LigerzooError, did_you_mean, quote
+from ligerzoo.serve.continuation import Continuation
+from ligerzoo.serve.options import RequestOptions, derived_seed
+from ligerzoo.serve.prompts import PromptEncoder
+from ligerzoo.serve.scheduling import Scheduler
+from ligerzoo.text.tokenizer import Tokenizer
+
+OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+FIELDS = ("id", "prompt", "messages", *OPTIONS)
+
+LOOKAHEAD = 2
+"""The scheduler has this many times `batch_size` requests, so that rows that finish are filled at once."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a batch file.
+
+    Attributes:
+        line: number of the line, from 1.
+        id: the line's "id", or None.
+        prompt: (T,) token ids.
+        options: the sampling options, with `max_new_tokens`.
+    """
+
+    line: int
+    id: Any
+    prompt: torch.Tensor
+    options: RequestOptions
+
+    @classmethod
+    def read(cls, text: str, line: int, defaults: dict[str, Any], encoder: PromptEncoder) -> Self:
+        """Reads a line.
+
+        Args:
+            text: the line.
+            line: its number.
+            defaults: options of the command line by name.
+            encoder: encodes and checks the prompt.
+
+        Raises:
+            LigerzooError: the line is malformed, or the model does not accept the prompt.
+        """
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise LigerzooError(f"not valid JSON: {error}", got=quote(text.strip())) from error
+        if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+            raise LigerzooError(
+                "invalid line", got=quote(text.strip()), expected='an object with "prompt" or with "messages"'
+            )
+        for name in fields:
+            if name not in FIELDS:
+                raise LigerzooError("unknown field", where=name, remedy=did_you_mean(name, FIELDS))
+        merged = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
+        options = RequestOptions.from_json(merged, {name: name for name in OPTIONS})
+        if "seed" not in fields and options.seed is not None:
+            options = replace(options, seed=derived_seed(options.seed, line))
+        prompt = encoder.encode_chat(fields["messages"]) if "messages" in fields else encoder.encode(fields["prompt"])
+        options = replace(options, max_new_tokens=encoder.room(prompt, options.max_new_tokens))
+        return cls(line, fields.get("id"), torch.tensor(prompt), options)
+
+
+def read_entries(path: Path, defaults: dict[str, Any], encoder: PromptEncoder) -> list[Entry]:
+    """Reads all lines of a batch file that are not blank.
+
+    Raises:
+        LigerzooError: names the file and the first line with a problem.
+    """
+    entries = []
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        for line, text in enumerate(file, 1):
+            if text.strip():
+                try:
+                    entries.append(Entry.read(text, line, defaults, encoder))
+                except LigerzooError as error:
+                    raise LigerzooError(str(error), where=f"{path}, line {line}") from error
+    return entries
+
+
+class Results:
+    """The output file: one object for each prompt, in the order in which they finish. It is open within `with`.
+
+    Args:
+        path: the file.
+        resumes: whether to continue the file of an interrupted run. Otherwise it must not exist.
+
+    Attributes:
+        finished: the lines of the input whose results are in the file, and their "id".
+
+    Raises:
+        LigerzooError: the file exists and `resumes` is False, or it has other content than results.
+    """
+
+    def __init__(self, path: Path, *, resumes: bool) -> None:
+        self.path = path
+        self.finished: dict[int, Any] = {}
+        if not resumes and path.exists():
+            remedy = "Continue an interrupted run with --resume, or choose another file."
+            raise LigerzooError("already exists", where=path, expected="a new file", remedy=remedy)
+        if resumes and path.exists():
+            self._read()
+
+    def __enter__(self) -> Self:
+        """Opens the file to append results."""
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._file.close()
+
+    def _read(self) -> None:
+        """Reads the results of an earlier run, and removes a line that it did not complete."""
+        content = self.path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        for number, text in enumerate(complete.splitlines(), 1):
+            try:
+                result = json.loads(text)
+                self.finished[result["line"]] = result.get("id")
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                where = f"{self.path}, line {number}"
+                raise LigerzooError("not a result of `ligerzoo generate --batch`", where=where) from error
+        with self.path.open("r+b") as file:
+            file.truncate(len(complete))
+
+    def remaining(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Returns the entries without a result.
+
+        Raises:
+            LigerzooError: a result has another id than its line of the input, or no line.
+        """
+        ids = {entry.line: entry.id for entry in entries}
+        for line, identifier in self.finished.items():
+            if line not in ids or ids[line] != identifier:
+                raise LigerzooError(
+                    "the result is not of this input", where=self.path, got=f"line {line} with id {quote(identifier)}",
+                    expected=f"id {quote(ids[line])}" if line in ids else f"a line of the {len(ids)} of the input",
+                    remedy="Resume with the same input, or choose another output file.",
+                )  # fmt: skip
+        return [entry for entry in entries if entry.line not in self.finished]
+
+    def write(self, entry: Entry, text: str, finish_reason: str, new_tokens: int) -> None:
+        """Appends a result, and flushes it to the operating system."""
+        result = {
+            "line": entry.line,
+            **({} if entry.id is None else {"id": entry.id}),
+            "text": text,
+            "finish_reason": finish_reason,
+            "prompt_tokens": len(entry.prompt),
+            "new_tokens": new_tokens,
+        }
+        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+class Running:
+    """An entry that the scheduler has, and its text so far."""
+
+    def __init__(self, entry: Entry, continuation: Continuation) -> None:
+        self.entry, self.continuation = entry, continuation
+        self.texts: list[str] = []
+
+
+def run(
+    entries: Iterable[Entry],
+    scheduler: Scheduler,
+    batch_size: int,
+    device: torch.device | str,
+    tokenizer: Tokenizer,
+    results: Results,
+) -> Iterator[tuple[int, bool]]:
+    """Continues the prompts and writes the results.
+
+    Args:
+        entries: the prompts.
+        scheduler: decodes them.
+        batch_size: number of prompts that the scheduler decodes together.
+        device: the model's device.
+        tokenizer: decodes the continuations.
+        results: the output file, opened.
+
+    Yields:
+        (number of new tokens of one prompt, whether its continuation has finished).
+    """
+    waiting = iter(entries)
+    running: dict[int, Running] = {}
+    while True:
+        while len(running) < LOOKAHEAD * batch_size and (entry := next(waiting, None)) is not None:
+            index = scheduler.add(entry.prompt, **entry.options.for_scheduler(device))
+            running[index] = Running(entry, Continuation(tokenizer, entry.options.stop, keeps_stop=True))
+        if not running:
+            return
+        for update in scheduler.step():
+            one = running[update.index]
+            piece = one.continuation.push(update)
+            one.texts.append(piece.text)
+            if piece.finish_reason is not None:
+                del running[update.index]
+                if update.finish_reason is None:
+                    scheduler.cancel(update.index)
+                results.write(one.entry, "".join(one.texts), piece.finish_reason, one.continuation.num_tokens)
+            yield len(update.tokens), piece.finish_reason is not None

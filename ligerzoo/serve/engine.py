@@ -1,0 +1,234 @@
+"""The thread that drives the scheduler for asynchronous callers.
+
+The scheduler belongs to one thread. Callers on the event loop put commands into its inbox. After each step, the thread
+hands the new tokens of all requests to the event loop in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.serve.scheduling import Scheduler, Update
+
+log = logging.getLogger("ligerzoo.serve")
+
+
+class OverloadedError(Exception):
+    """Too many requests wait or run."""
+
+
+class GenerationError(Exception):
+    """The model failed during a step, or the engine stopped."""
+
+
+class Request(NamedTuple):
+    """One prompt for the scheduler: its token ids, and the options of `Scheduler.add`."""
+
+    prompt: Sequence[int]
+    options: dict[str, Any]
+
+
+class Job:
+    """Requests that were submitted together. `Engine.submit` makes it; it belongs to the event loop.
+
+    Iterating yields (position of the request in the job, its update) until all requests have finished, and raises
+    GenerationError if the engine fails.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.results: asyncio.Queue[tuple[int, Update] | GenerationError] = asyncio.Queue()
+        self._engine = engine
+        self._running = set(range(len(requests)))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        while self._running:
+            result = await self.results.get()
+            if isinstance(result, GenerationError):
+                raise result
+            position, update = result
+            if position in self._running:
+                if update.finish_reason is not None:
+                    self._running.discard(position)
+                yield result
+
+    def cancel(self, position: int) -> None:
+        """Ends a request. Does nothing if it has finished."""
+        if position in self._running:
+            self._running.discard(position)
+            self._engine.cancel(self, [position])
+
+    def close(self) -> None:
+        """Ends all requests of the job, and makes room for others."""
+        self._engine.cancel(self, self._running)
+        self._running = set()
+        self._engine.release(self)
+
+
+class Engine:
+    """Runs the requests of callers on one event loop on one scheduler in one thread.
+
+    Args:
+        make_scheduler: makes a scheduler. It is called now, and again after a step has failed.
+        max_requests: largest number of requests that wait or run.
+    """
+
+    def __init__(self, make_scheduler: Callable[[], Scheduler], *, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._jobs: set[Job] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ligerzoo-engine", daemon=True)
+        self._make_scheduler = make_scheduler
+        self._scheduler: Scheduler | None = make_scheduler()  # used by the thread only, as `_active`
+        self._active: dict[int, tuple[Job, int]] = {}
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its current step."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    # On the event loop
+
+    async def submit(self, requests: Sequence[Request]) -> Job:
+        """Adds requests to the scheduler. The caller must close the job.
+
+        Raises:
+            OverloadedError: with these requests, more than `max_requests` would wait or run.
+            LigerzooError: the scheduler refuses a request, or there are more than `max_requests`.
+            GenerationError: the scheduler cannot be made.
+        """
+        if len(requests) > self._max_requests:
+            raise LigerzooError(
+                "too many continuations", where="n times the number of prompts", got=len(requests),
+                expected=f"at most {self._max_requests}", remedy="Send several requests.",
+            )  # fmt: skip
+        if sum(len(job.requests) for job in self._jobs) + len(requests) > self._max_requests:
+            raise OverloadedError
+        self._loop = asyncio.get_running_loop()
+        job = Job(self, requests)
+        self._jobs.add(job)
+        self._inbox.put(partial(self._add, job))
+        try:
+            await job.accepted
+        except BaseException:
+            job.close()
+            raise
+        return job
+
+    def cancel(self, job: Job, positions: Iterable[int]) -> None:
+        """Removes requests of a job from the scheduler."""
+        self._inbox.put(partial(self._cancel, job, frozenset(positions)))
+
+    def release(self, job: Job) -> None:
+        """Forgets a job."""
+        self._jobs.discard(job)
+
+    def abort(self, reason: str) -> None:
+        """Ends all jobs with a GenerationError."""
+        for job in self._jobs:
+            job.results.put_nowait(GenerationError(reason))
+
+    # In the thread
+
+    def _run(self) -> None:
+        while True:
+            while self._scheduler is None or self._scheduler.is_idle or not self._inbox.empty():
+                command = self._inbox.get()
+                if command is None:
+                    self._close_scheduler()
+                    return
+                command()
+            try:
+                updates = self._scheduler.step()
+            except Exception as error:
+                self._fail(error)
+            else:
+                self._deliver(updates)
+
+    def _add(self, job: Job) -> None:
+        added: list[int] = []
+        refusal: Exception | None = None
+        try:
+            self._scheduler = scheduler = self._scheduler or self._make_scheduler()
+            for position, request in enumerate(job.requests):
+                index = scheduler.add(request.prompt, **request.options)
+                self._active[index] = job, position
+                added.append(index)
+        except Exception as error:
+            for index in added:
+                self._remove(index)
+            refusal = error if isinstance(error, LigerzooError) else _failure(error)
+        self._call(_resolve, job.accepted, refusal)
+
+    def _cancel(self, job: Job, positions: frozenset[int]) -> None:
+        for index, (other, position) in list(self._active.items()):
+            if other is job and position in positions:
+                self._remove(index)
+
+    def _remove(self, index: int) -> None:
+        del self._active[index]
+        if self._scheduler is not None:
+            self._scheduler.cancel(index)
+
+    def _deliver(self, updates: Iterable[Update]) -> None:
+        results: list[tuple[Job, tuple[int, Update]]] = []
+        for update in updates:
+            job, position = self._active[update.index]
+            if update.finish_reason is not None:
+                del self._active[update.index]
+            results.append((job, (position, update)))
+        self._call(_put, results)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all jobs, and drops the scheduler, whose state is unknown."""
+        failure = _failure(error)
+        self._call(_put, [(job, failure) for job in {job for job, _ in self._active.values()}])
+        self._active.clear()
+        self._close_scheduler()
+
+    def _close_scheduler(self) -> None:
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            try:
+                scheduler.close()
+            except Exception as error:
+                log.error("cannot close the scheduler", exc_info=error)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Calls a function on the event loop, unless it is closed."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _resolve(accepted: asyncio.Future[None], refusal: Exception | None) -> None:
+    if accepted.done():  # cancelled
+        return
+    if refusal is None:
+        accepted.set_result(None)
+    else:
+        accepted.set_exception(refusal)
+
+
+def _put(results: Sequence[tuple[Job, tuple[int, Update] | GenerationError]]) -> None:
+    for job, result in results:
+        job.results.put_nowait(result)
+
+
+def _failure(error: Exception) -> GenerationError:
+    log.error("generation failed", exc_info=error)
+    return GenerationError(str(error) if isinstance(error, LigerzooError) else f"{type(error).__name__}: {error}")

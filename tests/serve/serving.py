@@ -1,0 +1,94 @@
+"""A server of the demo's model, on a free port, in a thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ligerzoo.generate
+from ligerzoo.demo.text import CHECKPOINT, load
+from ligerzoo.models import Llama
+from ligerzoo.serve.app import Service
+from ligerzoo.serve.engine import Engine
+from ligerzoo.serve.prompts import PromptEncoder
+from ligerzoo.serve.scheduling import Scheduler
+from ligerzoo.serve.server import Server, listen, url
+from ligerzoo.text.chat_template import ChatTemplate
+from ligerzoo.text.tokenizer import Tokenizer
+from tests.serve.sequential import SequentialScheduler
+
+BatchScheduler: Any = getattr(ligerzoo.generate, "Scheduler", SequentialScheduler)
+"""The package's scheduler, or a sequential one until it has one."""
+
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if prefix %}{{ prefix }}{% endif %}"
+)
+
+
+def load_demo() -> tuple[Llama, Tokenizer]:
+    """Returns the demo's model, and its tokenizer with a chat template."""
+    model, tokenizer = load(CHECKPOINT)
+    tokenizer.chat_templates = {"default": ChatTemplate(TEMPLATE, "template")}
+    return model, tokenizer
+
+
+class Served:
+    """A running server, and its last scheduler."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.scheduler: Any = None
+        self.steps = 0
+        self.url = ""
+        self.pause = threading.Event()  # while it is set, no step is made
+
+    def make_scheduler(self) -> Scheduler:
+        served = self
+
+        class Pausing(BatchScheduler):  # type: ignore[misc]
+            def step(self) -> Any:
+                while served.pause.is_set():
+                    time.sleep(0.01)
+                served.steps += 1
+                return super().step()
+
+        self.scheduler = Pausing(self.model, batch_size=4)
+        scheduler: Scheduler = self.scheduler
+        return scheduler
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 20
+        while not self.scheduler.is_idle:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@contextmanager
+def serving(
+    model: Llama,
+    tokenizer: Tokenizer,
+    *,
+    make_scheduler: Callable[[], Scheduler] | None = None,
+    max_requests: int = 64,
+    max_body: int = 2**20,
+    name: str = "demo",
+) -> Iterator[Served]:
+    """Runs a server within `with`; its scheduler is `Served.scheduler` by default."""
+    served = Served(model, tokenizer)
+    encoder = PromptEncoder(tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
+    engine = Engine(make_scheduler or served.make_scheduler, max_requests=max_requests)
+    service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
+    with listen("127.0.0.1", 0) as listener:
+        served.url = url(listener)
+        server = Server(service.app(), engine, listener)
+        thread = threading.Thread(target=server.run_until_stopped)
+        thread.start()
+        try:
+            yield served
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            served.pause.clear()
+            assert not thread.is_alive()
