@@ -224,7 +224,7 @@ def project_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tens
     """`linears` in one kernel, for inputs that `uses_few_rows` accepts. The results are views of one tensor."""
     missing = [None] * (_MAX_WEIGHTS - len(weights))
     out = _few_rows(as_rows(x), *weights, *missing, *biases, *missing, None)  # type: ignore[arg-type, call-arg]
-    return tuple(y.unflatten(0, x.shape[:-1]) for y in out.split([len(weight) for weight in weights], 1))
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
 
 
 def glu_reference(
@@ -277,4 +277,4 @@ def linear_glu(
         gate_and_up = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
         return glu(*gate_and_up, activation=activation, backend=backend)
     out = _few_rows(as_rows(x), gate, up, None, gate_bias, up_bias, None, activation)
-    return out.unflatten(0, x.shape[:-1])
+    return out.view(*x.shape[:-1], -1)

@@ -145,7 +145,7 @@ def _kernel(
             missing = target - _weight_from(row_ptr, n_cols, low + 1, maximum, steepness, True, BLOCK)
             weight = tl.exp2(steepness * (_from_key(low) - maximum))
             n_ties = tl.where(weight > 0.0, missing / weight, 1.0)
-            n_ties = tl.ceil(tl.minimum(tl.maximum(n_ties, 1.0), n_cols.to(tl.float32)))
+            n_ties = tl.ceil(tl.minimum(tl.maximum(n_ties, 1.0), n_cols * 1.0))
             last_token = _nth_tie(row_ptr, n_cols, low, n_ties.to(tl.int32), BLOCK)
         threshold = _from_key(low)
         floor = maximum + temperature * tl.log(min_p)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
@@ -72,6 +73,8 @@ def test_ragged_prompts_equal_transformers(family: str, case: str) -> None:
 @pytest.mark.parametrize("has_ids", [False, True])
 @pytest.mark.parametrize("options", [{"max_new_tokens": 15}, {"max_length": 29, "repetition_penalty": 1.5}])
 def test_embeddings_equal_transformers(family: str, has_ids: bool, options: dict[str, Any]) -> None:
+    if has_ids and "repetition_penalty" in options and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("the penalty of older versions of transformers ignores new tokens here, too")
     model, model_of_transformers = pair(family)
     ids = IDS if has_ids else None
     their_embeddings = model_of_transformers.get_input_embeddings()(IDS).detach()

@@ -159,7 +159,7 @@ CASES: dict[str, list[Any]] = {
 }
 
 
-def processors_of(case: dict[str, Any], length: int) -> Callable[[Tensor, Tensor], Tensor]:
+def processors_of(case: dict[str, Any], length: int, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns transformers' processors for these options, in transformers' order."""
     found = transformers.LogitsProcessorList()
     if case["repetition_penalty"] != 1:
@@ -167,9 +167,9 @@ def processors_of(case: dict[str, Any], length: int) -> Callable[[Tensor, Tensor
     if case["no_repeat_ngram_size"]:
         found.append(transformers.NoRepeatNGramLogitsProcessor(case["no_repeat_ngram_size"]))
     if case["bad_words_ids"]:
-        found.append(transformers.NoBadWordsLogitsProcessor(case["bad_words_ids"], EOS))
+        found.append(transformers.NoBadWordsLogitsProcessor(case["bad_words_ids"], torch.tensor(EOS, device=device)))
     if case["min_new_tokens"]:
-        found.append(transformers.MinNewTokensLengthLogitsProcessor(length, case["min_new_tokens"], EOS))
+        found.append(transformers.MinNewTokensLengthLogitsProcessor(length, case["min_new_tokens"], EOS, device))
     found.extend(functions_of(case))
     return found
 
@@ -189,7 +189,7 @@ def test_scores_equal_those_of_transformers_processors(case: dict[str, Any], dev
     options = SamplingOptions(**{name: case[name] for name in names}, logits_processor=functions_of(case))
     length, rows = case["length"], 4
     ids = torch.randint(4, (rows, length), device=device)
-    expected_of = processors_of(case, length)
+    expected_of = processors_of(case, length, device)
     # Two more rows, with other lengths and options, before and behind.
     sampler = Sampler(rows + 2, VOCAB, torch.device(device))
     sampler.assign([0, rows + 1], [prompt(1, 5), prompt(2, 50)], OPTIONS[9])

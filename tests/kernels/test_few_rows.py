@@ -15,7 +15,7 @@ from tests.kernels.oracles import numbers
 
 SHAPES: dict[str, list[Any]] = {
     "dtype": [dtype for dtype in ROUNDED_DTYPES if dtype.itemsize == 2],
-    "rows": [(1,), (1, 1), (3,), (2, 1), (17, 1), (33,), (4, 16)],
+    "rows": [(), (1,), (1, 1), (3,), (2, 1), (17, 1), (33,), (4, 16)],
     "features": on_gpu_too([16, 300, 512], [1000, 4096]),
     "bias": [False, True],
     "strided": [False, True],

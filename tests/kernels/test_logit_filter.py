@@ -100,7 +100,7 @@ def test_broken_rows_leave_the_others_alone(backend: Any, device: str) -> None:
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [97, 128256, 262144])
+@pytest.mark.parametrize("columns", [1, 97, 128256, 262144])
 def test_it_compiles(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs

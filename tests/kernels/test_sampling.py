@@ -113,7 +113,9 @@ def test_samples_follow_the_softmax(temperature: float, device: str) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 1.5, -math.inf, 0.5]], device=device)
     steps = torch.arange(draws, device=device) % 100
     seeds = torch.arange(draws, device=device) // 100
-    tokens = reference(logits.expand(draws, -1), None, seeds, steps, torch.full((draws,), temperature)).tokens
+    tokens = reference(
+        logits.expand(draws, -1), None, seeds, steps, torch.full((draws,), temperature, device=device)
+    ).tokens
     expected = draws * (logits[0].double() / temperature).softmax(-1)
     counts = tokens.bincount(minlength=7).double()
     assert counts[5] == 0
