@@ -25,7 +25,6 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 STEPS = {"training_step": "Llama-3.2-1B shape", "training_step_qwen2_vl_2b": "Qwen2-VL-2B shape, 4 images"}
 TRAINERS = {
     "trainer_llama_1b": "Llama-3.2-1B shape",
-    "trainer_llama_1b_plain_loop": "Llama-3.2-1B shape, another run",
     "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
 }
 SUITES = ("operations", "losses", "launching", "scaling", "generation", *STEPS, *TRAINERS, "loading")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
-from ligerzoo.kernels.dispatch import DEBUG
+from ligerzoo.kernels.dispatch import DEBUG, uses_triton
+from ligerzoo.layers import Experts
 from ligerzoo.layers.plain import is_plain
 
 if TYPE_CHECKING:
@@ -165,8 +166,8 @@ def can_capture(model: nn.Module) -> bool:
     """Whether a decode step of the model can run as a captured graph.
 
     It can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
-    wrappers and tensor subclasses, it has text inputs only, see `has_static_decoding`, and neither autocast nor a
-    compiler is active.
+    wrappers and tensor subclasses, its experts run in Triton, it has text inputs only, see `has_static_decoding`, and
+    neither autocast nor a compiler is active.
     """
     device = getattr(model, "device", None)
     return (
@@ -184,5 +185,7 @@ def can_capture(model: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
+    if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
+        return False  # plain torch needs a host sync to group the tokens by expert
     is_random = module.training and getattr(module, "jitter_noise", None)
     return is_plain(module, type(module)) and type(module).__module__.split(".")[0] in _PACKAGES and not is_random

@@ -255,6 +255,9 @@ def test_what_can_be_captured(device: str) -> None:
 
     model.model.layers[0].mlp.up_proj = Other(48, 80, bias=False, device=device)
     assert not can_capture(model)
+    mixture = build("mixtral", device)
+    assert can_capture(mixture) == on_gpu
+    assert not can_capture(mixture.double())  # plain torch groups the tokens by expert on the host
 
 
 @pytest.mark.gpu
