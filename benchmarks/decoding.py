@@ -167,10 +167,9 @@ def measure(generator: Generator, workload: Workload, calls: int) -> dict[str, A
     """Measures one workload, and releases what its calls kept.
 
     Returns:
-        decode_tokens_per_s: tokens of all rows over the time of decoding, which is that of the fastest call without that
-            of a call for one token.
-        tokens_per_s: tokens of all rows over the time of the fastest call. The host, which shares its cores with others,
-            halves the speed of some calls of eager providers.
+        decode_tokens_per_s: tokens of all rows over the time of decoding, which is that of the fastest call without
+            that of a call for one token. Other work on the host halves the speed of some calls of eager providers.
+        tokens_per_s: tokens of all rows over the time of the fastest call.
         prefill_s: seconds of a call for one token.
         peak_gib: peak memory of the calls, weights included.
         first_call_extra_s: seconds that the first call took longer than a later one: it compiles kernels and captures

@@ -73,7 +73,7 @@ class Slots:
         Returns:
             (n, V) fp32 logits of the next tokens.
         """
-        self._place(rows, list(map(len, prompts)), new_tokens)
+        self._assign(rows, list(map(len, prompts)), new_tokens)
         batch = self._current
         first: dict[bytes, int] = {}  # the first of equal prompts
         same = [first.setdefault(prompt.numpy().tobytes(), i) for i, prompt in enumerate(prompts)]
@@ -98,7 +98,7 @@ class Slots:
             columns: (T_i,) int64 on the CPU each, sequence indices of the tokens of each row, without padding.
             new_tokens: see `admit`.
         """
-        self._place(rows, list(map(len, columns)), new_tokens)
+        self._assign(rows, list(map(len, columns)), new_tokens)
         for source, row in enumerate(rows):
             self._current.cache.copy_tokens_from(
                 cache, source, columns[source], self._index[row], self._current.rows
@@ -181,7 +181,7 @@ class Slots:
             start, count = end, remaining
         return torch.cat(parts[::-1])
 
-    def _place(self, rows: Sequence[int], lengths: Sequence[int], new_tokens: int) -> None:
+    def _assign(self, rows: Sequence[int], lengths: Sequence[int], new_tokens: int) -> None:
         """Chooses rows of the cache for sequences of these lengths."""
         tokens = max(lengths) + max(1, min(new_tokens, _MIN_CAPACITY))
         self._reserve(len(self._index) + len(rows), tokens if self.max_length is None else min(tokens, self.max_length))
