@@ -98,16 +98,6 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives `ligerzoo.generate` a scheduler until it has one."""
-    import ligerzoo.generate
-    from tests.serve.sequential import SequentialScheduler
-
-    if not hasattr(ligerzoo.generate, "Scheduler"):
-        monkeypatch.setattr(ligerzoo.generate, "Scheduler", SequentialScheduler, raising=False)
-
-
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(allocate)
     def allocate_nan(*args: object, **kwargs: object) -> Tensor:

@@ -582,7 +582,6 @@ PROMPTS: list[Any] = [
 ]
 
 
-@pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize("batch_size", ["1", "3", "32"])
 def test_a_batch_has_the_results_of_each_prompt_alone(
     batch_size: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -615,7 +614,6 @@ def test_a_batch_has_the_results_of_each_prompt_alone(
     assert read_results(again / "results.jsonl") == results
 
 
-@pytest.mark.usefixtures("scheduler")
 def test_a_batch_stops_after_a_text_like_a_prompt(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -630,7 +628,6 @@ def test_a_batch_stops_after_a_text_like_a_prompt(
         assert result["finish_reason"] == "stop"
 
 
-@pytest.mark.usefixtures("scheduler")
 def test_an_interrupted_batch_resumes(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -702,18 +699,10 @@ def test_an_invalid_line_is_named_before_the_first_prompt_runs(
 
 # serve
 
-WITH_SCHEDULER = """
-import sys, ligerzoo.generate
-from tests.serve.sequential import SequentialScheduler
-if not hasattr(ligerzoo.generate, "Scheduler"):
-    ligerzoo.generate.Scheduler = SequentialScheduler
-from ligerzoo import cli
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
 
 def test_without_the_packages_of_the_server_only_serve_fails(checkpoint: Path, tmp_path: Path) -> None:
-    script = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None" + WITH_SCHEDULER
+    script = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None\n"
+    script += "from ligerzoo import cli; sys.exit(cli.main(sys.argv[1:]))"
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
     for arguments in (batch_command(checkpoint, tmp_path, "--max-new-tokens", "1"), ["serve", str(checkpoint)]):
         command = [sys.executable, "-c", script, *arguments]
@@ -732,7 +721,7 @@ def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tm
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}")
     options = ["--port", "0", "--device", "cpu", "--chat-template", str(template), "--name", "tiny"]
-    command = [sys.executable, "-c", WITH_SCHEDULER, "serve", str(checkpoint), *options]
+    command = [sys.executable, "-m", "ligerzoo", "serve", str(checkpoint), *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -120,7 +120,6 @@ def test_every_recipe_is_on_one_page() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "ligerzoo " in " ".join(blocks(page, "sh"))], ids=lambda page: page.name
 )
-@pytest.mark.usefixtures("scheduler")
 def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     endless_or_slow = ("ligerzoo serve", "ligerzoo demo")

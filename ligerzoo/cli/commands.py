@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -63,8 +64,8 @@ def generate_batch(options: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
+    from ligerzoo.generate import Scheduler
     from ligerzoo.serve import batch
-    from ligerzoo.serve.scheduling import scheduler_factory
 
     defaults = {name: value for name in batch.OPTIONS if (value := getattr(options, name)) is not None}
     results = batch.Results(options.output, resumes=options.resume)
@@ -72,11 +73,10 @@ def generate_batch(options: argparse.Namespace) -> int:
     model = load_model(options)
     encoder = prompt_encoder(model, tokenizer)
     entries = results.remaining(batch.read_entries(options.batch, defaults, encoder))
-    make_scheduler = scheduler_factory(model, options.batch_size)
     start, new_tokens = time.perf_counter(), 0
     with (
         results,
-        contextlib.closing(make_scheduler()) as scheduler,
+        Scheduler(model, batch_size=options.batch_size) as scheduler,
         tqdm(total=len(entries), unit="prompt", disable=None) as progress,
     ):
         try:
@@ -105,8 +105,8 @@ def serve(options: argparse.Namespace) -> int:
             raise
         what = f"serving needs the package {package}, which is not installed"
         raise LigerzooError(what, remedy="Run `pip install ligerzoo[serve]`.") from error
+    from ligerzoo.generate import Scheduler
     from ligerzoo.serve.engine import Engine
-    from ligerzoo.serve.scheduling import scheduler_factory
     from ligerzoo.text.chat_template import ChatTemplate
 
     with listen(options.host, options.port) as listener:
@@ -117,7 +117,7 @@ def serve(options: argparse.Namespace) -> int:
         model = load_model(options)
         encoder = prompt_encoder(model, tokenizer, options.max_context)
         max_requests = options.batch_size + options.max_queue
-        engine = Engine(scheduler_factory(model, options.batch_size), max_requests=max_requests)
+        engine = Engine(partial(Scheduler, model, batch_size=options.batch_size), max_requests=max_requests)
         name = options.name or (Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
         max_body = options.max_body_mib * 2**20
         service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)

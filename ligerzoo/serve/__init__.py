@@ -8,7 +8,6 @@
     prompts        texts and conversations -> checked token ids
     options        sampling options of one request
     continuation   tokens -> text, up to a stop string
-    scheduling     the scheduler's interface
 
 Only `server` and `app` need the packages of the extra `[serve]`.
 """

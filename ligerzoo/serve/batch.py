@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import torch
 
@@ -19,8 +19,10 @@ from ligerzoo.errors import LigerzooError, did_you_mean, quote
 from ligerzoo.serve.continuation import Continuation
 from ligerzoo.serve.options import RequestOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
-from ligerzoo.serve.scheduling import Scheduler
 from ligerzoo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ligerzoo.generate import Scheduler
 
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
 FIELDS = ("id", "prompt", "messages", *OPTIONS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ligerzoo.serve.scheduling import Update
 from ligerzoo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ligerzoo.generate import Update
 
 
 class TokenText(NamedTuple):

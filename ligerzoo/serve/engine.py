@@ -13,10 +13,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.serve.scheduling import Scheduler, Update
+
+if TYPE_CHECKING:
+    from ligerzoo.generate import Scheduler, Update
 
 log = logging.getLogger("ligerzoo.serve")
 

@@ -4,22 +4,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import ligerzoo.generate
 from ligerzoo.demo.text import CHECKPOINT, load
+from ligerzoo.generate import Scheduler, Update
 from ligerzoo.models import Llama
 from ligerzoo.serve.app import Service
 from ligerzoo.serve.engine import Engine
 from ligerzoo.serve.prompts import PromptEncoder
-from ligerzoo.serve.scheduling import Scheduler
 from ligerzoo.serve.server import Server, listen, url
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.tokenizer import Tokenizer
-from tests.serve.sequential import SequentialScheduler
-
-BatchScheduler: Any = getattr(ligerzoo.generate, "Scheduler", SequentialScheduler)
-"""The package's scheduler, or a sequential one until it has one."""
 
 TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -39,7 +33,7 @@ class Served:
 
     def __init__(self, model: Llama, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.scheduler: Any = None
+        self.scheduler: Scheduler
         self.steps = 0
         self.url = ""
         self.pause = threading.Event()  # while it is set, no step is made
@@ -47,16 +41,15 @@ class Served:
     def make_scheduler(self) -> Scheduler:
         served = self
 
-        class Pausing(BatchScheduler):  # type: ignore[misc]
-            def step(self) -> Any:
+        class Pausing(Scheduler):
+            def step(self) -> list[Update]:
                 while served.pause.is_set():
                     time.sleep(0.01)
                 served.steps += 1
                 return super().step()
 
         self.scheduler = Pausing(self.model, batch_size=4)
-        scheduler: Scheduler = self.scheduler
-        return scheduler
+        return self.scheduler
 
     def wait_until_idle(self) -> None:
         deadline = time.monotonic() + 20

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.generate import Scheduler
 from ligerzoo.models import Llama
 from ligerzoo.text.tokenizer import Tokenizer
-from tests.serve.serving import BatchScheduler, Served, load_demo, serving
+from tests.serve.serving import Served, load_demo, serving
 
 QUESTION = [{"role": "user", "content": "def read(path):"}]
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
@@ -433,7 +434,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
 ) -> None:
     schedulers: list[Any] = []
 
-    class Failing(BatchScheduler):
+    class Failing(Scheduler):
         def step(self) -> Any:
             if self is schedulers[0] and self.steps == 2:
                 raise error
@@ -463,7 +464,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
 
 
 def test_a_refusal_of_the_scheduler_is_a_bad_request(demo: tuple[Llama, Tokenizer]) -> None:
-    class Refusing(BatchScheduler):
+    class Refusing(Scheduler):
         def add(self, prompt: Any, **options: Any) -> int:
             if options["max_new_tokens"] == 7 and not self.is_idle:
                 raise LigerzooError("too long", where="max_new_tokens")

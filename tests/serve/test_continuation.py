@@ -5,9 +5,9 @@ import random
 import pytest
 
 from ligerzoo.demo.text import CHECKPOINT
+from ligerzoo.generate import Update
 from ligerzoo.serve.continuation import Continuation, Piece
 from ligerzoo.text.tokenizer import Tokenizer
-from tests.serve.sequential import Update
 
 TEXT = "def größe(löwe):\n    return '🦁' * 3  # \u200d👩\u200d🚀 stop here\n\nUser: next"
 
