@@ -8,6 +8,7 @@
     slot_sequences sequences in a KV cache of fixed size, for captured decode steps
     slots          rows of such a cache, each with one sequence
     decode_batch   a decode step over such a cache
+    cache_memory   how many tokens fit into the memory of a GPU
     captured       decode steps that run as captured CUDA graphs
     transfer       copies from the host to the device
     many           `generate_many`: more prompts than fit into a batch

@@ -108,8 +108,18 @@ class DecodeGraphs:
         """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
         self._idle[graph.rows, graph.capacity] = graph
         limit = _memory_for_idle_caches(graph.device)
-        while len(self._idle) > _MAX_GRAPHS or sum(graph.cache.nbytes for graph in self._idle.values()) > limit:
+        while len(self._idle) > _MAX_GRAPHS or self.nbytes > limit:
             self._idle.popitem(last=False)
+
+    def keep_idle(self, tokens: int) -> None:
+        """Drops the least recently used graphs until the caches of all have memory for so many tokens at most."""
+        while sum(graph.cache_tokens for graph in self._idle.values()) > tokens:
+            self._idle.popitem(last=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV caches."""
+        return sum(graph.cache.nbytes for graph in self._idle.values())
 
 
 def _memory_for_idle_caches(device: torch.device) -> float:

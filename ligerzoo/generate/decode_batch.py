@@ -32,6 +32,11 @@ class DecodeBatch:
         self.cache = model.new_cache(capacity)  # type: ignore[operator]
         self.device: torch.device = next(model.parameters()).device
 
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens that the cache has memory for."""
+        return self.rows * self.capacity
+
     def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """Runs the model on the newest tokens, (P, 1).
 

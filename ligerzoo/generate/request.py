@@ -91,6 +91,21 @@ class Request:
         self.started = 0
         self.tokens: list[int] = []
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt, and of those that the device has been asked for."""
+        return len(self.prompt) + self.started
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens, with those of the prompt."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def context(self) -> Tensor:
+        """The prompt and the new tokens that the host knows, (T,) int64 on the CPU."""
+        return torch.cat([self.prompt, torch.tensor(self.tokens, dtype=torch.int64)])
+
     def append(self, token: int) -> str | None:
         """Appends a token, and returns why the request is finished; None if it is not."""
         self.tokens.append(token)

@@ -56,7 +56,9 @@ class _Parameters(RowState):
         self.counts = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens
         self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    def assign(self, rows: Tensor, options: SamplingOptions, seeds: Tensor | None, vocab_size: int) -> None:
+    def assign(
+        self, rows: Tensor, options: SamplingOptions, seeds: Tensor | None, vocab_size: int, new_tokens: int
+    ) -> None:
         samples = options.do_sample  # `index_fill_`, since assigning a number to an index is a host sync
         self.temperature.index_fill_(0, rows, options.temperature if samples else 0.0)
         self.top_k.index_fill_(0, rows, min(options.top_k or vocab_size, vocab_size) if samples else vocab_size)
@@ -64,7 +66,7 @@ class _Parameters(RowState):
         self.min_p.index_fill_(0, rows, 0.0 if options.min_p is None or not samples else options.min_p)
         if seeds is not None:
             self.seeds[rows] = seeds
-        self.counts.index_fill_(0, rows, 0)
+        self.counts.index_fill_(0, rows, new_tokens)
         self.broken.index_fill_(0, rows, False)
 
 
@@ -134,6 +136,7 @@ class Sampler:
         eos_token_ids: Sequence[int] = (),
         generator: torch.Generator | None = None,
         seeds: Tensor | None = None,
+        new_tokens: int = 0,
     ) -> None:
         """Starts new sequences in some rows. All of them are passed to each `logits_processor` together.
 
@@ -145,6 +148,8 @@ class Sampler:
             eos_token_ids: for `min_new_tokens`; a bad word of one of them alone has no effect.
             generator: random number generator on the device, for seeds. None uses torch's default.
             seeds: (n,) int64, see `draw_seeds`. None draws them.
+            new_tokens: number of tokens at the end of each prompt that were chosen earlier, with the same seeds: the
+                next ones are those that would have followed.
 
         Raises:
             LigerzooError: an option does not fit the vocabulary, or the generator is on another device.
@@ -156,7 +161,7 @@ class Sampler:
         if options.do_sample and seeds is None:
             seeds = draw_seeds(len(rows), self._device, generator)
         self._leave_functions(rows)
-        self._parameters.assign(index, options, seeds, self._vocab_size)
+        self._parameters.assign(index, options, seeds, self._vocab_size, new_tokens)
         banned = self._banned_by(options, eos_token_ids)
         self._allocations += self._banned.assign(index, banned)
         self._ngrams.assign(index, options.no_repeat_ngram_size or 0)

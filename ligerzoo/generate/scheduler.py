@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.cache_memory import default_cache_tokens
 from ligerzoo.generate.decode_loop import LAG
 from ligerzoo.generate.options import invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
 from ligerzoo.generate.transfer import upload
+
+_MIN_NEW_TOKENS = 256  # a request starts when there is room for so many, or for as many as it may have
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,33 @@ class Scheduler:
     Args:
         model: a causal language model with self-attention only. Text inputs only.
         batch_size: largest number of requests that run at the same time. Others wait.
+        max_cache_tokens: largest number of tokens for which KV caches take up memory. All rows of a cache have the size
+            of the longest one. Requests wait until they fit. If running ones grow too long, the longest of them wait
+            until others have finished, and are prefilled again. None: on a GPU, what fits into three quarters of the
+            memory that is free now; on a CPU, no limit.
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
             those of `SamplingOptions`.
+
+    Attributes:
+        max_cache_tokens: as given, or the default.
+        max_length: largest number of tokens of a prompt and its continuation; None for no limit.
 
     Raises:
         LigerzooError: an option is unknown or invalid, or the model cannot decode in a `DecodeBatch`.
     """
 
     @torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
-    def __init__(self, model: nn.Module, *, batch_size: int, **defaults: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, batch_size: int, max_cache_tokens: int | None = None, **defaults: Any
+    ) -> None:
         require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
+        is_valid = max_cache_tokens is None or (is_integer(max_cache_tokens) and max_cache_tokens > 0)
+        require(is_valid, "max_cache_tokens", repr(max_cache_tokens), "an integer, 1 or more, or None")
         self._model = cast(Any, model)
-        self._slots = Slots(model, batch_size)
+        self.max_cache_tokens = default_cache_tokens(model) if max_cache_tokens is None else max_cache_tokens
+        self._slots = Slots(model, batch_size, self.max_cache_tokens)
+        limits = (self._slots.max_length, self.max_cache_tokens)
+        self.max_length = min((limit for limit in limits if limit is not None), default=None)
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
         self._device: torch.device = next(model.parameters()).device
         self._sampler = Sampler(batch_size, self._model.config.vocab_size, self._device)
@@ -83,7 +101,7 @@ class Scheduler:
 
     @property
     def free_rows(self) -> int:
-        """Number of further requests that the next step would start."""
+        """Number of further requests that the next step would start, if there is memory for them."""
         return max(0, self._slots.rows - len(self._running) - len(self._waiting))
 
     def add(self, prompt: Tensor | Sequence[int], **options: Any) -> int:
@@ -98,7 +116,7 @@ class Scheduler:
 
         Raises:
             LigerzooError: an option is unknown or invalid, the prompt is empty or has an unknown token id, or the
-                sequence may become too long for the model's rotary embedding.
+                sequence may become too long for the model's rotary embedding or for `max_cache_tokens`.
         """
         return self.submit(self.request(prompt, "prompt", **options))
 
@@ -122,11 +140,13 @@ class Scheduler:
         parsed = RequestOptions(self._model, **{**self._given, **options}) if options else self.defaults
         self._sampler.check(parsed.sampling)
         request = Request(as_prompt(prompt, self._model, name), parsed)
-        limit, length = self._slots.max_length, len(request.prompt) + request.max_new_tokens
-        if limit is not None and length > limit:
+        if self.max_length is not None and request.max_length > self.max_length:
             got = f"{len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}"
-            remedy = "Use generate: longer sequences change the rotary frequencies of all rows."
-            raise invalid(name, got, f"at most {limit} in all", remedy)
+            if self.max_length == self._slots.max_length:
+                remedy = "Use generate: longer sequences change the rotary frequencies of all rows."
+            else:
+                remedy = "Use a larger max_cache_tokens, which is limited by the memory, or fewer new tokens."
+            raise invalid(name, got, f"at most {self.max_length} in all", remedy)
         return request
 
     def cancel(self, index: int) -> None:
@@ -148,7 +168,7 @@ class Scheduler:
         """Decodes one token of each running request, and starts waiting requests in free rows.
 
         Returns:
-            New tokens, at most one update for each request and step. On a GPU, they are those of an earlier step.
+            New tokens, in order. On a GPU, they are those of earlier steps.
 
         Raises:
             LigerzooError: the logits of requests were NaN or infinite. These are removed; others may go on.
@@ -174,18 +194,21 @@ class Scheduler:
 
     def _start_step(self) -> None:
         """Starts the work of a step on the device."""
+        self._evict()
         logits = self._slots.decode(self._newest) if self._running else None
         admitted = self._admitted()
         if admitted:
             requests = [self._requests[index] for index in admitted.values()]
-            longest = max(request.max_new_tokens for request in requests)
-            first = self._slots.admit(list(admitted), [request.prompt for request in requests], longest)
-            for row, request in zip(admitted, requests, strict=True):
+            contexts = [request.context for request in requests]
+            longest = max(request.max_length - request.length for request in requests)
+            first = self._slots.admit(list(admitted), contexts, longest)
+            for row, request, context in zip(admitted, requests, contexts, strict=True):
                 options = request.options
                 eos_token_ids = sorted(options.eos_token_ids)
                 self._sampler.assign(
-                    [row], [request.prompt], options.sampling, eos_token_ids=eos_token_ids, seeds=request.seed
-                )
+                    [row], [context], options.sampling, eos_token_ids=eos_token_ids, seeds=request.seed,
+                    new_tokens=request.started,
+                )  # fmt: skip
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
             logits[upload(list(admitted), self._device)] = first
@@ -202,19 +225,37 @@ class Scheduler:
                 self._leave(row)
 
     def _admitted(self) -> dict[int, int]:
-        """Takes waiting requests for free rows: row -> request.
+        """Takes waiting requests for free rows, as far as they fit: row -> request.
 
         While others run, which wait for it, one step prefills about PREFILL_TOKENS tokens at most.
         """
         admitted: dict[int, int] = {}
-        tokens = 0
+        tokens, longest = 0, max((self._requests[index].length + 1 for index in self._running.values()), default=0)
         for row in range(self._slots.rows):
             if not self._waiting or (self._running and tokens >= PREFILL_TOKENS):
                 break
             if row not in self._running:
+                request = self._requests[self._waiting[0]]
+                longest = max(longest, min(request.length + _MIN_NEW_TOKENS, request.max_length))
+                if not self._slots.fit(len(self._running) + len(admitted) + 1, longest):
+                    break
                 admitted[row] = self._waiting.popleft()
-                tokens += len(self._requests[admitted[row]].prompt)
+                tokens += request.length
         return admitted
+
+    def _evict(self) -> None:
+        """Lets the longest requests wait again until the next step of the others fits."""
+
+        def fit() -> bool:
+            longest = max((self._requests[index].length for index in self._running.values()), default=0)
+            return self._slots.fit(len(self._running), longest)
+
+        if not fit():
+            self._read(0)  # their tokens are prefilled later; some requests may have finished
+        while not fit():
+            row = max(self._running, key=lambda row: (self._requests[self._running[row]].length, self._running[row]))
+            self._waiting = deque(sorted([*self._waiting, self._running[row]]))
+            self._leave(row)
 
     def _read(self, lag: int) -> None:
         """Reads the tokens of all steps but the last `lag` ones."""

@@ -27,24 +27,27 @@ class Slots:
     """R rows, each empty or holding one sequence. All decode together; each may be replaced at any step.
 
     Prompts are prefilled without padding on the left: each row starts at position 0. The KV cache has room for some
-    P <= R rows, a power of two or R, and a power of two of tokens. It grows when rows or tokens do not fit, and loses
-    rows after some steps with half of them empty. On a GPU, decode steps run as captured graphs where `can_capture`
-    allows; then the current device must be the model's.
+    P <= R rows, a power of two or R, and a power of two of tokens, or as many as `max_cache_tokens` allows. It grows
+    when rows or tokens do not fit, and loses rows after some steps with half of them empty. On a GPU, decode steps run
+    as captured graphs where `can_capture` allows; then the current device must be the model's.
 
     Args:
         model: the model. Runs uncompiled after `model.compile()`.
         rows: R.
+        max_cache_tokens: largest number of tokens for which there is memory, P times the tokens of each row. Caches
+            that are kept for later calls count, and so does a second cache while sequences move to it. The caller must
+            add and continue sequences only if they `fit`. None for no limit.
 
     Attributes:
-        rows: R.
+        rows, max_cache_tokens: as given.
         max_length: largest number of tokens in a row; None for no limit. See `max_length`.
 
     Raises:
         LigerzooError: see `has_static_decoding`.
     """
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
-        self.rows, self.max_length = rows, max_length(model)
+    def __init__(self, model: nn.Module, rows: int, max_cache_tokens: int | None = None) -> None:
+        self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model), max_cache_tokens
         self._module = model
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Callable[..., Any] = model._call_impl
@@ -61,6 +64,10 @@ class Slots:
     def pool(self) -> Any:
         """Memory pool of the captured graph; None before the capture, and without graphs."""
         return self._batch.pool if isinstance(self._batch, DecodeGraph) else None
+
+    def fit(self, sequences: int, tokens: int) -> bool:
+        """Whether so many sequences with up to `tokens` tokens each fit into `max_cache_tokens`."""
+        return self._is_allowed(self._rows_for(sequences), tokens)
 
     def admit(self, rows: Sequence[int], prompts: Sequence[Tensor], new_tokens: int = 1) -> Tensor:
         """Prefills prompts into empty rows. Equal prompts are prefilled once.
@@ -121,7 +128,7 @@ class Slots:
             (R, V) fp32 logits, valid until the next call; undefined, but finite, in empty rows.
         """
         self._shrink()
-        self._reserve(len(self._index), 1 + max(self._lengths[index] for index in self._index.values()))
+        self._reserve(len(self._index), 1 + self._longest)
         batch = self._current
         for index, length in enumerate(self._lengths):
             if length == batch.capacity:  # of an empty row
@@ -183,8 +190,11 @@ class Slots:
 
     def _assign(self, rows: Sequence[int], lengths: Sequence[int], new_tokens: int) -> None:
         """Chooses rows of the cache for sequences of these lengths."""
-        tokens = max(lengths) + max(1, min(new_tokens, _MIN_CAPACITY))
-        self._reserve(len(self._index) + len(rows), tokens if self.max_length is None else min(tokens, self.max_length))
+        self._reserve(
+            len(self._index) + len(rows),
+            max(self._longest, *lengths),
+            max(lengths) + max(1, min(new_tokens, _MIN_CAPACITY)),
+        )
         free = [index for index in range(self._current.rows) if index not in self._index.values()]
         for row, length in zip(rows, lengths, strict=True):
             index = row if row in free else free[-1]  # in the order of the rows where possible
@@ -208,11 +218,34 @@ class Slots:
         if self._sparse_steps > _SPARSE_STEPS:
             self._move(rows, self._current.capacity)
 
-    def _reserve(self, rows: int, tokens: int) -> None:
-        """Continues with a larger cache if it lacks room."""
-        old_rows, capacity = (0, 0) if self._batch is None else (self._batch.rows, self._batch.capacity)
-        if rows > old_rows or tokens > capacity:
-            self._move(max(old_rows, self._rows_for(rows)), max(capacity, self._capacity_for(tokens)))
+    @property
+    def _longest(self) -> int:
+        """Number of tokens of the longest sequence; 0 if all rows are empty."""
+        return max((self._lengths[index] for index in self._index.values()), default=0)
+
+    def _reserve(self, rows: int, tokens: int, desired: int = 0) -> None:
+        """Continues with another cache if it lacks room.
+
+        Args:
+            rows: number of sequences.
+            tokens: number of tokens in each row.
+            desired: number of tokens for which to make room, if memory allows it, without fewer rows.
+        """
+        old_rows, old_capacity = (0, 0) if self._batch is None else (self._batch.rows, self._batch.capacity)
+        has_room = rows <= old_rows and tokens <= old_capacity
+        if has_room and min(desired, self.max_length or desired) <= old_capacity:
+            return
+        new_rows = max(old_rows, self._rows_for(rows))
+        new_capacity = max(old_capacity, self._capacity_for(max(tokens, desired)))
+        if self._is_allowed(new_rows, new_capacity):
+            self._move(new_rows, new_capacity)
+        elif not has_room:  # not more than needed
+            assert self.max_cache_tokens is not None
+            new_rows = self._rows_for(rows)
+            self._move(new_rows, min(self._capacity_for(tokens), self.max_cache_tokens // new_rows))
+
+    def _is_allowed(self, rows: int, capacity: int) -> bool:
+        return self.max_cache_tokens is None or rows * capacity <= self.max_cache_tokens
 
     def _rows_for(self, rows: int) -> int:
         return min(self.rows, _power_of_2(rows))
@@ -231,13 +264,29 @@ class Slots:
             self._batch = new = DecodeBatch(self._module, rows, capacity)
         else:
             self._batch = new = self._graphs.take(self._module, rows, capacity)
+        is_freed = self._make_room(new, old)
         kept = sorted(self._index.values())
         if old is not None:
-            new.cache.copy_rows_from(old.cache, upload(kept, old.device), rows)
+            new.cache.copy_rows_from(old.cache, upload(kept, old.device), rows, frees=is_freed)
         self._index = {row: kept.index(index) for row, index in self._index.items()}
         self._lengths = [lengths[index] for index in kept] + [0] * (rows - len(kept))
         self._is_changed, self._sparse_steps = True, 0
-        self._give_back(old)
+        if not is_freed:
+            self._give_back(old)
+
+    def _make_room(self, new: DecodeBatch, old: DecodeBatch | None) -> bool:
+        """Frees caches so that there is memory for a new one.
+
+        Returns:
+            Whether the old cache must be freed layer by layer, since there is no memory for both.
+        """
+        if self.max_cache_tokens is None:
+            return False
+        room = self.max_cache_tokens - new.cache_tokens
+        is_freed = old is not None and old.cache_tokens > room
+        if self._graphs is not None:
+            self._graphs.keep_idle(room if old is None or is_freed else room - old.cache_tokens)
+        return is_freed
 
     def _give_back(self, batch: DecodeBatch | None) -> None:
         if self._graphs is not None and isinstance(batch, DecodeGraph):

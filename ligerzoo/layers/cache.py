@@ -314,6 +314,10 @@ class StaticLayerCache(LayerCache):
         """Empties the cache; its memory stays allocated. `KVCache.reset` restarts the shared position."""
         self.length = 0
 
+    def free(self) -> None:
+        """Frees the memory."""
+        self._keys = self._values = None
+
     def copy_rows_from(self, other: StaticLayerCache, index: Tensor, rows: int) -> None:
         """Copies rows `index`, (n,) int64, of another cache to the first n of B = `rows` rows.
 
@@ -485,13 +489,21 @@ class KVCache:
         """
         return KVCache(PrefillLayerCache(layer, index, rows) for layer in self._static)
 
-    def copy_rows_from(self, other: KVCache, index: Tensor, rows: int) -> None:
+    def copy_rows_from(self, other: KVCache, index: Tensor, rows: int, *, frees: bool = False) -> None:
         """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.
 
-        The remaining rows are empty.
+        The remaining rows are empty. The tokens must fit into these caches.
+
+        Args:
+            other: the other caches.
+            index: their rows.
+            rows: B.
+            frees: free the memory of each layer of `other` when it is copied. `other` cannot be used afterwards.
         """
         for layer, source in zip(self._static, other._static, strict=True):
             layer.copy_rows_from(source, index, rows)
+            if frees:
+                source.free()
         lengths = other._static[0].position.lengths
         if lengths is not None:
             self._static[0].position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)

@@ -1,6 +1,8 @@
 """Continuous batching: each prompt gets the tokens that it gets alone."""
 
 import math
+import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +15,11 @@ from ligerzoo.generate import Completion, Scheduler, Update, generate_many
 from ligerzoo.generate import captured as captured_module
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
-from ligerzoo.generate.captured import DecodeGraph, can_capture
+from ligerzoo.generate.cache_memory import cache_bytes_per_token
+from ligerzoo.generate.captured import DecodeGraph, can_capture, release_decode_graphs
 from ligerzoo.generate.decode_batch import DecodeBatch
 from ligerzoo.generate.scheduler import _Results
+from ligerzoo.layers.cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import covering
 from tests.generate.models import NO_END, TINY, VOCAB
@@ -57,6 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_MIN_CAPACITY": 8, "_SPARSE_STEPS": 2, "PREFILL_TOKENS": 24, "_MERGED_TOKENS": 12}.items():
         monkeypatch.setattr(slots_module, name, value)
     monkeypatch.setattr(scheduler_module, "PREFILL_TOKENS", 24)
+    monkeypatch.setattr(scheduler_module, "_MIN_NEW_TOKENS", 3)
 
 
 def draw(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
@@ -150,6 +155,10 @@ def test_prompts_are_read_as_rows_become_free(model: Any) -> None:
         assert read <= len(results) + 2
     check(model, prompts, results)
     assert list(model.generate_many([], batch_size=2, **OPTIONS)) == []
+
+
+def by_index(results: list[Completion]) -> list[tuple[int, list[int], str]]:
+    return sorted((result.index, result.tokens, result.finish_reason) for result in results)
 
 
 def test_seeded_samples_are_reproducible(model: Any, device: str) -> None:
@@ -260,6 +269,7 @@ def test_cancelled_requests_leave(model: Any) -> None:
         ({"generator": 3}, "generator: invalid value; got 3; expected a torch.Generator"),
         ({"batch_size": 0}, "batch_size: invalid value; got 0; expected an integer, 1 or more"),
         ({"batch_size": 2.0}, "batch_size: invalid value; got 2.0"),
+        ({"max_cache_tokens": 0}, "max_cache_tokens: invalid value; got 0; expected an integer, 1 or more, or None"),
     ],
     ids=str,
 )
@@ -267,7 +277,7 @@ def test_invalid_options_are_refused_before_anything_runs(model: Any, options: d
     model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
     with pytest.raises(LigerzooError, match=message):
         model.generate_many([[1, 2]], **{**OPTIONS, "batch_size": 2, **options})
-    if "batch_size" not in options:
+    if not options.keys() & {"batch_size", "max_cache_tokens"}:
         with pytest.raises(LigerzooError, match=message):
             Scheduler(model, batch_size=2, **OPTIONS).add([1, 2], **options)
 
@@ -317,6 +327,140 @@ def test_sequences_that_change_the_rotation_of_others_are_refused() -> None:
         model.generate_many([[1], [2] * 7], batch_size=2, **OPTIONS)
     prompts = [[1], [2] * 6]
     check(model, prompts, list(model.generate_many(prompts, batch_size=2, **OPTIONS)))
+
+
+# Memory
+
+
+class Memory:
+    """Tokens for which all static caches that are alive have memory, and their largest sum."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.largest = 0
+        self.sizes = list[tuple[int, int]]()  # rows and capacity of the caches, in order
+        self._caches = weakref.WeakSet[StaticLayerCache]()
+        allocate = StaticLayerCache.allocate
+
+        def spy(cache: StaticLayerCache, rows: int, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+            buffers = allocate(cache, rows, *arguments)
+            self._caches.add(cache)
+            if (rows, cache.capacity) not in self.sizes[-1:]:
+                self.sizes.append((rows, cache.capacity))
+            self.largest = max(self.largest, self.tokens)
+            return buffers
+
+        monkeypatch.setattr(StaticLayerCache, "allocate", spy)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all layers."""
+        buffers = [cache._keys for cache in self._caches if cache._keys is not None]
+        return sum(len(buffer) * buffer.shape[2] for buffer in buffers)
+
+
+BUDGETS: dict[str, list[Any]] = {
+    "name": ["llama", "mistral", "qwen3_moe"],
+    "max_cache_tokens": [60, 61, 100, 130, 250, 10_000],
+    "batch_size": [1, 3, 8],
+    "new": [20, 40],
+    "options": [
+        {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "bad_words_ids": [[3], [5, 6]]},
+        {"min_new_tokens": 17, "eos_token_id": list(range(0, VOCAB, 4))},
+        {"do_sample": True, "temperature": 1.3, "top_p": 0.9},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("late", "captured")
+@pytest.mark.parametrize("case", covering(BUDGETS), ids=str)
+def test_requests_wait_for_memory(case: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches never exceed `max_cache_tokens`, and the tokens do not depend on it."""
+    model, prompts = build(case["name"], device), draw(9, longest=20)
+    options, limit = {**OPTIONS, **case["options"], "max_new_tokens": case["new"]}, case["max_cache_tokens"]
+
+    def seeded() -> Any:
+        return {**options, "generator": torch.Generator(device).manual_seed(3)}
+
+    expected = list(model.generate_many(prompts, batch_size=9, **seeded()))
+    release_decode_graphs(model)
+    memory = Memory(monkeypatch)
+    results = list(model.generate_many(prompts, batch_size=case["batch_size"], max_cache_tokens=limit, **seeded()))
+    assert memory.largest <= limit * (len(model.model.layers) + 1)  # one layer while a cache moves to another
+    assert by_index(results) == by_index(expected)
+
+
+@pytest.mark.usefixtures("late")
+def test_the_longest_request_waits_when_a_cache_cannot_grow(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[1] * 20, [2] * 5, [3] * 5, [4] * 5]
+    memory = Memory(monkeypatch)
+    with Scheduler(model, batch_size=4, max_cache_tokens=128, max_new_tokens=20, eos_token_id=NO_END) as scheduler:
+        for prompt in prompts:
+            scheduler.add(prompt)
+        waiting, tokens = list[list[int]](), dict[int, list[int]]()
+        while not scheduler.is_idle:
+            for update in scheduler.step():
+                tokens.setdefault(update.index, []).extend(update.tokens)
+            waiting.append(list(scheduler._waiting))
+    assert waiting[0] == []
+    assert [0] in waiting
+    assert all(len(indices) <= 1 for indices in waiting)
+    assert (4, 32) in memory.sizes
+    assert max(capacity for _, capacity in memory.sizes) == 64
+    for index, prompt in enumerate(prompts):
+        assert tokens[index] == alone(model, prompt, max_new_tokens=20)
+
+
+def test_a_cache_becomes_short_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long request that has finished does not keep the others from running together."""
+    memory = Memory(monkeypatch)
+    with Scheduler(model, batch_size=8, max_cache_tokens=128, eos_token_id=NO_END) as scheduler:
+        scheduler.add([1] * 90, max_new_tokens=4)
+        for index in range(8):
+            scheduler.add([index] * 5, max_new_tokens=9)
+        drain(scheduler)
+    assert memory.sizes[0] == (1, 128)
+    assert (8, 16) in memory.sizes
+
+
+def test_requests_that_never_fit_are_refused_by_name(model: Any) -> None:
+    scheduler = Scheduler(model, batch_size=2, max_cache_tokens=50, **OPTIONS)
+    assert (scheduler.max_cache_tokens, scheduler.max_length) == (50, 50)
+    scheduler.add([1] * 36)
+    message = "prompt: invalid value; got 37 tokens and max_new_tokens=14; expected at most 50 in all. Use a larger max_"
+    with pytest.raises(LigerzooError, match=re.escape(message)):
+        scheduler.add([1] * 37)
+    assert len(drain(scheduler)[0]) == 14
+
+
+def test_the_default_limit_is_the_free_memory_of_a_gpu(model: Any, device: str) -> None:
+    scheduler = Scheduler(model, batch_size=2, **OPTIONS)
+    cache = model.new_cache(10)
+    model(torch.tensor([[1, 2]], device=device), past_key_values=cache, use_cache=True)
+    assert cache_bytes_per_token(model) * 10 == cache.nbytes
+    if device == "cpu":
+        assert scheduler.max_cache_tokens is None
+    else:
+        free, total = torch.cuda.mem_get_info()
+        assert scheduler.max_cache_tokens is not None
+        assert free // 2 < scheduler.max_cache_tokens * cache_bytes_per_token(model) < total
+
+
+def test_samples_depend_on_the_seed_of_the_request_only(model: Any, device: str) -> None:
+    """Not on other requests, the size of the batch, the row, or the memory."""
+    options = {"do_sample": True, "temperature": 1.4, "top_k": 30}
+
+    def tokens(before: int, after: int, **sizes: int) -> list[int]:
+        scheduler = Scheduler(model, **{"batch_size": 3, **sizes}, **OPTIONS, **options)
+        for prompt in draw(before, seed=before):
+            scheduler.add(prompt)
+        index = scheduler.add([7, 8, 9], generator=torch.Generator(device).manual_seed(4))
+        for prompt in draw(after, seed=after):
+            scheduler.add(prompt)
+        return drain(scheduler)[index]
+
+    expected = tokens(0, 0)
+    assert expected == alone(model, [7, 8, 9], generator=torch.Generator(device).manual_seed(4), **options)
+    assert tokens(2, 3) == tokens(9, 1, batch_size=8) == tokens(5, 5, max_cache_tokens=60) == expected
 
 
 class Interruption:

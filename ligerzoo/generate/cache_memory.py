@@ -1,0 +1,31 @@
+"""How many tokens KV caches of fixed size may have in the memory of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ligerzoo.generate.captured import decode_graphs
+from ligerzoo.layers import Attention
+
+_MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states of a prefill
+
+
+def default_cache_tokens(model: nn.Module) -> int | None:
+    """Returns the number of tokens for which the model's GPU has memory now; None on a CPU."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free += decode_graphs(model).nbytes  # which make room for others
+    return int(_MEMORY_SHARE * free / cache_bytes_per_token(model))
+
+
+def cache_bytes_per_token(model: nn.Module) -> int:
+    """Returns the bytes of the keys and values of one token in all layers."""
+    attentions: list[Any] = [module for module in model.modules() if isinstance(module, Attention)]
+    features = sum(attention.k_proj.out_features + attention.v_proj.out_features for attention in attentions)
+    return int(features * next(model.parameters()).dtype.itemsize)
