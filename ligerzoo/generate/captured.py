@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
+from ligerzoo.kernels.sampling import SampledTokens
 from ligerzoo.layers import Experts
 from ligerzoo.layers.plain import is_plain
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _MAX_GRAPHS = 16
 _PACKAGES = ("ligerzoo", "torch")  # of layers whose forward never depends on values
 _MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
+
+T = TypeVar("T")
 
 
 class DecodeGraph(DecodeBatch):
@@ -48,10 +51,7 @@ class DecodeGraph(DecodeBatch):
             self._is_warm = True
             return super().step(model, self._tokens)
         if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with capturing(graph):
-                self._logits = super().step(model, self._tokens)
-            self._graph = graph
+            self._graph, self._logits = capture(partial(super().step, model, self._tokens))
         else:
             self.cache.advance(1)
         assert self._logits is not None
@@ -64,13 +64,20 @@ class DecodeGraph(DecodeBatch):
         return None if self._graph is None else self._graph.pool()
 
 
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """A context whose kernels are captured in the graph and not run.
+def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Captures the kernels of a function in a graph, without running them.
 
     Unlike `torch.cuda.graph`, it neither waits for the GPU nor returns cached memory to it. Garbage collection, which
     could free memory of another graph, waits until the end.
+
+    Args:
+        function: launches kernels.
+        pool: memory pool of another graph that runs before; None for a new one.
+
+    Returns:
+        The graph, and what the function returns: tensors that each replay overwrites.
     """
+    graph = torch.cuda.CUDAGraph()
     stream, collects_garbage = torch.cuda.Stream(), gc.isenabled()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     gc.disable()
@@ -78,13 +85,14 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                yield
+                result = function()
             finally:
                 graph.capture_end()
     finally:
         if collects_garbage:
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
+    return graph, result
 
 
 class DecodeGraphs:
@@ -140,36 +148,48 @@ def release_decode_graphs(model: nn.Module) -> None:
     _GRAPHS.pop(model, None)
 
 
-class CapturedStep(DecodeStep):
-    """A decode step whose choice of tokens is a second captured graph.
+class CapturedCall(Generic[T]):
+    """Calls of a function of logits, which run as a captured graph from the second call with the same key on.
 
-    This graph is small. It is captured for each call, since it depends on the options of sampling. With options that
-    cannot be captured, tokens are chosen eagerly.
+    The graph is small. It is captured anew for each `CapturedCall`, since it depends on the options of sampling.
     """
 
-    sequences: SlotSequences
     _graph: torch.cuda.CUDAGraph | None = None
     _logits: Tensor | None = None
     _key: tuple[Any, ...] | None = None
-    _shown: Tensor
+    _result: T
 
-    def decode(self) -> Tensor:
-        logits = self.sequences.decode()
-        self.sampler.prepare()
-        key = self.sampler.graph_key
+    def __call__(self, function: Callable[[Tensor], T], logits: Tensor, key: tuple[Any, ...] | None, pool: Any) -> T:
+        """Returns what the function returns for the logits, valid until the next call.
+
+        Args:
+            function: launches kernels only. Calls with equal keys launch the same ones on the same memory.
+            logits: its argument.
+            key: see `Sampler.graph_key`. None runs it eagerly.
+            pool: memory pool of the graph that computes the logits. None runs it eagerly.
+        """
         # The first steps, another graph of the model for more tokens, or a sampler that has grown
-        if key is None or logits is not self._logits or key != self._key:
-            self._logits, self._key, self._graph = logits, key, None
-            return self._append(logits)
+        if key is None or pool is None or logits is not self._logits or (*key, pool) != self._key:
+            self._logits, self._graph = logits, None
+            self._key = None if key is None else (*key, pool)
+            return function(logits)
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with capturing(self._graph, self.sequences.pool):
-                self.sampled = self.sampler.draw(logits)
-                self._shown = self.stopping.update(self.sampled.tokens[:, None])
+            self._graph, self._result = capture(partial(function, logits), pool)
         self._graph.replay()
-        assert self.sampled is not None
-        self.sequences.append(self.sampled.tokens[:, None])
-        return self._shown
+        return self._result
+
+
+class CapturedStep(DecodeStep):
+    """A decode step whose choice of tokens is a second captured graph."""
+
+    sequences: SlotSequences
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._call = CapturedCall[tuple[SampledTokens, Tensor]]()
+
+    def _choose(self, logits: Tensor) -> tuple[SampledTokens, Tensor]:
+        return self._call(super()._choose, logits, self.sampler.graph_key, self.sequences.pool)
 
 
 def can_capture(model: nn.Module) -> bool:

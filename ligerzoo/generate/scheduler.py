@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.cache_memory import default_cache_tokens
+from ligerzoo.generate.captured import CapturedCall
 from ligerzoo.generate.decode_loop import LAG
 from ligerzoo.generate.options import invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
@@ -86,6 +87,7 @@ class Scheduler:
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
         self._device: torch.device = next(model.parameters()).device
         self._sampler = Sampler(batch_size, self._model.config.vocab_size, self._device)
+        self._call = CapturedCall[tuple[Tensor, Tensor]]()
         self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
@@ -215,14 +217,24 @@ class Scheduler:
             self._running |= admitted
         if logits is None:
             return
-        tokens, logps, _ = self._sampler.choose(logits)
-        self._newest = tokens[:, None]
-        self._results.push(self._running, tokens, logps.masked_fill(self._sampler.broken, math.nan))
+        self._sampler.prepare()
+        self._newest, result = self._call(self._choose, logits, self._sampler.graph_key, self._slots.pool)
+        self._results.push(self._running, result)
         for row, index in list(self._running.items()):
             request = self._requests[index]
             request.started += 1
             if request.started == request.max_new_tokens:
                 self._leave(row)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses a token of each row.
+
+        Returns:
+            (R, 1) tokens, and (2, R) fp64 tokens and their log-probabilities, NaN if the logits were broken.
+        """
+        tokens, logps, _ = self._sampler.draw(logits)
+        logps = logps.masked_fill(self._sampler.broken, math.nan)
+        return tokens[:, None], torch.stack([tokens.double(), logps.double()])  # fp64 holds token ids exactly
 
     def _admitted(self) -> dict[int, int]:
         """Takes waiting requests for free rows, as far as they fit: row -> request.
@@ -303,18 +315,17 @@ class _Results:
         self._on_gpu = device.type == "cuda"
         self.lag = lag
         self._steps: deque[tuple[dict[int, int], Tensor, torch.cuda.Event | None]] = deque()
-        # fp64 holds token ids exactly.
         self._buffers = torch.empty(self.lag + 1, 2, rows, dtype=torch.float64, pin_memory=self._on_gpu)
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def push(self, running: dict[int, int], tokens: Tensor, logps: Tensor) -> None:
-        """Copies the results of a step, (R,) each, to the host, of which the rows of `running` count."""
+    def push(self, running: dict[int, int], result: Tensor) -> None:
+        """Copies the tokens and log-probabilities of a step, (2, R), to the host. The rows of `running` count."""
         buffer = self._buffers[self._count % len(self._buffers)]
         self._count += 1
-        buffer.copy_(torch.stack([tokens.double(), logps.double()]), non_blocking=True)
+        buffer.copy_(result, non_blocking=True)
         event = None
         if self._on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

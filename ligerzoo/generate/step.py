@@ -52,7 +52,11 @@ class DecodeStep:
 
     def _append(self, logits: Tensor) -> Tensor:
         """Chooses a token of each row and appends it. The sampler is prepared."""
-        self.sampled = self.sampler.draw(logits)
-        tokens = self.sampled.tokens[:, None]
-        self.sequences.append(tokens)
-        return self.stopping.update(tokens)
+        self.sampled, shown = self._choose(logits)
+        self.sequences.append(self.sampled.tokens[:, None])
+        return shown
+
+    def _choose(self, logits: Tensor) -> tuple[SampledTokens, Tensor]:
+        """Chooses a token of each row, and finishes rows. Also returns the tokens with padding, (B,)."""
+        sampled = self.sampler.draw(logits)
+        return sampled, self.stopping.update(sampled.tokens[:, None])

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.generate import DecodeStep, captured, decode_loop, slots
-from ligerzoo.generate.captured import DecodeGraph, can_capture, release_decode_graphs
-from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate import captured, decode_loop, slots
+from ligerzoo.generate.captured import can_capture, release_decode_graphs
 from ligerzoo.models import (
     Gemma2,
     Gemma2Config,
@@ -29,6 +28,7 @@ from ligerzoo.models import (
     Qwen3MoeConfig,
 )
 from tests.covering import covering
+from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, TINY, VOCAB
 
 SIZES: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
@@ -68,13 +68,11 @@ def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_buckets(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small capacities, so that caches grow, and on a CPU a step that is never captured."""
+    """Small capacities, so that caches grow, and on a CPU a stand-in for graphs."""
     monkeypatch.setattr(slots, "_MIN_CAPACITY", 16)
     monkeypatch.setattr(slots, "_SPARSE_STEPS", 3)
     if device == "cpu":
-        monkeypatch.setattr(DecodeGraph, "step", DecodeBatch.step)
-        monkeypatch.setattr(captured, "_memory_for_idle_caches", lambda device: 2**20)
-        monkeypatch.setattr(decode_loop, "CapturedStep", DecodeStep)
+        replace_graphs(monkeypatch)
 
 
 @pytest.fixture

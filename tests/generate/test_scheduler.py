@@ -16,12 +16,12 @@ from ligerzoo.generate import captured as captured_module
 from ligerzoo.generate import scheduler as scheduler_module
 from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.cache_memory import cache_bytes_per_token
-from ligerzoo.generate.captured import DecodeGraph, can_capture, release_decode_graphs
-from ligerzoo.generate.decode_batch import DecodeBatch
+from ligerzoo.generate.captured import can_capture, release_decode_graphs
 from ligerzoo.generate.scheduler import _Results
 from ligerzoo.layers.cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import covering
+from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, TINY, VOCAB
 from tests.generate.test_slots import BUILD, build
 
@@ -46,11 +46,10 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(params=[False, True], ids=["eager", "captured"])
 def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Decodes through the cache of a graph. On a CPU, it runs eagerly."""
+    """Decodes through captured graphs, on a CPU through a stand-in."""
     if request.param and device == "cpu":
         monkeypatch.setattr(slots_module, "can_capture", lambda model: True)
-        monkeypatch.setattr(captured_module, "_memory_for_idle_caches", lambda device: 2**20)
-        monkeypatch.setattr(DecodeGraph, "step", DecodeBatch.step)
+        replace_graphs(monkeypatch)
     elif device != "cpu":
         monkeypatch.setattr(slots_module, "can_capture", lambda model: request.param and can_capture(model))
 
@@ -127,6 +126,31 @@ def test_results_are_those_of_each_prompt_alone(case: dict[str, Any], device: st
     options = {**case["options"], "max_new_tokens": case["max_new_tokens"]}
     results = list(model.generate_many(prompts, batch_size=case["batch_size"], **OPTIONS | options))
     check(model, prompts, results, **options)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("captured", [True], indirect=True)
+def test_tokens_are_chosen_by_a_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, capture = list[Any](), captured_module.capture
+
+    def spy(*arguments: Any) -> Any:
+        captures.append(arguments)
+        return capture(*arguments)
+
+    monkeypatch.setattr(captured_module, "capture", spy)
+    list(model.generate_many([[1, 2], [3, 4]], batch_size=2, max_new_tokens=5, eos_token_id=NO_END))
+    assert captures
+    captures.clear()
+    with Scheduler(model, batch_size=2, **OPTIONS) as scheduler:
+        scheduler.add([1, 2])
+        scheduler.add([3, 4])
+        for _ in range(5):
+            scheduler.step()
+        assert len(captures) == 1  # the model's graph is there already
+        scheduler.cancel(0)
+        scheduler.add([3, 4], do_sample=True)
+        drain(scheduler)
+    assert len(captures) > 1  # the options of the sampler have changed
 
 
 @pytest.mark.usefixtures("late")
@@ -426,7 +450,7 @@ def test_requests_that_never_fit_are_refused_by_name(model: Any) -> None:
     scheduler = Scheduler(model, batch_size=2, max_cache_tokens=50, **OPTIONS)
     assert (scheduler.max_cache_tokens, scheduler.max_length) == (50, 50)
     scheduler.add([1] * 36)
-    message = "prompt: invalid value; got 37 tokens and max_new_tokens=14; expected at most 50 in all. Use a larger max_"
+    message = "prompt: invalid value; got 37 tokens and max_new_tokens=14; expected at most 50 in all. Use a larger"
     with pytest.raises(LigerzooError, match=re.escape(message)):
         scheduler.add([1] * 37)
     assert len(drain(scheduler)[0]) == 14
