@@ -150,7 +150,7 @@ def test_help_and_argument_errors_do_not_import_torch() -> None:
         "", "sing", "info", "generate model", "convert model", "generate model --prompt x --top-k many",
         "demo --seed 1", "demo --vision --text x", "generate model --batch x", "generate model --batch x --prompt y",
         "generate model --prompt x --output y", "generate model --prompt x --resume",
-        "generate model --prompt x --batch-size 2", "generate model --batch x --output y --image z",
+        "generate model --prompt x --batch-size 2", "generate model --prompt x --max-cache-tokens 9", "generate model --batch x --output y --image z",
     ],
 )  # fmt: skip
 def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +228,10 @@ def test_unknown_and_empty_options(arguments: list[str], message: str, capsys: p
         (["serve", "/no/such/place", "--port", "0"], "/no/such/place: no such directory"),
         (["serve", "{checkpoint}", "--host", "no.such.host.invalid"], "--host and --port: cannot listen there"),
         (["serve", "{checkpoint}", "--port", "0", "--max-context", "2049"], "expected at most 2048"),
+        (
+            ["serve", "{checkpoint}", "--port", "0", "--max-cache-tokens", "9", "--max-context", "10"],
+            "expected at most 9",
+        ),
         (["serve", "{checkpoint}", "--port", "0", "--chat-template", "/no/such"], "No such file"),
     ],
 )
@@ -259,11 +263,14 @@ NUMBERS = {
     "--top-p": ["0", "-0.1", "1.1", "nan", "x"],
     "--min-p": ["-0.1", "1.1", "nan", "inf", "x"],
     "--repetition-penalty": ["0", "-1", "nan", "inf", "x"],
+    "--min-new-tokens": ["-1", "2.5", "x"],
+    "--no-repeat-ngram-size": ["-1", "x"],
 }
 SERVER_NUMBERS = {
     "--batch-size": ["0", "-1", "2.5", str(2**31)],
     "--port": ["-1", "65536", "http", ""],
     "--max-queue": ["-1", "x"],
+    "--max-cache-tokens": ["0", "x"],
     "--max-context": ["0", "x"],
     "--max-body-mib": ["0", "1.5"],
 }
@@ -628,6 +635,42 @@ def test_a_batch_stops_after_a_text_like_a_prompt(
         assert result["finish_reason"] == "stop"
 
 
+def test_lines_have_the_options_of_generate(checkpoint: Path, tmp_path: Path) -> None:
+    ids = Tokenizer.from_pretrained(checkpoint).encode("x")
+    variants: list[dict[str, Any]] = [
+        {}, {"no_repeat_ngram_size": 1}, {"bad_words_ids": [[5], [6, 7]]}, {"repetition_penalty": 5.0},
+        {"min_new_tokens": 9},
+    ]  # fmt: skip
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x", **options} for options in variants])
+    assert cli.main(batch_command(checkpoint, tmp_path, "--max-new-tokens", "12", "--max-cache-tokens", "40")) == 0
+    results = read_results(tmp_path / "results.jsonl")
+    for line, options in enumerate(variants, 1):
+        assert results[line]["text"] == continuation(checkpoint, ids, max_new_tokens=12, **options)
+
+
+def test_a_line_that_exceeds_the_memory_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}, {"prompt": "x" * 30}])
+    assert cli.main(batch_command(checkpoint, tmp_path, "--max-new-tokens", "12", "--max-cache-tokens", "40")) == 1
+    message = "prompts.jsonl, line 2: prompt: the context is too long; got 31 tokens of the prompt and 12 new tokens"
+    assert f"{message}; expected at most 40" in capsys.readouterr().err
+
+
+def test_broken_logits_name_the_line(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ligerzoo.generate import BrokenLogitsError, Scheduler
+
+    def step(scheduler: Scheduler) -> Any:
+        raise BrokenLogitsError([1])
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}, "", {"prompt": "y"}])
+    assert cli.main(batch_command(checkpoint, tmp_path)) == 1
+    assert "logits of line 3: no token can be chosen" in capsys.readouterr().err
+
+
 def test_an_interrupted_batch_resumes(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -681,6 +724,10 @@ def test_an_interrupted_batch_resumes(
         ({"prompt": "x", "max_tokens": 5}, "max_tokens: unknown field. Did you mean 'max_new_tokens'?"),
         ({"prompt": "x", "top_p": 2}, "top_p: invalid value; got '2'; expected a number greater than 0 and at most 1"),
         ({"messages": [{"role": "user"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
+        (
+            {"prompt": "x", "bad_words_ids": [[2**30]]},
+            "bad_words_ids: invalid value; got 1073741824; expected token ids",
+        ),
         ({"prompt": "x" * 2047}, "the context is too long; got 2048 tokens of the prompt and 1 new tokens"),
         ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
     ],

@@ -37,7 +37,7 @@ ARROWS = {
     "info": ("convert errors files models text", ""),
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
-    "serve": ("errors text", "generate"),
+    "serve": ("errors generate text", ""),
     "cli": ("errors ligerzoo", "demo device files generate hub info models serve text vision"),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),

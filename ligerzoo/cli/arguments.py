@@ -97,7 +97,10 @@ environment:
 def check_batch(options: argparse.Namespace) -> None:
     """Completes the options of a batch. Raises SystemExit if one is missing, or given without --batch."""
     if options.batch is None:
-        given = {"--output": options.output, "--resume": options.resume, "--batch-size": options.batch_size}
+        given = {
+            "--output": options.output, "--resume": options.resume, "--batch-size": options.batch_size,
+            "--max-cache-tokens": options.max_cache_tokens,
+        }  # fmt: skip
         for name, value in given.items():
             if value:
                 options.parser.error(f"argument {name}: only allowed with --batch")
@@ -174,7 +177,7 @@ written in the order in which they finish, with the number of the line. After an
     batch = parser.add_argument_group("batch", "Options of --batch.")
     batch.add_argument("--output", type=Path, metavar="FILE", help="new JSONL file for the results")
     batch.add_argument("--resume", action="store_true", help="continue the output file of an interrupted run")
-    add_batch_size_option(batch, default=None)
+    add_batching_options(batch, batch_size=None)
 
 
 def add_chat(subparsers: Subparsers) -> None:
@@ -219,7 +222,7 @@ Whoever can reach it can use the model. Needs the packages of `pip install liger
     )
     parser.add_argument("--name", help="the model's name for clients (default: MODEL, of a directory its last part)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="jinja file instead of the model's template")
-    add_batch_size_option(parser, default=DEFAULT_BATCH_SIZE)
+    add_batching_options(parser, batch_size=DEFAULT_BATCH_SIZE)
     parser.add_argument(
         "--max-queue",
         type=COUNT,
@@ -306,13 +309,19 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
 
 
-def add_batch_size_option(parser: argparse._ActionsContainer, default: int | None) -> None:
+def add_batching_options(parser: argparse._ActionsContainer, batch_size: int | None) -> None:
     parser.add_argument(
         "--batch-size",
         type=AT_LEAST_1,
-        default=default,
+        default=batch_size,
         metavar="N",
         help=f"prompts that are decoded at a time (default: {DEFAULT_BATCH_SIZE})",
+    )
+    parser.add_argument(
+        "--max-cache-tokens",
+        type=AT_LEAST_1,
+        metavar="N",
+        help="tokens for which KV caches take up memory; longer prompts wait (default: 3/4 of the GPU's free memory)",
     )
 
 
@@ -347,4 +356,10 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
         default=1.0,
         metavar="R",
         help="greater than 1: make tokens that have occurred less likely",
+    )
+    sampling.add_argument(
+        "--min-new-tokens", type=COUNT, metavar="N", help="no end of the sequence before N new tokens"
+    )
+    sampling.add_argument(
+        "--no-repeat-ngram-size", type=COUNT, metavar="N", help="never repeat N tokens in a row; 0 allows all"
     )

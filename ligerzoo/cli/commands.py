@@ -67,20 +67,21 @@ def generate_batch(options: argparse.Namespace) -> int:
     from ligerzoo.generate import Scheduler
     from ligerzoo.serve import batch
 
-    defaults = {name: value for name in batch.OPTIONS if (value := getattr(options, name)) is not None}
+    defaults = {name: value for name, value in vars(options).items() if name in batch.OPTIONS and value is not None}
     results = batch.Results(options.output, resumes=options.resume)
     tokenizer = load_tokenizer(options)
     model = load_model(options)
-    encoder = prompt_encoder(model, tokenizer)
-    entries = results.remaining(batch.read_entries(options.batch, defaults, encoder))
+    scheduler = Scheduler(model, batch_size=options.batch_size, max_cache_tokens=options.max_cache_tokens)
+    encoder = prompt_encoder(model, tokenizer, scheduler.max_length)
+    entries = results.remaining(batch.read_entries(options.batch, defaults, encoder, scheduler))
     start, new_tokens = time.perf_counter(), 0
     with (
         results,
-        Scheduler(model, batch_size=options.batch_size) as scheduler,
+        scheduler,
         tqdm(total=len(entries), unit="prompt", disable=None) as progress,
     ):
         try:
-            progress_of_steps = batch.run(entries, scheduler, options.batch_size, model.device, tokenizer, results)
+            progress_of_steps = batch.run(entries, scheduler, options.batch_size, tokenizer, results)
             for count, has_finished in progress_of_steps:
                 new_tokens += count
                 rate = new_tokens / (time.perf_counter() - start)
@@ -115,9 +116,12 @@ def serve(options: argparse.Namespace) -> int:
             source = options.chat_template.read_text(encoding="utf-8")
             tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
         model = load_model(options)
-        encoder = prompt_encoder(model, tokenizer, options.max_context)
+        scheduler = Scheduler(model, batch_size=options.batch_size, max_cache_tokens=options.max_cache_tokens)
+        encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
         max_requests = options.batch_size + options.max_queue
-        engine = Engine(partial(Scheduler, model, batch_size=options.batch_size), max_requests=max_requests)
+        # The default of `max_cache_tokens` depends on the memory that is free now.
+        make_scheduler = partial(Scheduler, model, batch_size=options.batch_size)
+        engine = Engine(partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests)
         name = options.name or (Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
         max_body = options.max_body_mib * 2**20
         service = Service(engine, encoder, name=name, device=model.device, max_body=max_body)
@@ -201,15 +205,23 @@ def load_tokenizer(options: argparse.Namespace) -> Tokenizer:
     return Tokenizer.from_pretrained(options.model, revision=options.revision)
 
 
-def prompt_encoder(model: CausalLM, tokenizer: Tokenizer, max_context: int | None = None) -> PromptEncoder:
-    """Returns an encoder that accepts what the model does.
+def prompt_encoder(
+    model: CausalLM, tokenizer: Tokenizer, max_length: int | None, max_context: int | None = None
+) -> PromptEncoder:
+    """Returns an encoder that accepts what the model and the scheduler do.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        max_length: largest number of tokens that the scheduler accepts; None for no limit.
+        max_context: largest number of tokens that the user wants; None for the largest possible.
 
     Raises:
-        LigerzooError: `max_context` is more than the model's context.
+        LigerzooError: `max_context` is more than is possible.
     """
     from ligerzoo.serve.prompts import PromptEncoder
 
-    longest = getattr(model.config, "max_position_embeddings", NO_LIMIT)
+    longest = min(getattr(model.config, "max_position_embeddings", NO_LIMIT), max_length or NO_LIMIT)
     if max_context is not None and max_context > longest:
         raise LigerzooError("invalid value", where="--max-context", got=max_context, expected=f"at most {longest}")
     return PromptEncoder(tokenizer, embedding_rows(model), max_context or longest)
@@ -291,6 +303,8 @@ def print_continuation(
         do_sample=bool(sampling),
         **sampling,
         repetition_penalty=options.repetition_penalty,
+        min_new_tokens=options.min_new_tokens,
+        no_repeat_ngram_size=options.no_repeat_ngram_size,
         stop_strings=options.stop,
         tokenizer=tokenizer,
         generator=generator,

@@ -45,12 +45,13 @@ from ligerzoo.generate.prompts import align_prompts
 from ligerzoo.generate.result import GenerateOutput
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
-from ligerzoo.generate.scheduler import Scheduler, Update
+from ligerzoo.generate.scheduler import BrokenLogitsError, Scheduler, Update
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import StoppingCriterion, StopStrings, SupportsDecode
 from ligerzoo.generate.streaming import Streamer, SupportsPush, SupportsStream, TextStreamer
 
 __all__ = [
+    "BrokenLogitsError",
     "Completion",
     "ConversationCache",
     "DecodeStep",

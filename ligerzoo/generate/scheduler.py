@@ -42,6 +42,26 @@ class Update:
     finish_reason: str | None
 
 
+class BrokenLogitsError(LigerzooError):
+    """No token can be chosen for some requests.
+
+    Args:
+        requests: their indices.
+        where: names them.
+
+    Attributes:
+        requests: as given.
+    """
+
+    def __init__(self, requests: Sequence[int], where: str | None = None) -> None:
+        self.requests = requests
+        super().__init__(
+            "no token can be chosen", where=where or f"logits of request {', '.join(map(str, requests))}",
+            got="NaN, inf or only -inf", expected="finite logits; -inf for some tokens only",
+            remedy="Check the weights for NaN, or use bfloat16 or float32 instead of float16.",
+        )  # fmt: skip
+
+
 class Scheduler:
     """Continues many prompts together. Each of them gets the tokens that it gets alone.
 
@@ -51,8 +71,9 @@ class Scheduler:
             for update in scheduler.step(): ...
 
     Each step decodes one token of each running request. On a GPU the host reads the tokens some steps late, so that the
-    GPU always has work. Not thread-safe: one thread drives it. After an exception in `step`, other than LigerzooError,
-    only `close` may be called. While requests run, weights may change in place, but not be replaced by other tensors.
+    GPU always has work. Not thread-safe: one thread drives it. After an exception in `step`, other than
+    BrokenLogitsError, only `close` may be called. While requests run, weights may change in place, but not be replaced
+    by other tensors.
 
     Args:
         model: a causal language model with self-attention only. Text inputs only.
@@ -65,6 +86,7 @@ class Scheduler:
             those of `SamplingOptions`.
 
     Attributes:
+        device: device of the model.
         max_cache_tokens: as given, or the default.
         max_length: largest number of tokens of a prompt and its continuation; None for no limit.
 
@@ -85,14 +107,14 @@ class Scheduler:
         limits = (self._slots.max_length, self.max_cache_tokens)
         self.max_length = min((limit for limit in limits if limit is not None), default=None)
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
-        self._device: torch.device = next(model.parameters()).device
-        self._sampler = Sampler(batch_size, self._model.config.vocab_size, self._device)
+        self.device: torch.device = next(model.parameters()).device
+        self._sampler = Sampler(batch_size, self._model.config.vocab_size, self.device)
         self._call = CapturedCall[tuple[Tensor, Tensor]]()
-        self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
+        self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._requests: dict[int, Request] = {}  # that are not finished
         self._waiting: deque[int] = deque()
         self._running: dict[int, int] = {}  # row -> request
-        self._results = _Results(batch_size, self._device, LAG if self._device.type == "cuda" else 0)
+        self._results = _Results(batch_size, self.device, LAG if self.device.type == "cuda" else 0)
         self._updates: list[Update] = []
         self._added = 0
 
@@ -126,7 +148,7 @@ class Scheduler:
         """Adds a request that `request` returned; see `add`."""
         index, self._added = self._added, self._added + 1
         if request.options.sampling.do_sample:  # now, so that the tokens do not depend on when the request starts
-            request.seed = draw_seeds(1, self._device, request.options.generator)
+            request.seed = draw_seeds(1, self.device, request.options.generator)
         self._requests[index] = request
         self._waiting.append(index)
         return index
@@ -173,9 +195,9 @@ class Scheduler:
             New tokens, in order. On a GPU, they are those of earlier steps.
 
         Raises:
-            LigerzooError: the logits of requests were NaN or infinite. These are removed; others may go on.
+            BrokenLogitsError: the logits of requests were NaN or infinite. These are removed; others may go on.
         """
-        with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
+        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
             self._start_step()
             self._read(0 if not self._running else self._results.lag)
         updates, self._updates = self._updates, []
@@ -213,7 +235,7 @@ class Scheduler:
                 )  # fmt: skip
             if logits is None:
                 logits = first.new_zeros(self._slots.rows, first.shape[1])
-            logits[upload(list(admitted), self._device)] = first
+            logits[upload(list(admitted), self.device)] = first
             self._running |= admitted
         if logits is None:
             return
@@ -285,7 +307,7 @@ class Scheduler:
                 if reason is not None:
                     self._finish(index)
             if broken:
-                raise _broken(broken)
+                raise BrokenLogitsError(broken)
 
     def _finish(self, index: int) -> None:
         self._requests.pop(index, None)
@@ -343,11 +365,3 @@ class _Results:
     def clear(self) -> None:
         """Drops all steps."""
         self._steps.clear()
-
-
-def _broken(indices: list[int]) -> LigerzooError:
-    return LigerzooError(
-        "no token can be chosen", where=f"logits of request {', '.join(map(str, indices))}",
-        got="NaN, inf or only -inf", expected="finite logits; -inf for some tokens only",
-        remedy="Check the weights for NaN, or use bfloat16 or float32 instead of float16.",
-    )  # fmt: skip

@@ -11,20 +11,21 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
+from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.serve.continuation import Continuation
 from ligerzoo.serve.options import RequestOptions, derived_seed
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from ligerzoo.generate import Scheduler
-
-OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+OPTIONS = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_new_tokens",
+    "no_repeat_ngram_size", "bad_words_ids", "seed", "stop",
+)  # fmt: skip
 FIELDS = ("id", "prompt", "messages", *OPTIONS)
 
 LOOKAHEAD = 2
@@ -48,7 +49,7 @@ class Entry:
     options: RequestOptions
 
     @classmethod
-    def read(cls, text: str, line: int, defaults: dict[str, Any], encoder: PromptEncoder) -> Self:
+    def read(cls, text: str, line: int, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> Self:
         """Reads a line.
 
         Args:
@@ -56,9 +57,10 @@ class Entry:
             line: its number.
             defaults: options of the command line by name.
             encoder: encodes and checks the prompt.
+            scheduler: checks the options.
 
         Raises:
-            LigerzooError: the line is malformed, or the model does not accept the prompt.
+            LigerzooError: the line is malformed, or the model does not accept the prompt or the options.
         """
         try:
             fields = json.loads(text)
@@ -77,11 +79,13 @@ class Entry:
             options = replace(options, seed=derived_seed(options.seed, line))
         prompt = encoder.encode_chat(fields["messages"]) if "messages" in fields else encoder.encode(fields["prompt"])
         options = replace(options, max_new_tokens=encoder.room(prompt, options.max_new_tokens))
-        return cls(line, fields.get("id"), torch.tensor(prompt), options)
+        entry = cls(line, fields.get("id"), torch.tensor(prompt), options)
+        scheduler.request(entry.prompt, "prompt", **entry.options.for_scheduler(scheduler.device))
+        return entry
 
 
-def read_entries(path: Path, defaults: dict[str, Any], encoder: PromptEncoder) -> list[Entry]:
-    """Reads all lines of a batch file that are not blank.
+def read_entries(path: Path, defaults: dict[str, Any], encoder: PromptEncoder, scheduler: Scheduler) -> list[Entry]:
+    """Reads all lines of a batch file that are not blank; see `Entry.read`.
 
     Raises:
         LigerzooError: names the file and the first line with a problem.
@@ -91,7 +95,7 @@ def read_entries(path: Path, defaults: dict[str, Any], encoder: PromptEncoder) -
         for line, text in enumerate(file, 1):
             if text.strip():
                 try:
-                    entries.append(Entry.read(text, line, defaults, encoder))
+                    entries.append(Entry.read(text, line, defaults, encoder, scheduler))
                 except LigerzooError as error:
                     raise LigerzooError(str(error), where=f"{path}, line {line}") from error
     return entries
@@ -184,7 +188,6 @@ def run(
     entries: Iterable[Entry],
     scheduler: Scheduler,
     batch_size: int,
-    device: torch.device | str,
     tokenizer: Tokenizer,
     results: Results,
 ) -> Iterator[tuple[int, bool]]:
@@ -194,22 +197,29 @@ def run(
         entries: the prompts.
         scheduler: decodes them.
         batch_size: number of prompts that the scheduler decodes together.
-        device: the model's device.
         tokenizer: decodes the continuations.
         results: the output file, opened.
 
     Yields:
         (number of new tokens of one prompt, whether its continuation has finished).
+
+    Raises:
+        BrokenLogitsError: no token can be chosen for a line.
     """
     waiting = iter(entries)
     running: dict[int, Running] = {}
     while True:
         while len(running) < LOOKAHEAD * batch_size and (entry := next(waiting, None)) is not None:
-            index = scheduler.add(entry.prompt, **entry.options.for_scheduler(device))
+            index = scheduler.add(entry.prompt, **entry.options.for_scheduler(scheduler.device))
             running[index] = Running(entry, Continuation(tokenizer, entry.options.stop, keeps_stop=True))
         if not running:
             return
-        for update in scheduler.step():
+        try:
+            updates = scheduler.step()
+        except BrokenLogitsError as error:
+            lines = ", ".join(str(running[index].entry.line) for index in error.requests)
+            raise BrokenLogitsError(error.requests, where=f"logits of line {lines}") from error
+        for update in updates:
             one = running[update.index]
             piece = one.continuation.push(update)
             one.texts.append(piece.text)

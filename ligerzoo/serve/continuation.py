@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ligerzoo.generate import Update
 from ligerzoo.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from ligerzoo.generate import Update
 
 
 class TokenText(NamedTuple):

@@ -13,12 +13,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ligerzoo.errors import LigerzooError
-
-if TYPE_CHECKING:
-    from ligerzoo.generate import Scheduler, Update
+from ligerzoo.generate import BrokenLogitsError, Scheduler, Update
 
 log = logging.getLogger("ligerzoo.serve")
 
@@ -156,8 +154,11 @@ class Engine:
                 command()
             try:
                 updates = self._scheduler.step()
+            except BrokenLogitsError as error:
+                self._end(error.requests, error)
             except Exception as error:
-                self._fail(error)
+                self._end(list(self._active), error)
+                self._close_scheduler()  # its state is unknown
             else:
                 self._deliver(updates)
 
@@ -195,12 +196,10 @@ class Engine:
             results.append((job, (position, update)))
         self._call(_put, results)
 
-    def _fail(self, error: Exception) -> None:
-        """Ends all jobs, and drops the scheduler, whose state is unknown."""
+    def _end(self, indices: Sequence[int], error: Exception) -> None:
+        """Ends the jobs of some requests, which the scheduler does not have any more."""
         failure = _failure(error)
-        self._call(_put, [(job, failure) for job in {job for job, _ in self._active.values()}])
-        self._active.clear()
-        self._close_scheduler()
+        self._call(_put, [(job, failure) for job in {self._active.pop(index)[0] for index in indices}])
 
     def _close_scheduler(self) -> None:
         scheduler, self._scheduler = self._scheduler, None

@@ -12,6 +12,8 @@ import torch
 from ligerzoo.errors import LigerzooError, quote
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 256, 32
+MAX_NGRAM_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,8 @@ class RequestOptions:
         max_new_tokens: largest number of new tokens, 1 or more. None leaves it to the caller.
         temperature, top_k, top_p, min_p: see `ligerzoo.generate.generate`. If all are None, or the temperature is 0,
             the most likely token is chosen.
-        repetition_penalty: see `ligerzoo.generate.generate`.
+        repetition_penalty, min_new_tokens, no_repeat_ngram_size, bad_words_ids: see
+            `ligerzoo.generate.SamplingOptions`.
         seed: seed of the random numbers. None draws one from torch's default generator.
         stop: the continuation ends with the first of these strings.
     """
@@ -33,6 +36,9 @@ class RequestOptions:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    min_new_tokens: int | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: list[list[int]] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -68,6 +74,9 @@ class RequestOptions:
         options: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_new_tokens,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "bad_words_ids": self.bad_words_ids,
         }
         filters = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         given = {name: value for name, value in filters.items() if value is not None}
@@ -102,6 +111,15 @@ def _is_stop(value: object) -> bool:
     )
 
 
+def _are_bad_words(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_BAD_WORDS
+        and all(isinstance(word, list) and 0 < len(word) <= MAX_BAD_WORD_LENGTH for word in value)
+        and all(is_integer(token, 0, 2**31 - 1) for word in value for token in word)
+    )
+
+
 _CHECKS: dict[str, tuple[Any, str]] = {
     "max_new_tokens": (lambda value: is_integer(value, 1, 2**31 - 1), "an integer from 1 to 2**31 - 1"),
     "temperature": (lambda value: _is_number(value, 0, 1000), "a number from 0 to 1000"),
@@ -109,6 +127,15 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "top_p": (lambda value: _is_number(value, 0, 1) and value > 0, "a number greater than 0 and at most 1"),
     "min_p": (lambda value: _is_number(value, 0, 1), "a number from 0 to 1"),
     "repetition_penalty": (lambda value: _is_number(value, 1e-3, 1000), "a number from 0.001 to 1000"),
+    "min_new_tokens": (lambda value: is_integer(value, 0, 2**31 - 1), "an integer from 0 to 2**31 - 1"),
+    "no_repeat_ngram_size": (
+        lambda value: is_integer(value, 0, MAX_NGRAM_SIZE),
+        f"an integer from 0 to {MAX_NGRAM_SIZE}; 0 allows all",
+    ),
+    "bad_words_ids": (
+        _are_bad_words,
+        f"up to {MAX_BAD_WORDS} lists, each with 1 to {MAX_BAD_WORD_LENGTH} token ids",
+    ),
     "seed": (lambda value: is_integer(value, -(2**63), 2**63 - 1), "an integer of 64 bits"),
     "stop": (_is_stop, f"a string, or up to {MAX_STOPS} strings, each with 1 to {MAX_STOP_LENGTH} characters"),
 }

@@ -1,7 +1,7 @@
 """OpenAI's JSON for chat completions and completions: requests -> calls, continuations -> responses.
 
 A field that would change the result and is not supported is refused by name, unless it has its neutral value. Fields
-that are not OpenAI's: `top_k`, `min_p`, `repetition_penalty` and, for chats, `chat_template_kwargs`.
+that are not OpenAI's: `_EXTENSIONS` and, for chats, `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MAX_CHOICES = 128
 MIN_LOGP = -9999.0
 """What the API returns for less likely tokens."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_new_tokens", "no_repeat_ngram_size", "bad_words_ids")
+_SAMPLING = ("temperature", "top_p", "seed", "stop", *_EXTENSIONS)
 _WITHOUT_EFFECT = (
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
 )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import Scheduler
+from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.models import Llama
 from ligerzoo.text.tokenizer import Tokenizer
 from tests.serve.serving import Served, load_demo, serving
@@ -176,6 +176,37 @@ def test_seeds_repeat_and_choices_differ(client: Any) -> None:
     assert len(set(texts(n=2, seed=5, top_p=1e-6))) == 1
 
 
+def test_seeded_tokens_do_not_depend_on_other_requests(served: Served) -> None:
+    async def texts(client: Any, seed: int, n: int) -> list[str]:
+        response = await client.completions.create(model="demo", prompt="import ", max_tokens=20, seed=seed, n=n)
+        return [choice.text for choice in response.choices]
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
+            alone = [await texts(client, seed, 2) for seed in range(4)]
+            others = (texts(client, seed, 3) for seed in range(10, 13))
+            together = await asyncio.gather(*(texts(client, seed, 2) for seed in range(4)), *others)
+        assert together[:4] == alone
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_new_tokens": 14}, {"no_repeat_ngram_size": 1}, {"bad_words_ids": "the first tokens"}], ids=str
+)
+def test_options_beyond_the_api(
+    options: dict[str, Any], client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, _, new = expected(served, "import ")
+    monkeypatch.setitem(served.model.generation_config, "eos_token_id", [1, new[5]])
+    if "bad_words_ids" in options:
+        options = {"bad_words_ids": [[new[0]], new[1:3]]}
+    other, _, _ = expected(served, "import ", **options)
+    assert other != text
+    choice = client.completions.create(prompt="import ", **GREEDY, extra_body=options).choices[0]
+    assert choice.text == other
+
+
 def test_messages(client: Any) -> None:
     def prompt_tokens(*messages: dict[str, Any], **options: Any) -> int:
         response = client.chat.completions.create(messages=list(messages), **GREEDY, **options)
@@ -219,6 +250,17 @@ def test_models(client: Any) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
         ({"extra_body": {"top_k": 0}}, "top_k: invalid value"),
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty: invalid value"),
+        ({"extra_body": {"min_new_tokens": -1}}, "min_new_tokens: invalid value"),
+        (
+            {"extra_body": {"no_repeat_ngram_size": 65}},
+            "no_repeat_ngram_size: invalid value; got '65'; expected an",
+        ),
+        ({"extra_body": {"bad_words_ids": [[]]}}, "bad_words_ids: invalid value; got '[[]]'; expected up to 256 lists"),
+        ({"extra_body": {"bad_words_ids": [5]}}, "bad_words_ids: invalid value"),
+        (
+            {"extra_body": {"bad_words_ids": [[3072]]}},
+            "bad_words_ids: invalid value; got 3072; expected token ids",
+        ),
         ({"extra_body": {"temprature": 1}}, "temprature: unknown field. Did you mean 'temperature'?"),
     ],
 )
@@ -461,6 +503,38 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
             client.completions.create(model="demo", prompt="x")
     assert len(schedulers) == 2
     assert "generation failed" in caplog.text
+
+
+def test_broken_logits_end_their_request_only(demo: tuple[Llama, Tokenizer]) -> None:
+    class Failing(Scheduler):
+        broken: int | None = None
+
+        def add(self, prompt: Any, **options: Any) -> int:
+            index = super().add(prompt, **options)
+            if options["max_new_tokens"] == 7:
+                self.broken = index
+            return index
+
+        def step(self) -> Any:
+            if self.broken is None:
+                return super().step()
+            broken, self.broken = self.broken, None
+            self.cancel(broken)
+            raise BrokenLogitsError([broken])
+
+    scheduler = Failing(demo[0], batch_size=4)
+    with (
+        serving(*demo, make_scheduler=lambda: scheduler) as served,
+        openai.OpenAI(base_url=served.url, api_key="none", max_retries=0) as client,
+    ):
+        expected = client.completions.create(prompt="x", **GREEDY).choices[0].text
+        stream = client.completions.create(prompt="x", stream=True, **GREEDY)
+        first = next(stream).choices[0].text
+        with pytest.raises(openai.InternalServerError, match="no token can be chosen"):
+            client.completions.create(model="demo", prompt="y", max_tokens=7, n=2)
+        assert first + "".join(chunk.choices[0].text for chunk in stream) == expected
+        served.scheduler = scheduler
+        served.wait_until_idle()
 
 
 def test_a_refusal_of_the_scheduler_is_a_bad_request(demo: tuple[Llama, Tokenizer]) -> None:
