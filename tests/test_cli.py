@@ -150,7 +150,8 @@ def test_help_and_argument_errors_do_not_import_torch() -> None:
         "", "sing", "info", "generate model", "convert model", "generate model --prompt x --top-k many",
         "demo --seed 1", "demo --vision --text x", "generate model --batch x", "generate model --batch x --prompt y",
         "generate model --prompt x --output y", "generate model --prompt x --resume",
-        "generate model --prompt x --batch-size 2", "generate model --prompt x --max-cache-tokens 9", "generate model --batch x --output y --image z",
+        "generate model --prompt x --batch-size 2", "generate model --prompt x --max-cache-tokens 9",
+        "generate model --batch x --output y --image z",
     ],
 )  # fmt: skip
 def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:

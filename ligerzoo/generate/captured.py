@@ -120,7 +120,7 @@ class DecodeGraphs:
             self._idle.popitem(last=False)
 
     def keep_idle(self, tokens: int) -> None:
-        """Drops the least recently used graphs until the caches of all have memory for so many tokens at most."""
+        """Drops the least recently used graphs until the caches of all have memory for at most `tokens` tokens."""
         while sum(graph.cache_tokens for graph in self._idle.values()) > tokens:
             self._idle.popitem(last=False)
 
@@ -151,7 +151,7 @@ def release_decode_graphs(model: nn.Module) -> None:
 class CapturedCall(Generic[T]):
     """Calls of a function of logits, which run as a captured graph from the second call with the same key on.
 
-    The graph is small. It is captured anew for each `CapturedCall`, since it depends on the options of sampling.
+    The graph is small. Each `CapturedCall` captures it again, since it depends on the options of sampling.
     """
 
     _graph: torch.cuda.CUDAGraph | None = None

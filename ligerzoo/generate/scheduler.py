@@ -21,7 +21,7 @@ from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
 from ligerzoo.generate.transfer import upload
 
-_MIN_NEW_TOKENS = 256  # a request starts when there is room for so many, or for as many as it may have
+_MIN_NEW_TOKENS = 256  # a request starts when there is room for these or its `max_new_tokens`, whichever is less
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Slots:
         return self._batch.pool if isinstance(self._batch, DecodeGraph) else None
 
     def fit(self, sequences: int, tokens: int) -> bool:
-        """Whether so many sequences with up to `tokens` tokens each fit into `max_cache_tokens`."""
+        """Whether a number of sequences with up to `tokens` tokens each fit into `max_cache_tokens`."""
         return self._is_allowed(self._rows_for(sequences), tokens)
 
     def admit(self, rows: Sequence[int], prompts: Sequence[Tensor], new_tokens: int = 1) -> Tensor:
