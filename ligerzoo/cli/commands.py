@@ -223,7 +223,8 @@ def prompt_encoder(
 
     longest = min(getattr(model.config, "max_position_embeddings", NO_LIMIT), max_length or NO_LIMIT)
     if max_context is not None and max_context > longest:
-        raise LigerzooError("invalid value", where="--max-context", got=max_context, expected=f"at most {longest}")
+        expected = f"at most {longest}, which the model and --max-cache-tokens allow"
+        raise LigerzooError("invalid value", where="--max-context", got=max_context, expected=expected)
     return PromptEncoder(tokenizer, embedding_rows(model), max_context or longest)
 
 

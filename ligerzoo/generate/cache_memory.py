@@ -14,14 +14,17 @@ _MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states o
 
 
 def default_cache_tokens(model: nn.Module) -> int | None:
-    """Returns the number of tokens for which the model's GPU has memory now; None on a CPU."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
+    """Returns the number of tokens for which the model's GPU has memory now.
+
+    None on a CPU, and for a model with no `Attention`, whose caches have an unknown size.
+    """
+    device, bytes_per_token = next(model.parameters()).device, cache_bytes_per_token(model)
+    if device.type != "cuda" or bytes_per_token == 0:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free += decode_graphs(model).nbytes  # which make room for others
-    return int(_MEMORY_SHARE * free / cache_bytes_per_token(model))
+    return int(_MEMORY_SHARE * free / bytes_per_token)
 
 
 def cache_bytes_per_token(model: nn.Module) -> int:

@@ -66,7 +66,7 @@ def step(graph: DecodeGraph, model: Any, tokens: Tensor) -> Tensor:
 
 
 def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces captured graphs by the stand-in. `can_capture` stays as it is."""
+    """Replaces captured graphs by the stand-in, without a change of `can_capture`."""
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "_memory_for_idle_caches", lambda device: 2**20)
     monkeypatch.setattr(DecodeGraph, "step", step)
