@@ -110,7 +110,8 @@ def generate(
             `min_new_tokens`, `bad_words_ids`, `no_repeat_ngram_size` and `logits_processor`; see `SamplingOptions`.
             Speculative decoding of one prompt: `prompt_lookup_num_tokens`, `max_matching_ngram_size`, `assistant_model`
             and `num_assistant_tokens`; see `DraftOptions`. And further model inputs for the prompts, such as
-            `pixel_values`, without those for tokens in the cache. Per-token inputs (B, T, ...) are padded and sliced like `input_ids`.
+            `pixel_values`, without those for tokens in the cache. Per-token inputs (B, T, ...) are padded and sliced
+            like `input_ids`.
 
     Returns:
         (R, T + new tokens) int64 with R = B * `num_return_sequences`: each prompt unchanged, padding included, followed

@@ -108,7 +108,7 @@ class DraftOptions:
         require(size == expected_size, name, got, f"{expected_size} tokens, the vocabulary of the model", remedy)
         device = getattr(assistant, "device", prompts.device)
         is_same = device == prompts.device
-        require(is_same, name, f"a model on {device}", f"one on {prompts.device}, like the prompt", "Move it with .to().")
+        require(is_same, name, f"a model on {device}", f"one on {prompts.device}, like the prompt", "Use .to(device).")
         others = [*prompts.model_inputs, *(["inputs_embeds"] if prompts.inputs.is_floating_point() else [])]
         expected = "token ids only, which assistant_model can read"
         require(not others, (others or [""])[0], "a value, with assistant_model", expected, remedy)

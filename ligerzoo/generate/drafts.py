@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ligerzoo.generate.slot_sequences import make_sequences
 from ligerzoo.generate.transfer import upload
 
 
-class Drafter(ABC):
+class Drafter(AbstractContextManager["Drafter"]):
     """Guesses the next tokens of one sequence. A context, which frees what the drafts needed.
 
     Args:
@@ -36,12 +37,6 @@ class Drafter(ABC):
             count: largest number of tokens.
             sampler: chooses the token that follows `tokens`. It must not change.
         """
-
-    def __enter__(self) -> Drafter:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        """Frees what the drafts needed."""
 
 
 class PromptLookup(Drafter):
@@ -73,6 +68,9 @@ class PromptLookup(Drafter):
             return torch.empty(0, dtype=torch.int64, device=self._device)
         period = len(tokens) - start
         return upload([tokens[start + i % period] for i in range(count)], self._device)
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class DraftModel(Drafter):
@@ -121,5 +119,5 @@ class DraftModel(Drafter):
         self._sequences.__enter__()
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
-        self._sequences.__exit__(error)
+    def __exit__(self, *error: object) -> None:
+        self._sequences.__exit__(*error)

@@ -11,7 +11,7 @@ from ligerzoo.errors import LigerzooError, did_you_mean
 _WRAP = "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model).generate(...)."
 _BEAMS = "Beam search is not implemented. " + _WRAP
 _NOT_IMPLEMENTED = "It is not implemented. " + _WRAP
-_SPECULATIVE = "Use prompt_lookup_num_tokens=10, or assistant_model=... of the same vocabulary with num_assistant_tokens."
+_SPECULATIVE = "Use prompt_lookup_num_tokens=10, or assistant_model=... with num_assistant_tokens=5."
 _STOP_STRINGS = "Use stop_strings=[...] with tokenizer=tokenizer."
 _STOP_IDS = "Use eos_token_id=..., which may be a list."
 _COPIES = "Use num_return_sequences=... with do_sample=True."

@@ -147,7 +147,7 @@ class Sequences:
         return independent_length(self._methods)
 
     def append(self, tokens: Tensor) -> None:
-        """Appends n tokens to each row, (R, n). The model has run since tokens were last appended, or n columns are free."""
+        """Appends n tokens to each row, (R, n). The model has run since, or `_reserve` was called."""
         column = self._end - self._prompts.length
         self._tokens[:, column : column + tokens.shape[1]] = tokens
         self._newest = tokens[:, -1:]

@@ -12,6 +12,7 @@ from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.slots import Slots, max_length
 from ligerzoo.layers import KVCache
+from ligerzoo.layers.cache import DECODE_TOKENS
 
 
 class SlotSequences(Sequences):
@@ -55,7 +56,8 @@ class SlotSequences(Sequences):
         return self._slots.decode(self._newest)
 
     def room_for_drafts(self, tokens: int) -> int:
-        longest = self._slots.max_length  # no other limit, so that the number of tokens rarely changes
+        tokens, longest = min(tokens, DECODE_TOKENS - 1), self._slots.max_length
+        # Not limited by `max_new_tokens`: each number of tokens would have its own graph.
         return tokens if longest is None else max(0, min(tokens, longest - self._end))
 
     def release(self, rows: list[int]) -> None:
@@ -69,7 +71,7 @@ class SlotSequences(Sequences):
 
     def _decode_all(self, tokens: Tensor) -> Tensor:
         self._cached = self._end
-        return self._slots.decode(tokens).unflatten(0, tokens.shape)
+        return self._slots.decode(tokens).view(*tokens.shape, -1)
 
     def _remove_cached(self, tokens: int) -> None:
         for row in range(self.rows):

@@ -70,7 +70,7 @@ class SpeculativeStep(DecodeStep):
             sequences.rewind(len(drafts) + 1 - len(new))
             sequences.truncate(length)  # the tokens are appended one after the other
         self._tokens += new
-        self._verified.extend(SampledTokens(*values) for values in zip(*(x.split(1) for x in chosen), strict=True))
+        self._verified.extend(SampledTokens(*(x[i : i + 1] for x in chosen)) for i in range(len(new)))
 
 
 def choose_with_drafts(sampler: Sampler, logits: Tensor, drafts: Tensor) -> tuple[SampledTokens, list[int]]:
@@ -89,8 +89,8 @@ def choose_with_drafts(sampler: Sampler, logits: Tensor, drafts: Tensor) -> tupl
     if sampler.has_functions:
         chosen: list[SampledTokens] = []
         new: list[int] = []
-        for row, draft in zip(logits.split(1), [*drafts.tolist(), None], strict=True):
-            chosen.append(sampler.choose(row))
+        for row, draft in zip(logits, [*drafts.tolist(), None], strict=True):
+            chosen.append(sampler.choose(row[None]))
             new += chosen[-1].tokens.tolist()
             if new[-1] != draft:
                 break

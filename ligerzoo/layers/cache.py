@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import write_to_cache
 
-
 DECODE_TOKENS = 32
 """Most tokens of a decode step, for which static caches return tensors of constant shape: one token and drafts."""
 
