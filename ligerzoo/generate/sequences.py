@@ -32,6 +32,7 @@ class Sequences:
     Attributes:
         rows: R = B * copies.
         device: device of the tokens.
+        placeholders: token ids of images and videos, which the model refuses among several tokens without their inputs.
         prompts: (R, L) token ids of the prompts, padded on the left; (R, 0) for embeddings.
         prompts_mask: (R, L) bool, False for padding of `prompts`; None for no padding, and for embeddings.
 
@@ -66,6 +67,7 @@ class Sequences:
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Callable[..., Any] = model._call_impl if isinstance(model, nn.Module) else model
         self._methods: Any = model
+        self.placeholders = frozenset(getattr(model, "placeholders", ()))
         self._use_cache, self._given_cache = use_cache, cache
         self._cache: Any = cache
         self._padding_mask: Tensor | None = None

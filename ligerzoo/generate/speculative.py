@@ -1,9 +1,9 @@
 """Speculative decoding: one forward of the model verifies several draft tokens (Leviathan et al. 2023).
 
 The model computes the logits after each draft token at once. From them, the sampler chooses a token for each position,
-as it would without drafts. Draft tokens are accepted as long as they are the chosen ones, and the first chosen token
-that differs is accepted in place of the draft. So each token is the one that plain decoding chooses, with its options
-and seed: not only the distribution, but the samples are the same.
+as it would without drafts. Draft tokens are accepted while they equal the chosen ones, and the first chosen token that
+differs is accepted in place of the draft. So each token is the one that plain decoding chooses, with its options and
+seed: not only the distribution, but the samples are the same.
 
 The number of accepted tokens is that of rejection sampling if the draft is certain, as greedy ones and those of a
 lookup are: a draft token is accepted with its probability. A draft that is sampled from q, with the random numbers that
@@ -58,8 +58,7 @@ class SpeculativeStep(DecodeStep):
     def _verify(self) -> None:
         """Verifies a draft, if there is one."""
         sequences = self.sequences
-        count = sequences.room_for_drafts(self._drafter.count)
-        drafts = self._drafter.propose(self._tokens, count, self.sampler) if count > 0 else None
+        drafts = self._propose()
         if drafts is None or len(drafts) == 0:
             chosen = self.sampler.choose(sequences.decode())
             new = chosen.tokens.tolist()
@@ -71,6 +70,18 @@ class SpeculativeStep(DecodeStep):
             sequences.truncate(length)  # the tokens are appended one after the other
         self._tokens += new
         self._verified.extend(SampledTokens(*(x[i : i + 1] for x in chosen)) for i in range(len(new)))
+
+    def _propose(self) -> Tensor | None:
+        """Returns a draft that the model can process, or None."""
+        count, placeholders = self.sequences.room_for_drafts(self._drafter.count), self.sequences.placeholders
+        if count == 0:
+            return None
+        drafts = self._drafter.propose(self._tokens, count, self.sampler)
+        if placeholders:
+            inputs = [self._tokens[-1], *drafts.tolist()]
+            allowed = next((i for i, token in enumerate(inputs) if token in placeholders), len(inputs))
+            drafts = drafts[: max(0, allowed - 1)]
+        return drafts
 
 
 def choose_with_drafts(sampler: Sampler, logits: Tensor, drafts: Tensor) -> tuple[SampledTokens, list[int]]:

@@ -305,8 +305,8 @@ def test_conversations_with_a_cache(family: str, new_cache: str, kind: str, sequ
     cache = model.new_cache(160 if new_cache == "static" else None)
     history = text(7, 3)
     options: dict[str, Any] = {"eos_token_id": list(range(0, VOCAB, 8)), "do_sample": True}
-    for turn in range(4):
-        limit = 30 if turn < 3 else 160 + 1 - history.shape[1]  # the last turn fills the static cache
+    for call in range(4):
+        limit = 30 if call < 3 else 160 + 1 - history.shape[1]  # the last call fills the static cache
         expected = run(model, history, max_new_tokens=limit, **options)
         with pytest.MonkeyPatch.context() as patch:
             if sequences == "slots":
@@ -317,8 +317,8 @@ def test_conversations_with_a_cache(family: str, new_cache: str, kind: str, sequ
         assert_same(got, expected)
         assert got.past_key_values is cache
         assert cache.length == got.sequences.shape[1] - 1
-        history = torch.cat([got.sequences, prompts("cpu", 1, 3, turn)], 1)
-        if turn == 2:
+        history = torch.cat([got.sequences, prompts("cpu", 1, 3, call)], 1)
+        if call == 2:
             options["eos_token_id"] = []
     with torch.no_grad():
         keys = model.new_cache()
