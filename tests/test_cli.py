@@ -261,6 +261,7 @@ NUMBERS = {
     "--top-p": ["0", "-0.1", "1.1", "nan", "x"],
     "--min-p": ["-0.1", "1.1", "nan", "inf", "x"],
     "--repetition-penalty": ["0", "-1", "nan", "inf", "x"],
+    "--prompt-lookup": ["0", "2.5", "x"],
 }
 SERVER_NUMBERS = {
     "--batch-size": ["0", "-1", "2.5", str(2**31)],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import DecodeStep, Sampler, SamplingOptions, decode_loop, filter_logits, slot_sequences
+from ligerzoo.generate import DecodeStep, Sampler, SamplingOptions, captured, decode_loop, filter_logits, slot_sequences
 from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.drafts import PromptLookup
 from ligerzoo.generate.speculative import choose_with_drafts
@@ -108,7 +108,7 @@ def run(model: Any, ids: Tensor, **options: Any) -> Any:
     if options.get("logits_processor") == "records":
         options["logits_processor"] = [Records()]
     return model.generate(
-        ids, generator=torch.Generator().manual_seed(4), return_dict_in_generate=True,
+        ids, generator=torch.Generator(model.device).manual_seed(4), return_dict_in_generate=True,
         **{"max_new_tokens": NEW, "eos_token_id": []} | options,
     )  # fmt: skip
 
@@ -133,6 +133,24 @@ def test_the_result_is_that_without_drafts(case: dict[str, str], sequences: str,
         if sequences == "slots":
             request.getfixturevalue("in_slots")
         assert_same(run(model, ids, **options, **drafts(case["kind"], case["family"])), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("options", ["greedy", "sampled", "sampled with processors"])
+def test_captured_forwards_verify_drafts(family: str, options: str) -> None:
+    model, helper = (noisy(pair(family)[0], noise).cuda() for noise in (0.0, 0.01))
+    ids = text(5, 0).cuda()
+    expected = run(model, ids, max_new_tokens=100, **OPTIONS[options])
+    for _ in range(2):  # the second call finds the graphs of the first
+        got = run(model, ids, max_new_tokens=100, assistant_model=helper, num_assistant_tokens=3, **OPTIONS[options])
+        assert_same(got, expected)
+    graphs = [
+        {count for graph in captured._GRAPHS[m]._idle.values() for count in graph._graphs} for m in (model, helper)
+    ]
+    assert 4 in graphs[0]
+    assert graphs[1] == {1, 2}
+    assert_same(run(model, ids, max_new_tokens=100, prompt_lookup_num_tokens=5, **OPTIONS[options]), expected)
 
 
 def test_cases_end_early_and_late() -> None:
