@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from ligerzoo import AutoModel, Processor, Tokenizer, cli, hub, info
 from ligerzoo.demo.drawings import draw
 from ligerzoo.files.checkpoint import Checkpoint
+from ligerzoo.generate.drafts import DraftModel, PromptLookup
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +153,7 @@ def test_help_and_argument_errors_do_not_import_torch() -> None:
         "generate model --prompt x --output y", "generate model --prompt x --resume",
         "generate model --prompt x --batch-size 2", "generate model --prompt x --max-cache-tokens 9",
         "generate model --batch x --output y --image z",
+        "generate model --batch x --output y --draft z", "generate model --prompt x --draft y --prompt-lookup 3",
     ],
 )  # fmt: skip
 def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +268,7 @@ NUMBERS = {
     "--repetition-penalty": ["0", "-1", "nan", "inf", "x"],
     "--min-new-tokens": ["-1", "2.5", "x"],
     "--no-repeat-ngram-size": ["-1", "x"],
+    "--prompt-lookup": ["0", "2.5", "x"],
 }
 SERVER_NUMBERS = {
     "--batch-size": ["0", "-1", "2.5", str(2**31)],
@@ -503,6 +506,29 @@ def test_a_sampling_option_samples_and_a_seed_repeats(
     expected = continuation(checkpoint, ids, max_new_tokens=20, do_sample=True, generator=generator, **options)
     assert outputs[0] == outputs[1] == f"x{expected}\n"
     assert outputs[2] != outputs[0]
+
+
+@pytest.mark.parametrize("drafts", [["--prompt-lookup", "4"], ["--draft", "{}"]], ids=str)
+def test_drafts_leave_the_continuation_unchanged(
+    drafts: list[str], checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafters: list[type] = []
+    for drafter in (PromptLookup, DraftModel):
+        propose = drafter.propose
+
+        def record(self: Any, *arguments: Any, propose: Any = propose) -> torch.Tensor:
+            drafters.append(type(self))
+            drafts: torch.Tensor = propose(self, *arguments)
+            return drafts
+
+        monkeypatch.setattr(drafter, "propose", record)
+    command = ["generate", str(checkpoint), "--prompt", "one two one", "--max-new-tokens", "12", "--device", "cpu"]
+    outputs = []
+    for arguments in ([], [argument.format(checkpoint) for argument in drafts]):
+        assert cli.main([*command, *arguments]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert set(drafters) == {PromptLookup if drafts[0] == "--prompt-lookup" else DraftModel}
 
 
 def test_generate_stops_after_a_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

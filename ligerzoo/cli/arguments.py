@@ -104,10 +104,13 @@ def check_batch(options: argparse.Namespace) -> None:
         for name, value in given.items():
             if value:
                 options.parser.error(f"argument {name}: only allowed with --batch")
-    elif options.image:
-        options.parser.error("argument --image: not allowed with --batch")
-    elif options.output is None:
-        options.parser.error("argument --output: required with --batch")
+    else:
+        given = {"--image": options.image, "--draft": options.draft, "--prompt-lookup": options.prompt_lookup}
+        for name, value in given.items():
+            if value:
+                options.parser.error(f"argument {name}: not allowed with --batch")
+        if options.output is None:
+            options.parser.error("argument --output: required with --batch")
     options.batch_size = options.batch_size or DEFAULT_BATCH_SIZE
 
 
@@ -362,4 +365,10 @@ def add_generation_options(parser: argparse.ArgumentParser, max_new_tokens: int)
     )
     sampling.add_argument(
         "--no-repeat-ngram-size", type=COUNT, metavar="N", help="never repeat N tokens in a row; 0 allows all"
+    )
+    group = parser.add_argument_group("speculative decoding", "Less time for each token, and the same result.")
+    drafts = group.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="MODEL", help="smaller checkpoint of the same vocabulary")
+    drafts.add_argument(
+        "--prompt-lookup", type=AT_LEAST_1, metavar="N", help="draft N tokens from where the last ones have occurred"
     )

@@ -53,8 +53,9 @@ def generate(options: argparse.Namespace) -> int:
     inputs, tokenizer = prepare_images(prompt, options) if options.image else prepare_text(prompt, options)
     model = load_model(options)
     print_continuation(
-        model, tokenizer, inputs, options, random_generator(model, options), skip_prompt=bool(options.image)
-    )
+        model, tokenizer, inputs, options, random_generator(model, options), load_drafts(options),
+        skip_prompt=bool(options.image),
+    )  # fmt: skip
     return 0
 
 
@@ -144,7 +145,7 @@ def chat(options: argparse.Namespace) -> int:
     for file in options.image:
         conversation.add_image(file)
     model = load_model(options)
-    generator, cache = random_generator(model, options), ConversationCache(model)
+    generator, drafts, cache = random_generator(model, options), load_drafts(options), ConversationCache(model)
     images = " /image FILE adds an image to the next question." if conversation.reads_images else ""
     for line in input_lines("Ctrl-D ends the conversation." + images):
         command, _, file = line.partition(" ")
@@ -152,7 +153,8 @@ def chat(options: argparse.Namespace) -> int:
             add_image(file.strip(), conversation)
         else:
             inputs = conversation.ask(line)
-            conversation.add_answer(print_continuation(model, tokenizer, inputs, options, generator, cache=cache))
+            answer = print_continuation(model, tokenizer, inputs, options, generator, drafts, cache=cache)
+            conversation.add_answer(answer)
     return 0
 
 
@@ -196,6 +198,16 @@ def load_model(options: argparse.Namespace) -> CausalLM:
     return AutoModel.from_pretrained(
         options.model, revision=options.revision, dtype=options.dtype, device=find_device(options.device)
     )
+
+
+def load_drafts(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of speculative decoding, with the model of --draft."""
+    from ligerzoo.hub import AutoModel
+
+    if options.draft is None:
+        return {"prompt_lookup_num_tokens": options.prompt_lookup}
+    device = find_device(options.device)
+    return {"assistant_model": AutoModel.from_pretrained(options.draft, dtype=options.dtype, device=device)}
 
 
 def load_tokenizer(options: argparse.Namespace) -> Tokenizer:
@@ -284,6 +296,7 @@ def print_continuation(
     inputs: Inputs,
     options: argparse.Namespace,
     generator: torch.Generator | None,
+    drafts: dict[str, Any],
     skip_prompt: bool = True,
     cache: ConversationCache | None = None,
 ) -> str:
@@ -303,6 +316,7 @@ def print_continuation(
         max_new_tokens=options.max_new_tokens,
         do_sample=bool(sampling),
         **sampling,
+        **drafts,
         repetition_penalty=options.repetition_penalty,
         min_new_tokens=options.min_new_tokens,
         no_repeat_ngram_size=options.no_repeat_ngram_size,

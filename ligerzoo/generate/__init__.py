@@ -2,6 +2,9 @@
 
     decode_loop    `generate`: prefill, then one decode step per token until all rows have finished
     step           one decode step
+    speculative    speculative decoding: one forward verifies several draft tokens
+    drafts         draft tokens: looked up in the text so far, or of a smaller model
+    draft_options  the options of speculative decoding
     prompts        the prompts: token ids or embeddings, aligned for the model
     sequences      the tokens of a batch and the model's KV cache
     states         reads on the host which rows have finished
@@ -30,6 +33,7 @@ Shapes: B prompts, T tokens of the padded prompts, V tokens of the vocabulary.
 from ligerzoo.generate.captured import release_decode_graphs
 from ligerzoo.generate.conversation_cache import ConversationCache
 from ligerzoo.generate.decode_loop import generate
+from ligerzoo.generate.draft_options import DraftOptions
 from ligerzoo.generate.filters import (
     apply_temperature,
     filter_logits,
@@ -55,6 +59,7 @@ __all__ = [
     "Completion",
     "ConversationCache",
     "DecodeStep",
+    "DraftOptions",
     "GenerateOutput",
     "LogitsProcessor",
     "Sampler",

@@ -35,33 +35,32 @@ T = TypeVar("T")
 
 
 class DecodeGraph(DecodeBatch):
-    """A `DecodeBatch` whose step runs eagerly once, then as a captured graph."""
+    """A `DecodeBatch` whose step runs eagerly once, then as a captured graph, for each number of tokens."""
 
     def __init__(self, model: nn.Module, rows: int, capacity: int) -> None:
         super().__init__(model, rows, capacity)
-        self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
-        self._is_warm = False
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
+        self._inputs: dict[int, Tensor] = {}  # by T, what a graph reads
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # with the logits
 
     def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
         """See `DecodeBatch.step`."""
-        self._tokens.copy_(tokens)
-        if not self._is_warm:  # compiles kernels and creates the handles of libraries, which cannot be captured
-            self._is_warm = True
-            return super().step(model, self._tokens)
-        if self._graph is None:
-            self._graph, self._logits = capture(partial(super().step, model, self._tokens))
+        count = tokens.shape[1]
+        if count not in self._inputs:  # compiles kernels and creates the handles of libraries, which cannot be captured
+            self._inputs[count] = tokens.clone()
+            return super().step(model, tokens)
+        self._inputs[count].copy_(tokens)
+        if count not in self._graphs:
+            self._graphs[count] = capture(partial(super().step, model, self._inputs[count]), self.pool)
         else:
-            self.cache.advance(1)
-        assert self._logits is not None
-        self._graph.replay()
-        return self._logits
+            self.cache.advance(count)
+        graph, logits = self._graphs[count]
+        graph.replay()
+        return logits
 
     @property
     def pool(self) -> Any:
-        """Memory pool of the captured graph, which other graphs of the step may share; None before the capture."""
-        return None if self._graph is None else self._graph.pool()
+        """Memory pool of the captured graphs, which other graphs of the step may share; None before the first."""
+        return next((graph.pool() for graph, _ in self._graphs.values()), None)
 
 
 def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers import Attention
+from ligerzoo.layers import Attention, RotaryEmbedding
 
 
 class DecodeBatch:
@@ -38,13 +38,14 @@ class DecodeBatch:
         return self.rows * self.capacity
 
     def step(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """Runs the model on the newest tokens, (P, 1).
+        """Runs the model on the newest tokens, (P, T).
 
         Returns:
-            (P, V) fp32 logits, valid until the next step.
+            (P * T, V) fp32 logits after each token, row by row, valid until the next step.
         """
-        output = model(tokens, None, None, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = output.logits[:, -1].float()
+        kept = tokens.shape[1]
+        output = model(tokens, None, None, past_key_values=self.cache, use_cache=True, logits_to_keep=kept)
+        logits: Tensor = output.logits.flatten(0, 1).float()
         return logits
 
 
@@ -53,3 +54,13 @@ def has_static_decoding(model: nn.Module) -> bool:
     attentions = (module for module in getattr(model, "model", model).modules() if isinstance(module, Attention))
     is_causal = all(attention.is_causal for attention in attentions)
     return is_causal and hasattr(model, "new_cache") and model.new_cache(1).is_static  # type: ignore[operator]
+
+
+def independent_length(model: nn.Module) -> int | None:
+    """Returns the length of a sequence up to which no token depends on later ones; None for no limit.
+
+    Beyond it, the rotary frequencies depend on the longest row (rope types dynamic and longrope).
+    """
+    lengths = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    lengths.append(model.new_cache().max_valid_length)  # type: ignore[operator]
+    return min((length for length in lengths if length is not None), default=None)

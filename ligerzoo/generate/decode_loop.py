@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ligerzoo.generate.captured import CapturedStep, can_capture
+from ligerzoo.generate.captured import CapturedStep
+from ligerzoo.generate.draft_options import DraftOptions
+from ligerzoo.generate.drafts import Drafter
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import check_copies, count_new_tokens, refuse_unknown, require_bool
 from ligerzoo.generate.prompts import Prompts
@@ -18,7 +21,8 @@ from ligerzoo.generate.result import GenerateOutput, LogProbs
 from ligerzoo.generate.sampling import Sampler
 from ligerzoo.generate.sampling_options import SamplingOptions
 from ligerzoo.generate.sequences import Sequences
-from ligerzoo.generate.slot_sequences import SlotSequences
+from ligerzoo.generate.slot_sequences import SlotSequences, make_sequences
+from ligerzoo.generate.speculative import SpeculativeStep
 from ligerzoo.generate.states import States
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.generate.stopping import Stopping, StoppingCriterion, SupportsDecode
@@ -103,9 +107,11 @@ def generate(
             transformers, a cache keeps the keys as they were first rotated.
         return_dict_in_generate: whether to return a `GenerateOutput` with log-probabilities and reasons of finishing.
         options: how to choose tokens: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
-            `min_new_tokens`, `bad_words_ids`, `no_repeat_ngram_size` and `logits_processor`; see `SamplingOptions`. And
-            further model inputs for the prompts, such as `pixel_values`, without those for
-            tokens in the cache. Per-token inputs (B, T, ...) are padded and sliced like `input_ids`.
+            `min_new_tokens`, `bad_words_ids`, `no_repeat_ngram_size` and `logits_processor`; see `SamplingOptions`.
+            Speculative decoding of one prompt: `prompt_lookup_num_tokens`, `max_matching_ngram_size`, `assistant_model`
+            and `num_assistant_tokens`; see `DraftOptions`. And further model inputs for the prompts, such as
+            `pixel_values`, without those for tokens in the cache. Per-token inputs (B, T, ...) are padded and sliced
+            like `input_ids`.
 
     Returns:
         (R, T + new tokens) int64 with R = B * `num_return_sequences`: each prompt unchanged, padding included, followed
@@ -117,15 +123,18 @@ def generate(
             are NaN or infinite.
     """
     sampling = SamplingOptions(**{name: options.pop(name) for name in _SAMPLING_OPTIONS if name in options})
+    drafts = DraftOptions(**{name: options.pop(name) for name in _DRAFT_OPTIONS if name in options})
     refuse_unknown(model, options, _OPTIONS)
     require_bool("return_dict_in_generate", return_dict_in_generate)
     check_streamer(streamer)
     check_copies(num_return_sequences, do_sample=sampling.do_sample)
     prompts = Prompts(model, input_ids, attention_mask, inputs_embeds, past_key_values, options)
     limit = count_new_tokens(max_new_tokens, max_length, prompts.tokens)
-    is_captured = use_cache and limit > 2 and isinstance(model, nn.Module) and can_capture(model)
-    make_sequences, make_step = (SlotSequences, CapturedStep) if is_captured else (Sequences, DecodeStep)
-    sequences = make_sequences(model, prompts, num_return_sequences, limit, use_cache, past_key_values)
+    if drafts.count > 0:
+        drafts.check(model, prompts, num_return_sequences, use_cache, past_key_values)
+    sequences = make_sequences(
+        model, prompts, num_return_sequences, limit, use_cache, past_key_values, is_rewindable=drafts.count > 0
+    )
     given = prompts.given.repeat_interleave(num_return_sequences, 0)
     stopping = Stopping(
         model,
@@ -145,8 +154,9 @@ def generate(
 
     if streamer is not None:
         streamer.put(given.cpu())
-    with sequences:
-        decode_loop(make_step(sequences, sampler, stopping), limit, streamer, log_probs)
+    drafter = drafts.drafter(prompts, limit)
+    with sequences, drafter or nullcontext():
+        decode_loop(_make_step(sequences, sampler, stopping, drafter), limit, streamer, log_probs)
     if streamer is not None:
         streamer.end()
     tokens = torch.cat([given, stopping.pad(sequences.continuations)], 1)
@@ -160,18 +170,26 @@ LAG = 4
 """Steps that the GPU may be ahead of the host. Its queue never runs empty."""
 
 _SAMPLING_OPTIONS = [field.name for field in fields(SamplingOptions)]
+_DRAFT_OPTIONS = [field.name for field in fields(DraftOptions)]
 _OPTIONS = [name for name in inspect.signature(generate).parameters if name not in ("model", "options")]
-_OPTIONS += _SAMPLING_OPTIONS
+_OPTIONS += _SAMPLING_OPTIONS + _DRAFT_OPTIONS
+
+
+def _make_step(sequences: Sequences, sampler: Sampler, stopping: Stopping, drafter: Drafter | None) -> DecodeStep:
+    if drafter is not None:
+        return SpeculativeStep(sequences, sampler, stopping, drafter)
+    step_type = CapturedStep if isinstance(sequences, SlotSequences) else DecodeStep
+    return step_type(sequences, sampler, stopping)
 
 
 def decode_loop(step: DecodeStep, max_new_tokens: int, streamer: Streamer | None, log_probs: LogProbs | None) -> None:
     """Repeats the step until all rows have finished, or `max_new_tokens` times.
 
     On a GPU the host looks at the state of the rows `LAG` steps late, so that the GPU always has work. Tokens of steps
-    after the last row has finished are dropped. The host looks at once for a streamer, stop strings and criteria, and
-    if the KV cache outlives the call, since a cache may be unable to drop tokens.
+    after the last row has finished are dropped. The host looks at once for a streamer, stop strings and criteria, if
+    the KV cache outlives the call, since a cache may be unable to drop tokens, and if the step waits anyway.
     """
-    is_immediate = streamer is not None or step.stopping.is_on_host or step.sequences.keeps_cache
+    is_immediate = streamer is not None or step.stopping.is_on_host or step.sequences.keeps_cache or step.is_synchronous
     states = States(step, 0 if is_immediate else LAG)
     for count in range(1, max_new_tokens + 1):
         tokens = step.prefill() if count == 1 else step.decode()

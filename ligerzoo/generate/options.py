@@ -11,7 +11,7 @@ from ligerzoo.errors import LigerzooError, did_you_mean
 _WRAP = "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model).generate(...)."
 _BEAMS = "Beam search is not implemented. " + _WRAP
 _NOT_IMPLEMENTED = "It is not implemented. " + _WRAP
-_SPECULATIVE = "Speculative decoding is not implemented. " + _WRAP
+_SPECULATIVE = "Use prompt_lookup_num_tokens=10, or assistant_model=... with num_assistant_tokens=5."
 _STOP_STRINGS = "Use stop_strings=[...] with tokenizer=tokenizer."
 _STOP_IDS = "Use eos_token_id=..., which may be a list."
 _COPIES = "Use num_return_sequences=... with do_sample=True."
@@ -65,10 +65,9 @@ REMEDIES = {
         _BEAMS,
     ),
     **dict.fromkeys(
-        ("assistant_model", "assistant_tokenizer", "assistant_confidence_threshold", "assistant_early_exit",
-         "assistant_ensemble_weight", "assistant_lookbehind", "max_matching_ngram_size", "num_assistant_tokens",
-         "num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind",
-         "use_mtp"),
+        ("assistant_tokenizer", "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight",
+         "assistant_lookbehind", "draft_model", "num_assistant_tokens_schedule", "num_speculative_tokens",
+         "speculation_type", "speculative_model", "target_lookbehind", "use_mtp"),
         _SPECULATIVE,
     ),
     **dict.fromkeys(

@@ -98,6 +98,12 @@ class History(RowState):
             self.tokens.scatter_(1, self.lengths.clamp(max=self.tokens.shape[1] - 1)[:, None], tokens[:, None])
         self.lengths += 1
 
+    def branch(self, tokens: Tensor) -> None:
+        """Appends to row i the first i of these tokens, (R - 1,). All rows are equal, and `reserve` has made room."""
+        steps = torch.arange(self.lengths.shape[0], device=tokens.device)
+        self.tokens[:, self.lengths[0] + steps[:-1]] = tokens  # what follows the end of a row is ignored
+        self.lengths += steps
+
     def last(self, count: int) -> Tensor:
         """Returns the last tokens of each row, (R, count)."""
         index = self.lengths[:, None] - torch.arange(count, 0, -1, device=self.lengths.device)
@@ -122,6 +128,12 @@ class RepetitionPenalty(RowState):
     def append(self, tokens: Tensor) -> None:
         """Marks one token of each row, (R,), as occurred."""
         self.occurred.scatter_(1, tokens[:, None], True)
+
+    def branch(self, tokens: Tensor) -> None:
+        """Marks the first i of these tokens, (R - 1,), as occurred in row i."""
+        rows, outside = len(self.occurred), self.occurred.shape[1] - 1
+        is_later = torch.ones(rows, rows - 1, dtype=torch.bool, device=tokens.device).triu()
+        self.occurred.scatter_(1, tokens.expand(rows, -1).masked_fill(is_later, outside), True)
 
     def apply(self, scores: Tensor) -> Tensor:
         return penalize_repetition(scores, self.occurred[:, :-1], self.penalty)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -117,9 +118,14 @@ class Sampler:
         return self._parameters.broken.any()
 
     @property
+    def has_functions(self) -> bool:
+        """Whether a row has a `logits_processor`."""
+        return self._features.has_functions
+
+    @property
     def graph_key(self) -> tuple[Any, ...] | None:
         """Equal keys have equal kernels and memory. None if a `logits_processor` prevents the capture of `draw`."""
-        return None if self._features.has_functions else (*self._features, self._allocations)
+        return None if self.has_functions else (*self._features, self._allocations)
 
     def check(self, options: SamplingOptions) -> None:
         """Raises LigerzooError if an option does not fit the vocabulary."""
@@ -195,10 +201,9 @@ class Sampler:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in this order. A row that occurs several times draws the same tokens in all of them."""
-        index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
-        for state in (self._parameters, self._history, self._penalty, self._banned, self._ngrams):
-            if state is not None:
-                state.select_rows(index)
+        index = upload(list(rows), self._device)
+        for state in self._states:
+            state.select_rows(index)
         self._options = [self._options[row] for row in rows]
         self._lengths = [self._lengths[row] for row in rows]
         for group in self._functions:
@@ -206,6 +211,36 @@ class Sampler:
         self._allocations += 1
         self._leave_functions(())
         self._update()
+
+    def clone(self) -> Sampler:
+        """Returns an independent copy, which draws the same tokens from the same logits, without `logits_processor`."""
+        clone = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, RowState):
+                setattr(clone, name, copy.copy(value))
+        clone._functions = []
+        clone.select_rows(range(self.rows))  # copies the tensors
+        return clone
+
+    def branch(self, tokens: Tensor) -> None:
+        """Replaces the only row by n + 1 rows: row i continues after the first i of these tokens, (n,) int64.
+
+        Row i draws what the row would draw if it had drawn these i tokens. `keep_branch` returns to one row.
+        """
+        self.select_rows([0] * (len(tokens) + 1))
+        self._parameters.counts += torch.arange(self.rows, device=self._device)
+        self._lengths = [None if length is None else length + i for i, length in enumerate(self._lengths)]
+        if self._features.keeps_history:
+            self._history.reserve(max(length or 0 for length in self._lengths))
+            self._history.branch(tokens)
+        if self._features.penalizes and self._penalty is not None:
+            self._penalty.branch(tokens)
+
+    def keep_branch(self, row: int) -> None:
+        """Keeps one of the rows of `branch`. It is `broken` if it or an earlier one is."""
+        is_broken = self._parameters.broken[: row + 1].any()
+        self.select_rows([row])
+        self._parameters.broken |= is_broken
 
     def prepare(self) -> None:
         """Counts the step, and makes room for its tokens. Call it before each `draw` or replay of a captured one."""
@@ -240,6 +275,10 @@ class Sampler:
         """Chooses a token of each row from the logits (R, V): `prepare` and `draw`."""
         self.prepare()
         return self.draw(logits)
+
+    @property
+    def _states(self) -> list[RowState]:
+        return [value for value in vars(self).values() if isinstance(value, RowState)]
 
     def _process(self, scores: Tensor) -> Tensor:
         """Applies the repetition penalty, bans and functions of the rows to scores (R, V), which stay unchanged."""

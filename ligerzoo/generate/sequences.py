@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligerzoo.generate.decode_batch import independent_length
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import require, require_bool
 from ligerzoo.generate.prompts import Prompts
@@ -30,6 +32,7 @@ class Sequences:
     Attributes:
         rows: R = B * copies.
         device: device of the tokens.
+        placeholders: token ids of images and videos, which the model refuses among several tokens without their inputs.
         prompts: (R, L) token ids of the prompts, padded on the left; (R, 0) for embeddings.
         prompts_mask: (R, L) bool, False for padding of `prompts`; None for no padding, and for embeddings.
 
@@ -55,6 +58,7 @@ class Sequences:
         if copies > 1 and prompts.model_inputs:
             _require_method(model, "repeat_rows", "num_return_sequences")
         self._end = prompts.length
+        self._cached = 0  # tokens in the cache
         self._limit = self._end + max_new_tokens
         if cache is not None:
             _check_capacity(cache, self._limit - 1)
@@ -63,6 +67,7 @@ class Sequences:
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Callable[..., Any] = model._call_impl if isinstance(model, nn.Module) else model
         self._methods: Any = model
+        self.placeholders = frozenset(getattr(model, "placeholders", ()))
         self._use_cache, self._given_cache = use_cache, cache
         self._cache: Any = cache
         self._padding_mask: Tensor | None = None
@@ -79,6 +84,11 @@ class Sequences:
         """The tokens after the prompts, (R, new tokens)."""
         return self._tokens[:, : self._end - self._prompts.length]
 
+    @property
+    def length(self) -> int:
+        """Number of tokens in each row, prompt included."""
+        return self._end
+
     def prefill(self) -> Tensor:
         """Runs the model on the tokens of the prompts that are not in the cache.
 
@@ -90,7 +100,7 @@ class Sequences:
             if not self._given_cache.is_valid_for(prompts.length - self._given_cache.length):
                 self._given_cache.reset()
             start = self._given_cache.length
-        logits = self._forward(prompts.inputs[:, start:], prompts.model_inputs, stride=self._copies)
+        logits = self._forward(prompts.inputs[:, start:], prompts.model_inputs, stride=self._copies)[:, -1]
         if self._copies == 1:
             return logits
         index = torch.arange(prompts.rows, device=self.device).repeat_interleave(self._copies)
@@ -107,21 +117,53 @@ class Sequences:
             (R, V) fp32 logits of the next tokens.
         """
         if self._use_cache and (self._cache is None or self._cache.is_valid_for(1)):
-            return self._forward(self._newest, {})
+            return self._forward(self._newest, {})[:, -1]
         if self._given_cache is not None:
             self._given_cache.reset()
         self._cache = self._given_cache
-        return self._forward(self._all_inputs(), self._all_model_inputs())
+        return self._forward(self._all_inputs(), self._all_model_inputs())[:, -1]
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Appends n tokens to each row, and runs the model on the newest token and on them.
+
+        Args:
+            tokens: (R, n) int64, n at most `room_for_drafts(n)`.
+
+        Returns:
+            (R, n + 1, V) fp32 logits: of the first of these tokens, of the second, ..., and of the next one.
+        """
+        inputs = torch.cat([self._newest, tokens], 1)
+        self._reserve(tokens.shape[1] + 1)
+        self.append(tokens)
+        return self._decode_all(inputs)
+
+    def room_for_drafts(self, tokens: int) -> int:
+        """Returns how many tokens, up to the given number, `score` can process now."""
+        room = self._limit - self._end - 1
+        if self._independent_length is not None:
+            room = min(room, self._independent_length - self._end)
+        return max(0, min(tokens, room))
+
+    @cached_property
+    def _independent_length(self) -> int | None:
+        return independent_length(self._methods)
 
     def append(self, tokens: Tensor) -> None:
-        """Appends one token to each row, (R, 1)."""
+        """Appends n tokens to each row, (R, n). The model has run since, or `_reserve` was called."""
         column = self._end - self._prompts.length
-        self._tokens[:, column : column + 1] = tokens
-        self._newest = tokens
-        self._end += 1
+        self._tokens[:, column : column + tokens.shape[1]] = tokens
+        self._newest = tokens[:, -1:]
+        self._end += tokens.shape[1]
+
+    def rewind(self, tokens: int) -> None:
+        """Removes the last tokens of each continuation, and as many from the cache; some token of it must remain."""
+        if tokens > 0:
+            self._remove_cached(tokens)
+            self._end -= tokens
+            self._newest = self.continuations[:, -1:]
 
     def truncate(self, new_tokens: int) -> None:
-        """Drops all but the first tokens of each continuation."""
+        """Drops all but the first tokens of each continuation. The cache keeps those that it holds."""
         self._end = self._prompts.length + new_tokens
 
     @property
@@ -139,10 +181,25 @@ class Sequences:
         """Releases what the model runs need. After an exception, the caller's cache may hold a part of a token."""
         if error is not None and self._given_cache is not None:
             self._given_cache.reset()
+        elif self.keeps_cache and (surplus := self._cached - (self._end - 1)) > 0:
+            self._remove_cached(surplus)
         self._cache = None
 
-    def _forward(self, x: Tensor, model_inputs: dict[str, Any], stride: int = 1) -> Tensor:
-        """Runs the model on the last tokens of each row, or of each `stride`-th row."""
+    def _decode_all(self, tokens: Tensor) -> Tensor:
+        """Runs the model on the last n tokens, (R, n), and returns the logits (R, n, V) after each."""
+        return self._forward(tokens, {}, kept=tokens.shape[1])
+
+    def _remove_cached(self, tokens: int) -> None:
+        """Removes the last tokens of the cache."""
+        self._cache.remove_last(tokens)
+        self._cached -= tokens
+
+    def _forward(self, x: Tensor, model_inputs: dict[str, Any], stride: int = 1, kept: int = 1) -> Tensor:
+        """Runs the model on the last tokens of each row, or of each `stride`-th row.
+
+        Returns:
+            (R, kept, V) fp32 logits after the last `kept` tokens.
+        """
         self._reserve()
         mask, position_ids = None, None
         if self._padding_mask is not None and self._position_ids is not None:
@@ -155,12 +212,12 @@ class Sequences:
             position_ids,
             past_key_values=self._cache,
             use_cache=self._use_cache,
-            logits_to_keep=1,
+            logits_to_keep=kept,
             **embeddings,
             **model_inputs,
         )
-        self._cache = output.past_key_values
-        logits: Tensor = output.logits[:, -1].float()
+        self._cache, self._cached = output.past_key_values, self._end
+        logits: Tensor = output.logits[:, -kept:].float()
         return logits
 
     def _all_inputs(self) -> Tensor:
@@ -180,12 +237,12 @@ class Sequences:
         )
         return repeated
 
-    def _reserve(self) -> None:
-        """Adds columns for new tokens if all are used, and computes their position ids."""
+    def _reserve(self, tokens: int = 1) -> None:
+        """Adds columns for new tokens if fewer than `tokens` are free, and computes their position ids."""
         used = self._end - self._prompts.length
-        if used < self._tokens.shape[1]:
+        if used + tokens <= self._tokens.shape[1]:
             return
-        columns = min(self._end, self._limit - self._end)  # doubling keeps the number of copies logarithmic
+        columns = max(tokens, min(self._end, self._limit - self._end))  # doubling: a logarithmic number of copies
         self._tokens = F.pad(self._tokens, (0, columns))
         if self._padding_mask is not None:
             self._padding_mask = F.pad(self._padding_mask, (0, columns), value=True)

@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
-from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
+from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding, independent_length
 from ligerzoo.generate.transfer import to_device, upload
-from ligerzoo.layers import KVCache, RotaryEmbedding
+from ligerzoo.layers import KVCache
 
 PREFILL_TOKENS = 16384
 """Tokens of one prefill, padding included. It bounds the memory of the hidden states."""
@@ -119,31 +119,37 @@ class Slots:
         self._current.cache.append_tokens_to(cache, upload(indices, device), upload(positions, device))
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each row, and computes the logits of the next ones.
+        """Appends T tokens to each row, and computes the logits after each of them.
 
         Args:
-            tokens: (R, 1) int64; any token id of the vocabulary in empty rows.
+            tokens: (R, T) int64; any token id of the vocabulary in empty rows.
 
         Returns:
-            (R, V) fp32 logits, valid until the next call; undefined, but finite, in empty rows.
+            (R * T, V) fp32 logits, row by row, valid until the next call; undefined, but finite, in empty rows.
         """
+        count = tokens.shape[1]
         self._shrink()
-        self._reserve(len(self._index), 1 + self._longest)
+        self._reserve(len(self._index), count + self._longest)
         batch = self._current
         for index, length in enumerate(self._lengths):
-            if length == batch.capacity:  # of an empty row
+            if length + count > batch.capacity:  # of an empty row
                 self._lengths[index], self._is_changed = 0, True
         if self._is_changed:
             self._update()
         is_direct = batch.rows == self.rows and all(row == index for row, index in self._index.items())
         logits = batch.step(self._model, tokens if is_direct else tokens[self._from_rows])
-        self._lengths = [length + 1 for length in self._lengths]
+        self._lengths = [length + count for length in self._lengths]
         if is_direct:
             return logits
-        if self._logits is None:
-            self._logits = logits.new_zeros(self.rows, logits.shape[1])
-        self._logits[self._to_rows] = logits[self._used]
+        if self._logits is None or len(self._logits) != self.rows * count:
+            self._logits = logits.new_zeros(self.rows * count, logits.shape[1])
+        self._logits.view(self.rows, -1)[self._to_rows] = logits.view(batch.rows, -1)[self._used]
         return self._logits
+
+    def remove_last(self, row: int, tokens: int) -> None:
+        """Removes the last tokens of a row."""
+        self._lengths[self._index[row]] -= tokens
+        self._is_changed = True
 
     def release(self, rows: Sequence[int]) -> None:
         """Empties rows. Rows that are empty are ignored."""
@@ -306,9 +312,7 @@ def max_length(model: nn.Module) -> int | None:
             "the model cannot decode with a KV cache of fixed size", where=type(model).__name__,
             expected="a ligerzoo.models.CausalLM with causal self-attention only", remedy="Use generate.",
         )  # fmt: skip
-    lengths = [module.max_independent_length for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    lengths.append(model.new_cache(1).max_valid_length)  # type: ignore[operator]
-    return min((length for length in lengths if length is not None), default=None)
+    return independent_length(model)
 
 
 def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from ligerzoo.kernels.sampling import SampledTokens
 class DecodeStep:
     """One step of generation: runs the model, chooses a token for each row, and finishes rows.
 
-    A step runs on the device and never waits for it.
+    A step runs on the device and, unless it is synchronous, never waits for it.
 
     Args:
         sequences: the tokens and the KV cache.
@@ -21,10 +21,12 @@ class DecodeStep:
         stopping: finishes rows.
 
     Attributes:
+        is_synchronous: whether the host waits for the device in each step.
         sampled: the tokens of the last step and their log-probabilities, valid until the next step. Those of finished
             rows have no meaning.
     """
 
+    is_synchronous = False
     sampled: SampledTokens
 
     def __init__(self, sequences: Sequences, sampler: Sampler, stopping: Stopping) -> None:
@@ -36,9 +38,7 @@ class DecodeStep:
         Returns:
             (B,) the first token of each continuation.
         """
-        logits = self.sequences.prefill()
-        self.sampler.prepare()
-        return self._append(logits)
+        return self._choose_and_append(self.sequences.prefill())
 
     def decode(self) -> Tensor:
         """Runs the model on the newest tokens.
@@ -46,17 +46,24 @@ class DecodeStep:
         Returns:
             (B,) the next token of each row, or padding in finished rows.
         """
-        logits = self.sequences.decode()
-        self.sampler.prepare()
-        return self._append(logits)
+        return self._choose_and_append(self.sequences.decode())
 
-    def _append(self, logits: Tensor) -> Tensor:
-        """Chooses a token of each row and appends it. The sampler is prepared."""
-        self.sampled, shown = self._choose(logits)
-        self.sequences.append(self.sampled.tokens[:, None])
-        return shown
+    def _choose_and_append(self, logits: Tensor) -> Tensor:
+        """Chooses a token of each row and appends it."""
+        self.sampler.prepare()
+        return self._append(*self._choose(logits))
 
     def _choose(self, logits: Tensor) -> tuple[SampledTokens, Tensor]:
-        """Chooses a token of each row, and finishes rows. Also returns the tokens with padding, (B,)."""
+        """Chooses a token of each row, and finishes rows. The sampler is prepared.
+
+        Returns:
+            The tokens, and the same with padding in rows that had finished before, (B,).
+        """
         sampled = self.sampler.draw(logits)
         return sampled, self.stopping.update(sampled.tokens[:, None])
+
+    def _append(self, sampled: SampledTokens, shown: Tensor) -> Tensor:
+        """Appends a token to each row; the arguments are what `_choose` returns."""
+        self.sampled = sampled
+        self.sequences.append(sampled.tokens[:, None])
+        return shown

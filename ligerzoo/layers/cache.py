@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import write_to_cache
 
+DECODE_TOKENS = 32
+"""Most tokens of a decode step, for which static caches return tensors of constant shape: one token and drafts."""
+
 
 class LayerCache:
     """Growing cache of one attention layer. Its buffers double when they are full: appending is O(1) per token.
@@ -25,7 +28,7 @@ class LayerCache:
         length: number of tokens appended so far, padding included.
         offset: sequence index of the first key that `append` last returned.
         capacity: maximum number of tokens; None for no limit.
-        has_unwritten: whether `append` may also return slots of future tokens, which attention must mask.
+        has_unwritten: whether `append` also returned slots of future tokens, which attention must mask.
     """
 
     capacity: int | None = None
@@ -260,8 +263,6 @@ class StaticLayerCache(LayerCache):
         ValueError: `capacity` is less than 1.
     """
 
-    has_unwritten = True
-
     def __init__(self, capacity: int) -> None:
         super().__init__()
         if capacity < 1:
@@ -274,7 +275,7 @@ class StaticLayerCache(LayerCache):
         return self.position.next(tokens, device)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `LayerCache.append`. Returns the whole buffers for a single token, else the slots written so far."""
+        """See `LayerCache.append`. Returns the whole buffers for up to DECODE_TOKENS tokens, else the slots written."""
         self._check_batch(keys)
         tokens = keys.shape[1]
         if self.length + tokens > self.capacity:
@@ -287,7 +288,8 @@ class StaticLayerCache(LayerCache):
         positions = self.position.write(self.length, rows, tokens, keys.device)
         write_to_cache(*buffers, keys, values, positions)
         self.length += tokens
-        end = self.capacity if tokens == 1 else self.length
+        self.has_unwritten = tokens <= DECODE_TOKENS
+        end = self.capacity if self.has_unwritten else self.length
         return _slice(buffers[0], 0, end), _slice(buffers[1], 0, end)
 
     def allocate(self, rows: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

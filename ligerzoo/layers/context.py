@@ -224,7 +224,7 @@ class Context:
         kind = window, is_causal, force
         size, mask = self._masks.get(kind, (None, None))
         if size != (keys, offset):  # not part of the key: torch.compile would treat them as constants
-            has_unwritten = cache is not None and cache.has_unwritten and self.tokens == 1
+            has_unwritten = cache is not None and cache.has_unwritten
             mask = self._mask(keys, offset, window, is_causal, force or has_unwritten)
             self._masks[kind] = (keys, offset), mask
         return mask
@@ -244,7 +244,7 @@ class Context:
         if is_causal:
             last = query if self.last_visible is None else self.last_visible - offset
         elif self.segment_start is None:
-            last = torch.full_like(first, keys - 1)
+            last = query[:, -1:].expand_as(query)
         else:
             last = torch.searchsorted(self.segment_start, self.segment_start, right=True) - 1
         first = first.expand_as(last)

@@ -1,7 +1,7 @@
 """A stand-in for captured CUDA graphs on a CPU: what is captured runs eagerly at each replay, on the same memory."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,15 +54,15 @@ def capture(function: Callable[[], Any], pool: Any) -> tuple[EagerGraph, Any]:
 
 def step(graph: DecodeGraph, model: Any, tokens: Tensor) -> Tensor:
     """Runs a decode step eagerly. From the second on, its logits have the same memory, as those of a graph."""
-    logits = DecodeBatch.step(graph, model, tokens)
-    if not graph._is_warm:
-        graph._is_warm = True
+    count, logits = tokens.shape[1], DecodeBatch.step(graph, model, tokens)
+    if count not in graph._inputs:
+        graph._inputs[count] = tokens
         return logits
-    if graph._logits is None:
-        graph._logits = logits
-    else:
-        graph._logits.copy_(logits)
-    return graph._logits
+    if count not in graph._graphs:
+        graph._graphs[count] = cast(Any, None), logits
+    kept = graph._graphs[count][1]
+    kept.copy_(logits)
+    return kept
 
 
 def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +70,4 @@ def replace_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "_memory_for_idle_caches", lambda device: 2**20)
     monkeypatch.setattr(DecodeGraph, "step", step)
-    monkeypatch.setattr(DecodeGraph, "pool", property(lambda graph: None if graph._logits is None else (0, id(graph))))
+    monkeypatch.setattr(DecodeGraph, "pool", property(lambda graph: (0, id(graph)) if graph._graphs else None))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.generate import captured, decode_loop, slots
+from ligerzoo.generate import captured, slot_sequences, slots
 from ligerzoo.generate.captured import can_capture, release_decode_graphs
 from ligerzoo.models import (
     Gemma2,
@@ -80,7 +80,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
     """Generates eagerly, or captured, with the same seed."""
 
     def run(model: Any, *inputs: Tensor | None, capture: bool, **options: Any) -> Tensor:
-        for module in (decode_loop, slots):
+        for module in (slot_sequences, slots):
             monkeypatch.setattr(module, "can_capture", lambda model: capture)
         torch.manual_seed(5)
         options = {"max_new_tokens": 40, "eos_token_id": NO_END, "pad_token_id": 0} | options

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import AutoModel
+from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import generate
 from tests.generate.models import Recorder
 from tests.models import prompts as qwen2_vl
@@ -35,17 +36,18 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model
 
 
-def batch_of(model: Any) -> Batch:
-    """Returns ragged prompts, some with images."""
+def batch_of(model: Any, *, is_single: bool = False) -> Batch:
+    """Returns ragged prompts, some with images, or a single one."""
+    kind = "an image" if is_single else "a padded batch"
     config = model.config
     if config.__class__.__name__.startswith("Qwen2VL"):
         rows: Any = [[4, image(2, 4), 5, image(2, 2), 9], [7], [image(3, 2), 12]]
-        p: Any = qwen2_vl.prompt(rows, vars(config.vision_config))
+        p: Any = qwen2_vl.prompt(rows[:1] if is_single else rows, vars(config.vision_config))
         return Batch(p.ids, p.mask, p.vision)
     if config.__class__.__name__.startswith("Gemma3"):
-        g = tiny_gemma3.prompt(tiny_gemma3.PROMPTS["a padded batch"], config)
+        g = tiny_gemma3.prompt(tiny_gemma3.PROMPTS[kind], config)
         return Batch(g.ids, g.mask, g.images)
-    m = tiny_mllama.prompt(tiny_mllama.PROMPTS["a padded batch"], vars(config.vision_config))
+    m = tiny_mllama.prompt(tiny_mllama.PROMPTS[kind], vars(config.vision_config))
     return Batch(m.ids, m.mask, m.vision)
 
 
@@ -78,3 +80,19 @@ def test_calls_after_images_process_only_the_new_text(model: Any) -> None:
             inputs = {**inputs, "cross_attention_mask": torch.cat([sees, sees[:, -1:].expand(-1, 10, -1, -1)], 1)}
     # Prompts, then the last new token and the added ones.
     assert [tokens.shape[1] for tokens in recorder.read if tokens.shape[1] > 1] == [ids.shape[1] - 20, 5]
+
+
+def test_drafts_from_text_after_images(model: Any) -> None:
+    ids, mask, inputs = batch_of(model, is_single=True)
+    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": [], "do_sample": True, "temperature": 0.5}
+    torch.manual_seed(3)
+    expected = model.generate(ids, mask, **options, **inputs)
+    tokens: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[1]))
+    torch.manual_seed(3)
+    got = model.generate(ids, mask, prompt_lookup_num_tokens=4, max_matching_ngram_size=1, **options, **inputs)
+    hook.remove()
+    assert torch.equal(got, expected)
+    assert tokens.count(5) > 1
+    with pytest.raises(LigerzooError, match="expected token ids only, which assistant_model can read"):
+        model.generate(ids, mask, assistant_model=model, **options, **inputs)

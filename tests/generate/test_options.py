@@ -11,14 +11,14 @@ import torch
 import transformers
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import SamplingOptions, TextStreamer, generate
+from ligerzoo.generate import DraftOptions, SamplingOptions, TextStreamer, generate
 from ligerzoo.generate.options import REMEDIES
 from ligerzoo.models import Llama, LlamaConfig
 from tests.generate.models import PROMPT, Letters, Scripted, StreamingLetters, tiny_llama
 
 OPTIONS = {
     name: parameter
-    for function in (generate, SamplingOptions)
+    for function in (generate, SamplingOptions, DraftOptions)
     for name, parameter in inspect.signature(function).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
@@ -146,7 +146,7 @@ def test_options_without_effect_on_the_distribution_need_no_sampling() -> None:
         ("max_tokens", "Use max_new_tokens."),
         ("max_time", "Use stopping_criteria=[transformers.MaxTimeCriteria(seconds)]."),
         ("stoping_criteria", "Did you mean 'stopping_criteria'?"),
-        ("assistant_model", "Speculative decoding is not implemented. Use the generate method of transformers"),
+        ("draft_model", "Use prompt_lookup_num_tokens=10, or assistant_model=... with num_assistant_tokens=5."),
         ("stop", "Use stop_strings=[...] with tokenizer=tokenizer."),
         ("num_beams", "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model)"),
         ("seed", "Use generator=torch.Generator(model.device).manual_seed(seed)."),

@@ -83,6 +83,17 @@ class Rows:
             self.tokens[row] = torch.cat([self.tokens[row], newest[row]])
             self.check(row, logits[row])
 
+    def decode_several(self, count: int, dropped: int) -> None:
+        """Decodes `count` tokens at once, and then removes the last ones."""
+        newest = self.draw(self.slots.rows, count)
+        logits = self.slots.decode(newest.to(self.model.device)).view(self.slots.rows, count, -1)
+        for row, before in self.tokens.items():
+            whole = torch.cat([before, newest[row]])[None].to(self.model.device)
+            alone = self.model(whole, logits_to_keep=count).logits[0].float()
+            torch.testing.assert_close(logits[row], alone, rtol=0, atol=1e-5)
+            self.tokens[row] = whole[0, : len(before) + count - dropped].cpu()
+            self.slots.remove_last(row, dropped)
+
     def release(self, rows: list[int]) -> None:
         self.slots.release(rows)
         for row in rows:
@@ -115,6 +126,22 @@ def test_rows_are_as_if_alone(name: str, rows: int, device: str) -> None:
         shapes.add(state.shape)
         state.release([row for row in state.tokens if not number(0, 3)][: len(state.tokens) - 1])
     assert len(shapes) > 1
+
+
+@pytest.mark.parametrize("name", list(BUILD))
+@torch.no_grad()
+def test_rows_decode_several_tokens_at_once(name: str, device: str) -> None:
+    """As the verification of drafts does: each row masks from its own length on, whatever was removed before."""
+    state = Rows(build(name, device), 4, torch.Generator().manual_seed(0))
+    state.admit({row: state.draw(length) for row, length in ((3, 2), (0, 17), (1, 9))})  # not in the order of the cache
+    for count, dropped in ((5, 0), (5, 3), (2, 1), (9, 9), (5, 4)):
+        state.decode_several(count, dropped)
+        state.decode()
+    state.release([0])
+    state.decode_several(4, 2)
+    state.admit({0: state.draw(21), 2: state.draw(1)})
+    state.decode_several(6, 5)
+    state.decode()
 
 
 @torch.no_grad()
