@@ -1,6 +1,6 @@
 """Decode steps that run as captured CUDA graphs: the host launches one graph per token instead of hundreds of kernels.
 
-A graph serves one batch size and one capacity of the KV cache. It is captured when a batch decodes its third token,
+A graph serves one batch size, and one capacity and dtype of the KV cache. It is captured when a batch decodes its third token,
 stays with the model, and serves all later calls of the same shape. It reads the weights where they are, so training
 between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
 """
@@ -34,8 +34,8 @@ _MEMORY_SHARE = 1 / 8  # of the GPU, see `_memory_for_idle_caches`
 class DecodeGraph(DecodeBatch):
     """A `DecodeBatch` whose step runs eagerly once, then as a captured graph."""
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity)
+    def __init__(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, rows, capacity, dtype)
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self._is_warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -91,22 +91,22 @@ class DecodeGraphs:
     """The graphs of one model that no call is using, least recently used first."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
+        self._idle: OrderedDict[tuple[int, int, torch.dtype | None], DecodeGraph] = OrderedDict()
         self._weights: tuple[tuple[Any, ...], ...] = ()
 
-    def take(self, model: nn.Module, rows: int, capacity: int) -> DecodeGraph:
+    def take(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None) -> DecodeGraph:
         """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
         weights = tuple((weight.data_ptr(), weight.shape, weight.dtype) for weight in model.parameters())
         if weights != self._weights:
             self._idle.clear()
             self._weights = weights
-        graph = self._idle.pop((rows, capacity), None) or DecodeGraph(model, rows, capacity)
+        graph = self._idle.pop((rows, capacity, dtype), None) or DecodeGraph(model, rows, capacity, dtype)
         graph.cache.reset()
         return graph
 
     def give_back(self, graph: DecodeGraph) -> None:
         """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
-        self._idle[graph.rows, graph.capacity] = graph
+        self._idle[graph.rows, graph.capacity, graph.cache.dtype] = graph
         limit = _memory_for_idle_caches(graph.device)
         while len(self._idle) > _MAX_GRAPHS or sum(graph.cache.nbytes for graph in self._idle.values()) > limit:
             self._idle.popitem(last=False)

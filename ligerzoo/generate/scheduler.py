@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.options import invalid, is_integer, require
+from ligerzoo.generate.options import check_cache_dtype, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
@@ -53,6 +53,7 @@ class Scheduler:
     Args:
         model: a causal language model with self-attention only. Text inputs only.
         batch_size: largest number of requests that run at the same time. Others wait.
+        cache_dtype: dtype of the KV cache, see `generate`.
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
             those of `SamplingOptions`.
 
@@ -61,10 +62,13 @@ class Scheduler:
     """
 
     @torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
-    def __init__(self, model: nn.Module, *, batch_size: int, **defaults: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, batch_size: int, cache_dtype: torch.dtype | None = None, **defaults: Any
+    ) -> None:
         require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
         self._model = cast(Any, model)
-        self._slots = Slots(model, batch_size)
+        check_cache_dtype(cache_dtype)
+        self._slots = Slots(model, batch_size, cache_dtype)
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
         self._device: torch.device = next(model.parameters()).device
         self._sampler = Sampler(batch_size, self._model.config.vocab_size, self._device)

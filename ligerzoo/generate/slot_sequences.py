@@ -20,7 +20,7 @@ class SlotSequences(Sequences):
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
         self._on_device = torch.cuda.device(self.device if self.device.type == "cuda" else -1)
-        slots = Slots(model, self.rows)
+        slots = Slots(model, self.rows, self._cache_dtype)
         self._slots = slots if slots.max_length is None or self._limit <= slots.max_length else None
 
     def __enter__(self) -> SlotSequences:

@@ -34,6 +34,7 @@ class Slots:
     Args:
         model: the model. Runs uncompiled after `model.compile()`.
         rows: R.
+        cache_dtype: of the KV cache, see `ligerzoo.layers.KVCache`.
 
     Attributes:
         rows: R.
@@ -43,9 +44,9 @@ class Slots:
         LigerzooError: see `has_static_decoding`.
     """
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
+    def __init__(self, model: nn.Module, rows: int, cache_dtype: torch.dtype | None = None) -> None:
         self.rows, self.max_length = rows, max_length(model)
-        self._module = model
+        self._module, self._cache_dtype = model, cache_dtype
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Callable[..., Any] = model._call_impl
         self._graphs = decode_graphs(model) if can_capture(model) else None
@@ -228,9 +229,9 @@ class Slots:
             self._batch = None
         old, lengths = self._batch, self._lengths
         if self._graphs is None:
-            self._batch = new = DecodeBatch(self._module, rows, capacity)
+            self._batch = new = DecodeBatch(self._module, rows, capacity, self._cache_dtype)
         else:
-            self._batch = new = self._graphs.take(self._module, rows, capacity)
+            self._batch = new = self._graphs.take(self._module, rows, capacity, self._cache_dtype)
         kept = sorted(self._index.values())
         if old is not None:
             new.cache.copy_rows_from(old.cache, upload(kept, old.device), rows)
