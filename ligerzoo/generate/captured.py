@@ -1,8 +1,8 @@
 """Decode steps that run as captured CUDA graphs: the host launches one graph per token instead of hundreds of kernels.
 
-A graph serves one batch size, and one capacity and dtype of the KV cache. It is captured when a batch decodes its third token,
-stays with the model, and serves all later calls of the same shape. It reads the weights where they are, so training
-between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
+A graph serves one batch size, and one capacity and dtype of the KV cache. It is captured when a batch decodes its third
+token, stays with the model, and serves all later calls of the same shape. It reads the weights where they are, so
+training between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_gpus_without_the_conversion_use_the_reference(device: str, monkeypatch:
     case = {name: values[-1] for name, values in OPTIONS.items()}
     tensors = inputs(case, device)
     write_to_cache(*tensors)
-    with pytest.raises(ValueError, match='backend="triton" with tensors torch.float8_e4m3fn'):
+    with pytest.raises(ValueError, match=r'backend="triton" with tensors torch.float8_e4m3fn'):
         write_to_cache(*tensors, backend="triton")
 
 
