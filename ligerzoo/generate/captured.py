@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
-from ligerzoo.layers import Experts
-from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers import Experts, Linear, LMHead
+from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
+from ligerzoo.layers.quantized import is_quantized, stored_tensors
 
 if TYPE_CHECKING:
     from ligerzoo.generate.slot_sequences import SlotSequences
@@ -96,7 +97,8 @@ class DecodeGraphs:
 
     def take(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None) -> DecodeGraph:
         """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
-        weights = tuple((weight.data_ptr(), weight.shape, weight.dtype) for weight in model.parameters())
+        tensors = (tensor for weight in model.parameters() for tensor in stored_tensors(weight))
+        weights = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
         if weights != self._weights:
             self._idle.clear()
             self._weights = weights
@@ -166,8 +168,8 @@ def can_capture(model: nn.Module) -> bool:
     """Whether a decode step of the model can run as a captured graph.
 
     It can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
-    wrappers and tensor subclasses, its experts run in Triton, it has text inputs only, see `has_static_decoding`, and
-    neither autocast nor a compiler is active.
+    wrappers and tensor subclasses except linear layers with weights that torchao has quantized, its experts run in
+    Triton, it has text inputs only, see `has_static_decoding`, and neither autocast nor a compiler is active.
     """
     device = getattr(model, "device", None)
     return (
@@ -179,7 +181,7 @@ def can_capture(model: nn.Module) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
         and all(map(_is_known, model.modules()))
-        and all(type(weight) is nn.Parameter and weight.device == device for weight in model.parameters())
+        and all(weight.device == device for weight in model.parameters())
         and has_static_decoding(model)
     )
 
@@ -188,4 +190,12 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
         return False  # plain torch needs a host sync to group the tokens by expert
     is_random = module.training and getattr(module, "jitter_noise", None)
-    return is_plain(module, type(module)) and type(module).__module__.split(".")[0] in _PACKAGES and not is_random
+    weight, *others = module._parameters.values() or [None]
+    may_be_quantized = type(module) in (nn.Linear, Linear, LMHead) and is_quantized(weight)
+    return (
+        is_unmodified(module, type(module))
+        and is_plain_tensor(*others)
+        and (is_plain_tensor(weight) or may_be_quantized)
+        and type(module).__module__.split(".")[0] in _PACKAGES
+        and not is_random
+    )

@@ -445,7 +445,7 @@ class KVCache:
         layers: one per layer, of any classes. `Decoder.new_cache` chooses them by layer.
         dtype: float8_e4m3fn stores keys and values in half the memory of bf16. They are rounded to it, without scales,
             as they are written; beyond +-448 they become +-448. Each token attends to the rounded ones, its own
-            included, so results do not depend on how a prompt is divided into calls. None stores them as they are.
+            included, so results do not depend on how a prompt is divided into calls. None stores them unchanged.
 
     Attributes:
         dtype: as given.
