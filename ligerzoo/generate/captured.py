@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -190,12 +190,12 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
         return False  # plain torch needs a host sync to group the tokens by expert
     is_random = module.training and getattr(module, "jitter_noise", None)
-    weight, *others = module._parameters.values() or [None]
-    may_be_quantized = type(module) in (nn.Linear, Linear, LMHead) and is_quantized(weight)
+    weights: Iterable[Tensor | None] = module._parameters.values()
+    if type(module) in (nn.Linear, Linear, LMHead):
+        weights = [weight for weight in weights if not is_quantized(weight)]
     return (
         is_unmodified(module, type(module))
-        and is_plain_tensor(*others)
-        and (is_plain_tensor(weight) or may_be_quantized)
+        and is_plain_tensor(*weights)
         and type(module).__module__.split(".")[0] in _PACKAGES
         and not is_random
     )

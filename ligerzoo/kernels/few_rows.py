@@ -255,7 +255,7 @@ def project_few_rows(
     missing = [None] * (_MAX_WEIGHTS - len(weights))
     factors = [None] * len(weights) if scales is None else scales
     parameters = *weights, *missing, *biases, *missing, *factors, *missing
-    out = _few_rows(as_rows(x), *parameters, None)  # type: ignore[arg-type, call-arg]
+    out = _few_rows(as_rows(x), *parameters, None)  # type: ignore[call-arg]
     return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
 
 

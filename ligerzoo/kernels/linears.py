@@ -104,13 +104,10 @@ def linears(
             for weight, *vectors in zip(weights, biases, factors, strict=True)
         )
     if not shapes_match:
-        shapes = [
-            [None if vector is None else tuple(vector.shape) for vector in vectors] for vectors in (biases, factors)
-        ]
         raise ValueError(
-            f"linears: x is {tuple(x.shape)}, weights {[tuple(weight.shape) for weight in weights]}, biases {shapes[0]} "
-            f"and scales {shapes[1]}; expected shapes (..., H), (O_i, H) and (O_i,) or None, as many biases and scales "
-            "as weights"
+            f"linears: x is {tuple(x.shape)}, weights {_shapes(weights)}, biases {_shapes(biases)} and scales "
+            f"{_shapes(factors)}; expected shapes (..., H), (O_i, H) and (O_i,) or None, as many biases and scales as "
+            "weights"
         )
     if uses_few_rows(x, weights, biases, backend, scales):
         return project_few_rows(x, weights, biases, scales)
@@ -118,3 +115,7 @@ def linears(
         return reference(x, weights, biases, scales)
     x, *parameters = autocast(x, *weights, *biases)
     return _Linears.apply(x, len(weights), *parameters)
+
+
+def _shapes(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
+    return [None if tensor is None else tuple(tensor.shape) for tensor in tensors]

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CLASSES = frozenset(
-    {"Int8Tensor", "Float8Tensor", "Int4Tensor", "Int4PreshuffledTensor", "Int4TilePackedTo4dTensor"}
-)  # whose products are kernels of constant shapes, without host syncs
+from ligerzoo.kernels.fp8 import FP8
+
+# Their products launch kernels with constant shapes, without host syncs.
+_CLASSES = frozenset({"Int8Tensor", "Float8Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor"})
 
 
 class Int8Weight(NamedTuple):
@@ -31,7 +32,8 @@ def is_quantized(weight: Tensor | None) -> bool:
     """
     kind = type(weight)
     is_known = kind.__module__.startswith("torchao.quantization") and kind.__name__ in _CLASSES
-    return is_known and getattr(weight, "act_quant_kwargs", None) is None
+    activation_dtype = getattr(weight, "activation_dtype", None)
+    return is_known and getattr(weight, "act_quant_kwargs", None) is None and activation_dtype != FP8
 
 
 def stored_tensors(weight: Tensor) -> list[Tensor]:
@@ -49,4 +51,4 @@ def as_int8(weight: Tensor) -> Int8Weight | None:
     data, scale = (getattr(weight, name) for name in ("qdata", "scale"))
     has_rows = data.ndim == 2 and scale.numel() == len(data) and scale.dtype == torch.float32
     has_factors = getattr(weight, "act_pre_scale", None) is not None
-    return Int8Weight(data, scale.view(-1)) if has_rows and not has_factors else None
+    return Int8Weight(data, scale.reshape(-1)) if has_rows and not has_factors else None
