@@ -52,6 +52,7 @@ class OnGPU:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(CausalLM, "device", OnGPU())
+        monkeypatch.setattr(captured, "uses_triton", lambda tensor, backend: True)
 
 
 @pytest.fixture
