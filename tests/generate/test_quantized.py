@@ -1,6 +1,5 @@
-"""Models that torchao has quantized decode through captured graphs; the kernels for few rows read int8 weights."""
+"""Models that torchao has quantized decode through captured graphs."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +25,11 @@ from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
 from ligerzoo.generate.decode_batch import DecodeBatch
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.integrations.torchao import is_linear
-from ligerzoo.kernels import few_rows
 from ligerzoo.layers.quantized import as_int8, is_quantized, stored_tensors
 from ligerzoo.models import CausalLM
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import build
-from tests.kernels.machine import HALF_DTYPE, ON_GPU, needs_triton
+from tests.kernels.machine import ON_GPU
 
 CONFIGS: dict[str, Callable[[], Any]] = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
 every_config = pytest.mark.parametrize("config", CONFIGS)
@@ -72,8 +70,8 @@ def generate(monkeypatch: pytest.MonkeyPatch, device: str) -> Callable[..., Tens
     return run
 
 
-def quantized(device: str, config: Any, name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    model = build(name, device).to(dtype)
+def quantized(device: str, config: Any, name: str = "llama") -> Any:
+    model = build(name, device).float()
     quantize_(model, config, filter_fn=is_linear)
     return model
 
@@ -179,32 +177,3 @@ def test_which_weights_are_read_as_int8() -> None:
     ]  # fmt: skip
     assert [as_int8(weight(config)) for config in others] == [None] * 4
     assert as_int8(nn.Parameter(torch.ones(16, 32))) is None
-
-
-@needs_triton
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_decode_steps_read_int8_weights_in_the_kernels(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = quantized(device, Int8WeightOnlyConfig(), name, HALF_DTYPE)
-    plain = copy.deepcopy(model).float()
-    for module in plain.modules():
-        if is_linear(module, ""):
-            module.weight = nn.Parameter(module.weight.dequantize().float())
-    calls: list[tuple[Any, ...]] = []
-    kernel = few_rows._few_rows
-    monkeypatch.setattr(few_rows, "_few_rows", lambda *arguments: calls.append(arguments) or kernel(*arguments))
-    ids = torch.randint(VOCAB, (2, 70), device=device)
-    with monkeypatch.context() as patch:
-        patch.setattr(few_rows, "MAX_ROWS", 0)
-        cache = model.new_cache()
-        model(ids, past_key_values=cache)  # prefill, by torchao
-        assert not calls
-        unfused = model(ids[:, :1], past_key_values=cache.clone()).logits
-    fused = model(ids[:, :1], past_key_values=cache).logits
-    exact = plain(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:]
-    error, torchao_error = ((logits.float() - exact).norm() for logits in (fused, unfused))
-    assert error <= 1.5 * torchao_error
-    # q, k and v; output; gate and up; down; in each of two layers; and the head
-    assert len(calls) == 9
-    assert all(arguments[1].dtype == torch.int8 and arguments[7].dtype == torch.float32 for arguments in calls)
-    assert sum(arguments[-1] is not None for arguments in calls) == 2  # the GLUs
