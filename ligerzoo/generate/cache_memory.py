@@ -13,12 +13,12 @@ from ligerzoo.layers import Attention
 _MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states of a prefill
 
 
-def default_cache_tokens(model: nn.Module) -> int | None:
+def default_cache_tokens(model: nn.Module, cache_dtype: torch.dtype | None = None) -> int | None:
     """Returns the number of tokens for which the model's GPU has memory now.
 
     None on a CPU, and for a model with no `Attention`, whose caches have an unknown size.
     """
-    device, bytes_per_token = next(model.parameters()).device, cache_bytes_per_token(model)
+    device, bytes_per_token = next(model.parameters()).device, cache_bytes_per_token(model, cache_dtype)
     if device.type != "cuda" or bytes_per_token == 0:
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -27,8 +27,9 @@ def default_cache_tokens(model: nn.Module) -> int | None:
     return int(_MEMORY_SHARE * free / bytes_per_token)
 
 
-def cache_bytes_per_token(model: nn.Module) -> int:
+def cache_bytes_per_token(model: nn.Module, cache_dtype: torch.dtype | None = None) -> int:
     """Returns the bytes of the keys and values of one token in all layers."""
     attentions: list[Any] = [module for module in model.modules() if isinstance(module, Attention)]
     features = sum(attention.k_proj.out_features + attention.v_proj.out_features for attention in attentions)
-    return int(features * next(model.parameters()).dtype.itemsize)
+    dtype = next(model.parameters()).dtype if cache_dtype is None else cache_dtype
+    return int(features * dtype.itemsize)

@@ -1,8 +1,8 @@
 """Decode steps that run as captured CUDA graphs: the host launches one graph per token instead of hundreds of kernels.
 
-A graph serves one batch size and one capacity of the KV cache. It is captured when a batch decodes its third token,
-stays with the model, and serves all later calls of the same shape. It reads the weights where they are, so training
-between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
+A graph serves one batch size, and one capacity and dtype of the KV cache. It is captured when a batch decodes its third
+token, stays with the model, and serves all later calls of the same shape. It reads the weights where they are, so
+training between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,8 +21,9 @@ from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
 from ligerzoo.kernels.sampling import SampledTokens
-from ligerzoo.layers import Experts
-from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers import Experts, Linear, LMHead
+from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
+from ligerzoo.layers.quantized import is_quantized, stored_tensors
 
 if TYPE_CHECKING:
     from ligerzoo.generate.slot_sequences import SlotSequences
@@ -37,8 +38,8 @@ T = TypeVar("T")
 class DecodeGraph(DecodeBatch):
     """A `DecodeBatch` whose step runs eagerly once, then as a captured graph, for each number of tokens."""
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity)
+    def __init__(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(model, rows, capacity, dtype)
         self._inputs: dict[int, Tensor] = {}  # by T, what a graph reads
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # with the logits
 
@@ -98,22 +99,23 @@ class DecodeGraphs:
     """The graphs of one model that no call is using, least recently used first."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
+        self._idle: OrderedDict[tuple[int, int, torch.dtype | None], DecodeGraph] = OrderedDict()
         self._weights: tuple[tuple[Any, ...], ...] = ()
 
-    def take(self, model: nn.Module, rows: int, capacity: int) -> DecodeGraph:
+    def take(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None) -> DecodeGraph:
         """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
-        weights = tuple((weight.data_ptr(), weight.shape, weight.dtype) for weight in model.parameters())
+        tensors = (tensor for weight in model.parameters() for tensor in stored_tensors(weight))
+        weights = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
         if weights != self._weights:
             self._idle.clear()
             self._weights = weights
-        graph = self._idle.pop((rows, capacity), None) or DecodeGraph(model, rows, capacity)
+        graph = self._idle.pop((rows, capacity, dtype), None) or DecodeGraph(model, rows, capacity, dtype)
         graph.cache.reset()
         return graph
 
     def give_back(self, graph: DecodeGraph) -> None:
         """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
-        self._idle[graph.rows, graph.capacity] = graph
+        self._idle[graph.rows, graph.capacity, graph.cache.dtype] = graph
         limit = _memory_for_idle_caches(graph.device)
         while len(self._idle) > _MAX_GRAPHS or self.nbytes > limit:
             self._idle.popitem(last=False)
@@ -195,8 +197,8 @@ def can_capture(model: nn.Module) -> bool:
     """Whether a decode step of the model can run as a captured graph.
 
     It can if the model and its weights are on one GPU, all its layers are those of ligerzoo and torch, without hooks,
-    wrappers and tensor subclasses, its experts run in Triton, it has text inputs only, see `has_static_decoding`, and
-    neither autocast nor a compiler is active.
+    wrappers and tensor subclasses except linear layers with weights that torchao has quantized, its experts run in
+    Triton, it has text inputs only, see `has_static_decoding`, and neither autocast nor a compiler is active.
     """
     device = getattr(model, "device", None)
     return (
@@ -208,7 +210,7 @@ def can_capture(model: nn.Module) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
         and all(map(_is_known, model.modules()))
-        and all(type(weight) is nn.Parameter and weight.device == device for weight in model.parameters())
+        and all(weight.device == device for weight in model.parameters())
         and has_static_decoding(model)
     )
 
@@ -217,4 +219,12 @@ def _is_known(module: nn.Module) -> bool:
     if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
         return False  # plain torch needs a host sync to group the tokens by expert
     is_random = module.training and getattr(module, "jitter_noise", None)
-    return is_plain(module, type(module)) and type(module).__module__.split(".")[0] in _PACKAGES and not is_random
+    weights: Iterable[Tensor | None] = module._parameters.values()
+    if type(module) in (nn.Linear, Linear, LMHead):
+        weights = [weight for weight in weights if not is_quantized(weight)]
+    return (
+        is_unmodified(module, type(module))
+        and is_plain_tensor(*weights)
+        and type(module).__module__.split(".")[0] in _PACKAGES
+        and not is_random
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers import Attention, RotaryEmbedding
+from ligerzoo.layers import Attention, KVCache, RotaryEmbedding
 
 
 class DecodeBatch:
@@ -20,6 +20,7 @@ class DecodeBatch:
         model: the model.
         rows: P.
         capacity: maximum number of tokens in each row.
+        dtype: of the KV cache, see `ligerzoo.layers.KVCache`.
 
     Attributes:
         rows, capacity: as given.
@@ -27,9 +28,10 @@ class DecodeBatch:
         device: device of the weights.
     """
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int) -> None:
+    def __init__(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None = None) -> None:
         self.rows, self.capacity = rows, capacity
-        self.cache = model.new_cache(capacity)  # type: ignore[operator]
+        options = {} if dtype is None else {"dtype": dtype}
+        self.cache: KVCache = model.new_cache(capacity, **options)  # type: ignore[operator]
         self.device: torch.device = next(model.parameters()).device
 
     @property

@@ -6,7 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.kernels.fp8 import FP8
 
 _WRAP = "Use the generate method of transformers: ligerzoo.integrations.transformers.wrap(model).generate(...)."
 _BEAMS = "Beam search is not implemented. " + _WRAP
@@ -36,6 +39,7 @@ REMEDIES = {
     "n": _COPIES,
     "best_of": _COPIES,
     "logprobs": _LOG_PROBS,
+    "kv_cache_dtype": f"Use cache_dtype={FP8}.",
     "return_dict": "Use return_dict_in_generate=True.",
     "skip_special_tokens": "Pass it to tokenizer.decode, or to TextStreamer.",
     # inputs of `forward` that `generate` computes
@@ -141,6 +145,11 @@ def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
     got = f"{num_return_sequences} without sampling, which gives equal sequences"
     is_useful = num_return_sequences == 1 or do_sample is not False
     require(is_useful, "num_return_sequences", got, "1", "Pass do_sample=True to sample different ones.")
+
+
+def check_cache_dtype(dtype: torch.dtype | None) -> None:
+    """Raises LigerzooError unless a KV cache can have the dtype."""
+    require(dtype in (None, FP8), "cache_dtype", repr(dtype), f"{FP8}, or None for the dtype of the keys and values")
 
 
 def invalid(name: str, got: object, expected: str, remedy: str | None = None) -> LigerzooError:

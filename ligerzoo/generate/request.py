@@ -19,6 +19,7 @@ from ligerzoo.generate.stopping import StopStrings, SupportsDecode, token_ids
 _REMEDIES = {
     **REMEDIES,
     "attention_mask": "Leave out the padding: each prompt is a list of tokens.",
+    "cache_dtype": "Pass it to Scheduler: all requests share a KV cache.",
     "input_ids": "Pass the prompts as the first argument.",
     "num_return_sequences": "Pass the prompt several times.",
     "pad_token_id": "Leave it out: results contain no padding.",

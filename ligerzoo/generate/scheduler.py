@@ -15,7 +15,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.cache_memory import default_cache_tokens
 from ligerzoo.generate.captured import CapturedCall
 from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.options import invalid, is_integer, require
+from ligerzoo.generate.options import check_cache_dtype, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
@@ -82,6 +82,7 @@ class Scheduler:
             of the longest one. Requests wait until they fit. If running ones grow too long, the longest of them wait
             until others have finished, and are prefilled again. None: on a GPU, what fits into three quarters of the
             memory that is free now; on a CPU, no limit.
+        cache_dtype: dtype of the KV cache, see `generate`.
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
             those of `SamplingOptions`.
 
@@ -96,14 +97,23 @@ class Scheduler:
 
     @torch.inference_mode(False)  # even within inference_mode: what a model caches must remain usable for training
     def __init__(
-        self, model: nn.Module, *, batch_size: int, max_cache_tokens: int | None = None, **defaults: Any
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        max_cache_tokens: int | None = None,
+        cache_dtype: torch.dtype | None = None,
+        **defaults: Any,
     ) -> None:
         require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
         is_valid = max_cache_tokens is None or (is_integer(max_cache_tokens) and max_cache_tokens > 0)
         require(is_valid, "max_cache_tokens", repr(max_cache_tokens), "an integer, 1 or more, or None")
         self._model = cast(Any, model)
-        self.max_cache_tokens = default_cache_tokens(model) if max_cache_tokens is None else max_cache_tokens
-        self._slots = Slots(model, batch_size, self.max_cache_tokens)
+        check_cache_dtype(cache_dtype)
+        if max_cache_tokens is None:
+            max_cache_tokens = default_cache_tokens(model, cache_dtype)
+        self.max_cache_tokens = max_cache_tokens
+        self._slots = Slots(model, batch_size, max_cache_tokens, cache_dtype)
         limits = (self._slots.max_length, self.max_cache_tokens)
         self.max_length = min((limit for limit in limits if limit is not None), default=None)
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ligerzoo.generate.decode_batch import independent_length
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.options import require, require_bool
+from ligerzoo.generate.options import check_cache_dtype, require, require_bool
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.layers import KVCache
 
@@ -28,6 +28,7 @@ class Sequences:
         use_cache: whether to keep a KV cache.
         cache: KV cache of the caller, which holds the first tokens of the prompts and is extended in place; or None.
             In the end it holds all tokens but the newest, and `copies` rows per prompt. An exception empties it.
+        cache_dtype: of the KV cache, see `ligerzoo.layers.KVCache`. None for the default, or that of `cache`.
 
     Attributes:
         rows: R = B * copies.
@@ -37,8 +38,8 @@ class Sequences:
         prompts_mask: (R, L) bool, False for padding of `prompts`; None for no padding, and for embeddings.
 
     Raises:
-        LigerzooError: `use_cache` is not a bool or excludes `cache`, the capacity of `cache` is too small, or the model
-            lacks a method that these inputs need.
+        LigerzooError: `use_cache` is not a bool or excludes `cache` or `cache_dtype`, which exclude each other, the
+            capacity of `cache` is too small, or the model lacks a method that these inputs need.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Sequences:
         max_new_tokens: int,
         use_cache: bool,
         cache: KVCache | None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         require_bool("use_cache", use_cache)
         require(use_cache or cache is None, "use_cache", "False with past_key_values", "True")
+        _check_cache_dtype(model, cache_dtype, use_cache, cache)
         self._prompts, self._copies = prompts, copies
         if prompts.inputs.is_floating_point():
             _require_method(model, "get_input_embeddings", "inputs_embeds")
@@ -69,7 +72,8 @@ class Sequences:
         self._methods: Any = model
         self.placeholders = frozenset(getattr(model, "placeholders", ()))
         self._use_cache, self._given_cache = use_cache, cache
-        self._cache: Any = cache
+        self._cache_dtype = cache_dtype if cache is None else cache.dtype
+        self._cache: Any = self._empty_cache()
         self._padding_mask: Tensor | None = None
         if prompts.padding_mask is not None:
             self._padding_mask = prompts.padding_mask.repeat_interleave(copies, 0)
@@ -120,7 +124,7 @@ class Sequences:
             return self._forward(self._newest, {})[:, -1]
         if self._given_cache is not None:
             self._given_cache.reset()
-        self._cache = self._given_cache
+        self._cache = self._empty_cache()
         return self._forward(self._all_inputs(), self._all_model_inputs())[:, -1]
 
     def score(self, tokens: Tensor) -> Tensor:
@@ -220,6 +224,13 @@ class Sequences:
         logits: Tensor = output.logits[:, -kept:].float()
         return logits
 
+    def _empty_cache(self) -> KVCache | None:
+        """Returns the cache to start with; None for one that the model makes."""
+        if self._given_cache is not None or self._cache_dtype is None:
+            return self._given_cache
+        cache: KVCache = self._methods.new_cache(dtype=self._cache_dtype)
+        return cache
+
     def _all_inputs(self) -> Tensor:
         """Returns all tokens of all rows, or their embeddings if the prompts are embeddings."""
         inputs, new = self._prompts.inputs.repeat_interleave(self._copies, 0), self.continuations
@@ -255,6 +266,19 @@ def _check_capacity(cache: KVCache, tokens: int) -> None:
     remedy = "Pass model.new_cache() for a cache that grows."
     got = f"a cache of capacity {cache.capacity}"
     require(fits, "past_key_values", got, f"at least {tokens}, the prompt and all new tokens but the last", remedy)
+
+
+def _check_cache_dtype(
+    model: SupportsGenerate, dtype: torch.dtype | None, use_cache: bool, cache: KVCache | None
+) -> None:
+    """Raises LigerzooError unless the dtype of the KV cache is valid and not given otherwise."""
+    if dtype is None:
+        return
+    check_cache_dtype(dtype)
+    require(use_cache, "cache_dtype", f"{dtype} with use_cache=False", "use_cache=True")
+    remedy = f"Pass past_key_values=model.new_cache(dtype={dtype})."
+    require(cache is None, "cache_dtype", f"{dtype} with past_key_values", "one of the two", remedy)
+    _require_method(model, "new_cache", "cache_dtype")
 
 
 def _require_method(model: SupportsGenerate, method: str, option: str) -> None:

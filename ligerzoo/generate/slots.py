@@ -37,6 +37,7 @@ class Slots:
         max_cache_tokens: largest number of tokens for which there is memory, P times the tokens of each row. Caches
             that are kept for later calls count, and so does a second cache while sequences move to it. The caller must
             add and continue sequences only if they `fit`. None for no limit.
+        cache_dtype: of the KV cache, see `ligerzoo.layers.KVCache`.
 
     Attributes:
         rows, max_cache_tokens: as given.
@@ -46,9 +47,11 @@ class Slots:
         LigerzooError: see `has_static_decoding`.
     """
 
-    def __init__(self, model: nn.Module, rows: int, max_cache_tokens: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, rows: int, max_cache_tokens: int | None = None, cache_dtype: torch.dtype | None = None
+    ) -> None:
         self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model), max_cache_tokens
-        self._module = model
+        self._module, self._cache_dtype = model, cache_dtype
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Callable[..., Any] = model._call_impl
         self._graphs = decode_graphs(model) if can_capture(model) else None
@@ -267,9 +270,9 @@ class Slots:
             self._batch = None
         old, lengths = self._batch, self._lengths
         if self._graphs is None:
-            self._batch = new = DecodeBatch(self._module, rows, capacity)
+            self._batch = new = DecodeBatch(self._module, rows, capacity, self._cache_dtype)
         else:
-            self._batch = new = self._graphs.take(self._module, rows, capacity)
+            self._batch = new = self._graphs.take(self._module, rows, capacity, self._cache_dtype)
         is_freed = self._make_room(new, old)
         kept = sorted(self._index.values())
         if old is not None:

@@ -2,7 +2,8 @@
 
     key_cache[b, :, positions[b, t]] = keys[b, t],   and the same for the values
 
-In place, without a host sync: a captured CUDA graph writes to other positions in each replay. Not differentiable.
+In place, without a host sync: a captured CUDA graph writes to other positions in each replay. Not differentiable. A
+cache in fp8 gets the keys and values rounded, see `fp8`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, next_power_of_2, uses_triton
+from ligerzoo.kernels.fp8 import FP8, as_bytes, is_supported, saturated, to_storage
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import needs_dispatch
 
@@ -20,7 +22,7 @@ def reference(key_cache: Tensor, value_cache: Tensor, keys: Tensor, values: Tens
     """`write_to_cache` in plain torch: the specification, the CPU path and the test oracle."""
     row = torch.arange(len(keys), device=keys.device)[:, None]
     for cache, new in ((key_cache, keys), (value_cache, values)):
-        cache.transpose(1, 2)[row, positions] = new
+        as_bytes(cache).transpose(1, 2)[row, positions] = as_bytes(to_storage(new, cache.dtype))
 
 
 @jit
@@ -30,6 +32,8 @@ def _copy_heads(x_ptr, cache_ptr, x_head_stride, x_feature_stride, cache_head_st
     features = tl.arange(0, DIM)[None, :]
     mask = (heads < n_heads) & (features < head_dim)
     x = tl.load(x_ptr + heads * x_head_stride + features * x_feature_stride, mask=mask)
+    if cache_ptr.dtype.element_ty != x.dtype:
+        x = saturated(x).to(cache_ptr.dtype.element_ty)
     tl.store(cache_ptr + heads * cache_head_stride + features, x, mask=mask)
 
 
@@ -69,10 +73,11 @@ def write_to_cache(
     """Writes new keys and values to a KV cache, in place.
 
     Args:
-        key_cache: (B, K, S, D), adjacent features.
+        key_cache: (B, K, S, D), adjacent features, in the dtype of `keys` or float8_e4m3fn. The cast saturates. GPUs of
+            compute capability below 8.9 cast by the reference.
         value_cache: (B, K, S, D), adjacent features, in the dtype of `key_cache`.
-        keys: (B, T, K, D), any strides, in the dtype of `key_cache`.
-        values: (B, T, K, D), any strides.
+        keys: (B, T, K, D), any strides.
+        values: (B, T, K, D), any strides, in the dtype of `keys`.
         positions: (B, T) int64, from 0 to S - 1, adjacent tokens; not checked on a GPU.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
@@ -88,16 +93,19 @@ def write_to_cache(
         keys.shape == values.shape
         and key_cache.shape == value_cache.shape == (batch, heads, *capacity, head_dim)
         and positions.shape == (batch, tokens)
-        and len({tensor.dtype for tensor in tensors[:4]}) == 1
+        and key_cache.dtype == value_cache.dtype
+        and keys.dtype == values.dtype
+        and key_cache.dtype in (keys.dtype, FP8)
     )
     if not is_valid:
         raise ValueError(
             f"write_to_cache: caches are {tuple(key_cache.shape)} {key_cache.dtype} and {tuple(value_cache.shape)} "
             f"{value_cache.dtype}, keys {tuple(keys.shape)} {keys.dtype}, values {tuple(values.shape)} {values.dtype} "
-            f"and positions {tuple(positions.shape)}; expected (B, K, S, D) twice, (B, T, K, D) twice, in one dtype, "
-            "and (B, T)"
+            f"and positions {tuple(positions.shape)}; expected (B, K, S, D) twice, (B, T, K, D) twice, in one dtype or "
+            "with caches in float8_e4m3fn, and (B, T)"
         )
-    if not uses_triton(*tensors[:4], backend=backend) or needs_dispatch(*tensors):
+    is_read = key_cache.dtype == FP8 and is_supported(key_cache)
+    if not uses_triton(*tensors[2 if is_read else 0 : 4], backend=backend) or needs_dispatch(*tensors):
         reference(*tensors)
         return
     cache_strides = [stride for cache in (key_cache, value_cache) for stride in cache.stride()[:3]]

@@ -8,6 +8,8 @@ its sum of exponentials; a second kernel combines the parts, sixteen at a time. 
 on the device: a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible. The
 result does not depend on the capacity, to the bit.
 
+Keys and values in fp8 are converted to the dtype of the queries when they have been read, and computed with as such.
+
 Not differentiable: caches are for inference.
 """
 
@@ -25,6 +27,7 @@ from ligerzoo.kernels.dispatch import (
     next_power_of_2,
     uses_triton,
 )
+from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
@@ -48,8 +51,8 @@ def reference(
     """`decode_attention` in plain torch: the specification, the CPU path and the test oracle."""
     wide = accumulation_dtype(q.dtype)
     n_groups = q.shape[1] // keys.shape[1]
-    keys, values = (x.repeat_interleave(n_groups, dim=1) for x in (keys, values))
-    scores = (q[:, :, None].to(wide) @ keys.to(wide).mT)[:, :, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
+    keys, values = (x.to(wide).repeat_interleave(n_groups, dim=1) for x in (keys, values))
+    scores = (q[:, :, None].to(wide) @ keys.mT)[:, :, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     index = torch.arange(keys.shape[2], device=q.device)
@@ -63,7 +66,7 @@ def reference(
     if fallback is not None:
         visible = visible | (index == fallback[:, None])
     probabilities = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
-    return (probabilities[:, :, None] @ values.to(wide))[:, :, 0].to(q.dtype)
+    return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
 
 
 @kernel
@@ -109,7 +112,7 @@ def _split_kernel(
         index = start + tl.arange(0, BLOCK)
         in_range = index < end
         k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None],
-                    mask=in_range[None, :] & in_head[:, None], other=0.0)  # fmt: skip
+                    mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)  # fmt: skip
         scores, _ = softcapped(tl.dot(q, k, input_precision=PRECISION), scale, softcap)
         visible = in_range
         if padding_ptr is not None:
@@ -122,7 +125,7 @@ def _split_kernel(
         decay = tl.exp(maximum - pivot)
         total = total * decay + tl.sum(probabilities, axis=1)
         v = tl.load(v_row + index[:, None] * v_key_stride + features[None, :],
-                    mask=in_range[:, None] & in_head[None, :], other=0.0)  # fmt: skip
+                    mask=in_range[:, None] & in_head[None, :], other=0.0).to(q.dtype)  # fmt: skip
         sums = sums * decay[:, None] + tl.dot(probabilities.to(v.dtype), v, input_precision=PRECISION)
         maximum = new_maximum
 
@@ -180,7 +183,7 @@ def _forward(
     n_kv_heads, capacity = keys.shape[1:3]
     group = n_heads // n_kv_heads
     dim_tile = max(16, next_power_of_2(head_dim))
-    block = max(16, min(64, _BLOCK_BYTES // (dim_tile * keys.element_size())))
+    block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
     blocks = _blocks_per_part(multiprocessors(q), batch * n_kv_heads)
     n_splits = cdiv(capacity, blocks * block)
     parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, head_dim, dtype=torch.float32)
@@ -223,8 +226,9 @@ def decode_attention(
 
     Args:
         q: (B, N, D) queries, adjacent features.
-        keys: (B, K, S, D), adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
-        values: (B, K, S, D), adjacent features.
+        keys: (B, K, S, D), adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j. In
+            the dtype of `q` or float8_e4m3fn. GPUs of compute capability below 8.9 read a copy of the latter.
+        values: (B, K, S, D), adjacent features, in the dtype of `keys`.
         first: (B or 1,) int64, index of the first key that the query attends to; None, or a negative one, for 0.
         last: (B or 1,) int64, index of the last one, at least `first` and less than S; None for S - 1.
         padding_mask: (B or 1, S) bool, False for padding, which the query does not attend to; None for no padding.
@@ -257,7 +261,10 @@ def decode_attention(
             f"decode_attention: q is {tuple(q.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)}; "
             "expected shapes (B, N, D), (B, K, S, D) and (B, K, S, D), N a multiple of K"
         )
-    if not uses_triton(q, keys, values, backend=backend):
+    is_read = keys.dtype == values.dtype == FP8 and is_supported(keys)
+    if not is_read:
+        keys, values = from_storage(keys, q.dtype), from_storage(values, q.dtype)
+    if not uses_triton(*((q,) if is_read else (q, keys, values)), backend=backend):
         return reference(q, keys, values, first, last, padding_mask, fallback, scale, softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():

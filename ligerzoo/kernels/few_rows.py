@@ -7,6 +7,9 @@ With few rows the time is that of reading the weights. A single row is multiplie
 64 rows are the right operand of a matrix product, transposed, whose left operand, the weight, streams through shared
 memory. torch's own products compute everything else: more rows, inputs that need gradients, other dtypes than bf16 and
 fp16, and several rows with so few outputs that cuBLAS, which splits the sums among multiprocessors, is faster.
+
+Weights may be int8 with a scale for each row, W = scale * integers. They are converted in registers, which is exact,
+and the scale multiplies the sums: half the bytes are read.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, activate, check_activation
 from ligerzoo.kernels.autograd import under_transform
-from ligerzoo.kernels.checks import check_floats, check_optional_floats
-from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, next_power_of_2, uses_triton
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.glu import glu
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
@@ -49,7 +52,7 @@ class Tiling(NamedTuple):
 
 @jit
 def _weight_of_program(program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
-                       bias_distance_1, bias_distance_2):  # fmt: skip
+                       bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2):  # fmt: skip
     """Which of three weights a program computes: its first program, size, offset in the output, and distances."""
     is_0, is_1 = program < tiles_0, program < tiles_0 + tiles_1
     first = tl.where(is_0, 0, tl.where(is_1, tiles_0, tiles_0 + tiles_1))
@@ -57,22 +60,34 @@ def _weight_of_program(program, tiles_0, tiles_1, size_0, size_1, size_2, distan
     offset = tl.where(is_0, 0, tl.where(is_1, size_0, size_0 + size_1))
     distance = tl.where(is_0, 0, tl.where(is_1, distance_1, distance_2))
     bias_distance = tl.where(is_0, 0, tl.where(is_1, bias_distance_1, bias_distance_2))
-    return first, size, offset, distance, bias_distance
+    scale_distance = tl.where(is_0, 0, tl.where(is_1, scale_distance_1, scale_distance_2))
+    return first, size, offset, distance, bias_distance, scale_distance
+
+
+@jit
+def _scale_and_shift(sums, scale_ptr, bias_ptr, scale_distance, bias_distance, outputs, mask):
+    """The sums of these outputs, times their scales, plus their biases."""
+    if scale_ptr is not None:
+        sums *= tl.load(scale_ptr + scale_distance + outputs, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + bias_distance + outputs, mask=mask, other=0.0).to(tl.float32)
+    return sums
 
 
 @kernel
 def _row_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, n_features, tiles_0, tiles_1, size_0, size_1, size_2,
-    distance_1, distance_2, bias_distance_1, bias_distance_2,
+    x_ptr, w_ptr, bias_ptr, scale_ptr, out_ptr, n_features, tiles_0, tiles_1, size_0, size_1, size_2,
+    distance_1, distance_2, bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if ACTIVATION is None:
-        first, size, offset, distance, bias_distance = _weight_of_program(
-            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2, bias_distance_1, bias_distance_2
+        first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
+            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
+            bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
         )  # fmt: skip
     else:
-        first, size, offset, distance, bias_distance = 0, size_0, 0, 0, 0
+        first, size, offset, distance, bias_distance, scale_distance = 0, size_0, 0, 0, 0, 0
     outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
     in_size = outputs < size
@@ -91,12 +106,10 @@ def _row_kernel(
         if ACTIVATION is not None:
             up_sums += x[None, :] * tl.load(rows + start + distance_1, mask=mask, other=0.0).to(tl.float32)
     y = tl.sum(sums, axis=1)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + bias_distance + outputs, mask=in_size, other=0.0).to(tl.float32)
+    y = _scale_and_shift(y, scale_ptr, bias_ptr, scale_distance, bias_distance, outputs, in_size)
     if ACTIVATION is not None:
         up = tl.sum(up_sums, axis=1)
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + bias_distance_1 + outputs, mask=in_size, other=0.0).to(tl.float32)
+        up = _scale_and_shift(up, scale_ptr, bias_ptr, scale_distance_1, bias_distance_1, outputs, in_size)
         y, _ = activate(y, ACTIVATION, False)
         y = y * up
     tl.store(out_ptr + offset + outputs, y.to(out_ptr.dtype.element_ty), mask=in_size)
@@ -104,17 +117,19 @@ def _row_kernel(
 
 @kernel
 def _rows_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, n_rows, n_features, x_stride, n_out, tiles_0, tiles_1, size_0, size_1, size_2,
-    distance_1, distance_2, bias_distance_1, bias_distance_2,
+    x_ptr, w_ptr, bias_ptr, scale_ptr, out_ptr, n_rows, n_features, x_stride, n_out,
+    tiles_0, tiles_1, size_0, size_1, size_2,
+    distance_1, distance_2, bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if ACTIVATION is None:
-        first, size, offset, distance, bias_distance = _weight_of_program(
-            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2, bias_distance_1, bias_distance_2
+        first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
+            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
+            bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
         )  # fmt: skip
     else:
-        first, size, offset, distance, bias_distance = 0, size_0, 0, 0, 0
+        first, size, offset, distance, bias_distance, scale_distance = 0, size_0, 0, 0, 0, 0
     outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, ROWS)
@@ -129,15 +144,13 @@ def _rows_kernel(
             in_row = start + features < n_features
             x_mask, w_mask = x_mask & in_row[:, None], w_mask & in_row[None, :]
         x = tl.load(inputs + start, mask=x_mask, other=0.0)
-        sums = tl.dot(tl.load(weights + start, mask=w_mask, other=0.0), x, sums)
+        sums = tl.dot(tl.load(weights + start, mask=w_mask, other=0.0).to(x.dtype), x, sums)
         if ACTIVATION is not None:
-            up_sums = tl.dot(tl.load(weights + start + distance_1, mask=w_mask, other=0.0), x, up_sums)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + bias_distance + outputs, mask=in_size, other=0.0).to(tl.float32)[:, None]
+            up_sums = tl.dot(tl.load(weights + start + distance_1, mask=w_mask, other=0.0).to(x.dtype), x, up_sums)
+    column, in_column = outputs[:, None], in_size[:, None]
+    sums = _scale_and_shift(sums, scale_ptr, bias_ptr, scale_distance, bias_distance, column, in_column)
     if ACTIVATION is not None:
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + bias_distance_1 + outputs, mask=in_size, other=0.0).to(tl.float32)
-            up_sums += bias[:, None]
+        up_sums = _scale_and_shift(up_sums, scale_ptr, bias_ptr, scale_distance_1, bias_distance_1, column, in_column)
         active, _ = activate(sums, ACTIVATION, False)
         sums = active * up_sums
     out = out_ptr + rows[None, :] * n_out + offset + outputs[:, None]
@@ -166,7 +179,8 @@ def _distance(first: Tensor | None, other: Tensor | None) -> int:
 )
 def _few_rows(
     x: Tensor, weight_0: Tensor, weight_1: Tensor | None, weight_2: Tensor | None,
-    bias_0: Tensor | None, bias_1: Tensor | None, bias_2: Tensor | None, activation: Activation | None,
+    bias_0: Tensor | None, bias_1: Tensor | None, bias_2: Tensor | None,
+    scale_0: Tensor | None, scale_1: Tensor | None, scale_2: Tensor | None, activation: Activation | None,
 ) -> Tensor:  # fmt: skip
     """(R, K) -> (R, N_0 + N_1 + N_2); with an activation, (R, I) from the weights of the gate and the up projection."""
     (n_rows, n_features), is_glu = x.shape, activation is not None
@@ -177,15 +191,17 @@ def _few_rows(
     programs = tiles[0] if is_glu else sum(tiles)
     distances = [_distance(weight_0, weight) for weight in (weight_1, weight_2)]
     distances += [_distance(bias_0, bias) for bias in (bias_1, bias_2)]
+    distances += [_distance(scale_0, scale) for scale in (scale_1, scale_2)]
     is_even = n_features % features == 0
     if n_rows == 1:
         _row_kernel[programs](
-            x, weight_0, bias_0, out, n_features, *tiles[:2], *sizes, *distances,
+            x, weight_0, bias_0, scale_0, out, n_features, *tiles[:2], *sizes, *distances,
             activation, outputs, features, is_even, stages, num_warps=warps,
         )  # fmt: skip
     else:
         _rows_kernel[programs](
-            x, weight_0, bias_0, out, n_rows, n_features, x.stride(0), out.shape[1], *tiles[:2], *sizes, *distances,
+            x, weight_0, bias_0, scale_0, out, n_rows, n_features, x.stride(0), out.shape[1],
+            *tiles[:2], *sizes, *distances,
             activation, max(16, next_power_of_2(n_rows)), outputs, features, is_even,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -196,22 +212,31 @@ def _sizes(weights: Sequence[Tensor | None]) -> list[int]:
     return [0 if weight is None else len(weight) for weight in weights]
 
 
-def uses_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], backend: Backend) -> bool:
-    """Whether the kernels of this file compute products of x with these weights."""
+def uses_few_rows(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    backend: Backend,
+    scales: Sequence[Tensor] | None = None,
+) -> bool:
+    """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
     if backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
         return False
     if torch.is_autocast_enabled(x.device.type) or under_transform():
         return False
-    tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
+    floats = [x, *(bias for bias in biases if bias is not None)]
+    if scales is None:
+        floats += weights
+    parameters = [*weights, *(scales or ()), *floats[1:]]
     return (
         0 < x.numel() <= MAX_ROWS * x.shape[-1]
         and len(weights) <= _MAX_WEIGHTS
         and x.dtype in _DTYPES
-        and all(tensor.dtype == x.dtype for tensor in tensors)
-        and all(tensor.is_contiguous() for tensor in tensors[1:])
+        and all(tensor.dtype == x.dtype for tensor in floats)
+        and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
         and len({bias is None for bias in biases}) == 1
-        and uses_triton(*tensors, backend=backend)
-        and (backend == "triton" or _is_faster(x.numel() // x.shape[-1], [len(weight) for weight in weights]))
+        and uses_triton(*floats, backend=backend)
+        and (backend == "triton" or scales is not None or _is_faster(x.numel() // x.shape[-1], list(map(len, weights))))
     )
 
 
@@ -220,19 +245,52 @@ def _is_faster(n_rows: int, sizes: Sequence[int]) -> bool:
     return n_rows == 1 or len(sizes) > 1 or sizes[0] >= (4096 if n_rows <= 32 else 32768)
 
 
-def project_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def project_few_rows(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """`linears` in one kernel, for inputs that `uses_few_rows` accepts. The results are views of one tensor."""
     missing = [None] * (_MAX_WEIGHTS - len(weights))
-    out = _few_rows(as_rows(x), *weights, *missing, *biases, *missing, None)  # type: ignore[arg-type, call-arg]
+    factors = [None] * len(weights) if scales is None else scales
+    parameters = *weights, *missing, *biases, *missing, *factors, *missing
+    out = _few_rows(as_rows(x), *parameters, None)  # type: ignore[call-arg]
     return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
+
+
+def check_weight(name: str, argument: str, weight: object, scale: object) -> None:
+    """Raises unless a weight is a floating-point tensor, or an int8 one with a scale."""
+    if scale is None:
+        check_floats(name, **{argument: weight})
+        return
+    check_tensor(name, argument, weight, "integer")
+    check_floats(name, **{f"scale of {argument}": scale})
+    assert isinstance(weight, Tensor)
+    assert isinstance(scale, Tensor)
+    if (weight.dtype, scale.dtype) != (torch.int8, torch.float32):
+        raise ValueError(
+            f"{name}: {argument} has dtype {weight.dtype} and a scale of {scale.dtype}; expected torch.int8 with a "
+            "scale of torch.float32"
+        )
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in plain torch; with a scale, the weight is int8, and dequantized in fp32."""
+    if scale is None:
+        return F.linear(x, weight, bias)
+    wide = accumulation_dtype(x.dtype)
+    weight = weight.to(wide) * scale[:, None]
+    return F.linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
 
 
 def glu_reference(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None,
-    activation: Activation = "silu",
+    gate_scale: Tensor | None = None, up_scale: Tensor | None = None, activation: Activation = "silu",
 ) -> Tensor:  # fmt: skip
     """`linear_glu` in plain torch."""
-    return glu(F.linear(x, gate, gate_bias), F.linear(x, up, up_bias), activation=activation, backend="torch")
+    gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
+    return glu(*gate_and_up, activation=activation, backend="torch")
 
 
 def linear_glu(
@@ -241,6 +299,8 @@ def linear_glu(
     up: Tensor,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
+    gate_scale: Tensor | None = None,
+    up_scale: Tensor | None = None,
     *,
     activation: Activation = "silu",
     backend: Backend = "auto",
@@ -249,10 +309,12 @@ def linear_glu(
 
     Args:
         x: (..., K), up to 64 rows for the kernel.
-        gate: (I, K), like `torch.nn.Linear.weight`.
-        up: (I, K).
+        gate: (I, K), like `torch.nn.Linear.weight`; int8 with `gate_scale`.
+        up: (I, K); int8 with `up_scale`.
         gate_bias: (I,) or None.
         up_bias: (I,) or None, like `gate_bias`.
+        gate_scale: (I,) fp32, factors of the rows of `gate`; None for weights in floating point.
+        up_scale: (I,) fp32 or None, like `gate_scale`.
         activation: the activation a, see `activation_linear`.
         backend: "auto" (Triton where supported), "triton" (where supported) or "torch" (the reference).
 
@@ -263,18 +325,21 @@ def linear_glu(
         ValueError: the shapes do not match, or the activation is unknown.
     """
     check_activation(activation)
-    check_floats("linear_glu", x=x, gate=gate, up=up)
+    check_floats("linear_glu", x=x)
     check_optional_floats("linear_glu", gate_bias=gate_bias, up_bias=up_bias)
+    check_weight("linear_glu", "gate", gate, gate_scale)
+    check_weight("linear_glu", "up", up, up_scale)
     weights, biases = (gate, up), (gate_bias, up_bias)
-    fits = gate.shape == up.shape == (len(gate), x.shape[-1])
-    if not fits or any(bias is not None and bias.shape != gate.shape[:1] for bias in biases):
+    scales = None if gate_scale is None or up_scale is None else (gate_scale, up_scale)
+    fits = gate.shape == up.shape == (len(gate), x.shape[-1]) and (gate_scale is None) == (up_scale is None)
+    vectors = [None if vector is None else tuple(vector.shape) for vector in (*biases, gate_scale, up_scale)]
+    if not fits or any(shape not in (None, gate.shape[:1]) for shape in vectors):
         raise ValueError(
-            f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases "
-            f"{[None if bias is None else tuple(bias.shape) for bias in biases]}; expected (..., K), (I, K) twice, and "
-            "(I,) or None"
+            f"linear_glu: x is {tuple(x.shape)}, gate {tuple(gate.shape)}, up {tuple(up.shape)} and biases and scales "
+            f"{vectors}; expected (..., K), (I, K) twice, and (I,) or None, two scales or none"
         )
-    if not uses_few_rows(x, weights, biases, backend):
-        gate_and_up = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+    if not uses_few_rows(x, weights, biases, backend, scales):
+        gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
         return glu(*gate_and_up, activation=activation, backend=backend)
-    out = _few_rows(as_rows(x), gate, up, None, gate_bias, up_bias, None, activation)
+    out = _few_rows(as_rows(x), gate, up, None, gate_bias, up_bias, None, gate_scale, up_scale, None, activation)
     return out.view(*x.shape[:-1], -1)

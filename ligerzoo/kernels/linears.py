@@ -15,18 +15,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, uses_triton
-from ligerzoo.kernels.few_rows import project_few_rows, uses_few_rows
+from ligerzoo.kernels.few_rows import check_weight, product, project_few_rows, uses_few_rows
 
 
-def reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def reference(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """`linears` in plain torch: the specification, the CPU path and the test oracle."""
-    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    factors = [None] * len(weights) if scales is None else scales
+    return tuple(product(x, *parameters) for parameters in zip(weights, biases, factors, strict=True))
 
 
 class _Linears(FusedFunction):
@@ -62,6 +67,7 @@ def linears(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
+    scales: Sequence[Tensor] | None = None,
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, ...]:
@@ -71,8 +77,9 @@ def linears(
 
     Args:
         x: (..., H), any strides.
-        weights: (O_i, H) each, like `torch.nn.Linear.weight`.
+        weights: (O_i, H) each, like `torch.nn.Linear.weight`; int8 with `scales`.
         biases: (O_i,) each, or None for no bias. Default: no biases.
+        scales: (O_i,) fp32 each, factors of the rows of the weights; None for weights in floating point.
         backend: "auto" (the accumulating backward where Triton is supported, the kernel where it is faster), "triton"
             (always) or "torch" (the reference).
 
@@ -84,20 +91,31 @@ def linears(
     """
     biases = [None] * len(weights) if biases is None else biases
     present = [bias for bias in biases if bias is not None]
-    check_floats("linears", x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
-    shapes_match = len(weights) == len(biases) > 0 and all(
-        weight.ndim == 2 and weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])
-        for weight, bias in zip(weights, biases, strict=True)
-    )
+    factors = [None] * len(weights) if scales is None else scales
+    check_floats("linears", x=x)
+    shapes_match = len(weights) == len(biases) == len(factors) > 0
+    if shapes_match:
+        for i, (weight, scale) in enumerate(zip(weights, factors, strict=True)):
+            check_weight("linears", f"weights[{i}]", weight, scale)
+        shapes_match = all(
+            weight.ndim == 2
+            and weight.shape[1:] == x.shape[-1:]
+            and all(vector is None or vector.shape == weight.shape[:1] for vector in vectors)
+            for weight, *vectors in zip(weights, biases, factors, strict=True)
+        )
     if not shapes_match:
         raise ValueError(
-            f"linears: x is {tuple(x.shape)}, weights {[tuple(weight.shape) for weight in weights]} and biases "
-            f"{[None if bias is None else tuple(bias.shape) for bias in biases]}; expected shapes (..., H), (O_i, H) "
-            "and (O_i,) or None, as many biases as weights"
+            f"linears: x is {tuple(x.shape)}, weights {_shapes(weights)}, biases {_shapes(biases)} and scales "
+            f"{_shapes(factors)}; expected shapes (..., H), (O_i, H) and (O_i,) or None, as many biases and scales as "
+            "weights"
         )
-    if uses_few_rows(x, weights, biases, backend):
-        return project_few_rows(x, weights, biases)
-    if not (torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend)):
-        return reference(x, weights, biases)
+    if uses_few_rows(x, weights, biases, backend, scales):
+        return project_few_rows(x, weights, biases, scales)
+    if scales is not None or not (torch.is_grad_enabled() and uses_triton(x, *weights, *present, backend=backend)):
+        return reference(x, weights, biases, scales)
     x, *parameters = autocast(x, *weights, *biases)
     return _Linears.apply(x, len(weights), *parameters)
+
+
+def _shapes(tensors: Sequence[Tensor | None]) -> list[tuple[int, ...] | None]:
+    return [None if tensor is None else tuple(tensor.shape) for tensor in tensors]

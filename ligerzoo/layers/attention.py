@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ligerzoo.kernels import decode_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
+from ligerzoo.kernels.fp8 import from_storage
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear, check_features, project_jointly
@@ -98,7 +99,8 @@ def attend(
 
     Args:
         q: (B, T, N, D).
-        k: (B, S, K, D), K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
+        k: (B, S, K, D), K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j. Keys and values of a KV
+            cache may be in float8_e4m3fn.
         v: (B, S, K, D).
         mask: an `AttentionMask`, or (B or 1, 1, T, S): boolean (True: visible), or added to the scores. None requires
             T = S, or a single query (T = 1), which attends to all keys.
@@ -115,6 +117,7 @@ def attend(
     is_decoding = tokens == 1 and not (is_differentiable or transformed)
     if is_decoding and q.is_cuda and (mask is None or isinstance(mask, Mask)):
         return _attend_to_cache(q, k, v, mask, scale, softcap)
+    k, v = from_storage(k, q.dtype), from_storage(v, q.dtype)
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
     if isinstance(mask, AttentionMask) and not (on_cpu or is_short or transformed) and q.shape[-1] >= 16:
         return _flex_attention(q, k, v, mask, scale, softcap)
@@ -287,6 +290,7 @@ class Attention(nn.Module):
         options = self.scale, self.softcap, self.is_causal
         if context.attentions is None:
             return attend(q, k, v, mask, *options)
+        k, v = from_storage(k, q.dtype), from_storage(v, q.dtype)
         probabilities = attention_probabilities(q, k, _additive(mask, q.dtype), *options)
         context.attentions.append(probabilities)
         return apply_probabilities(probabilities, v)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import write_to_cache
+from ligerzoo.kernels.fp8 import FP8, as_bytes, to_storage
 
 DECODE_TOKENS = 32
 """Most tokens of a decode step, for which static caches return tensors of constant shape: one token and drafts."""
@@ -29,9 +30,11 @@ class LayerCache:
         offset: sequence index of the first key that `append` last returned.
         capacity: maximum number of tokens; None for no limit.
         has_unwritten: whether `append` also returned slots of future tokens, which attention must mask.
+        dtype: dtype in which keys and values are stored and returned; None for the one they have. `KVCache` sets it.
     """
 
     capacity: int | None = None
+    dtype: torch.dtype | None = None
     has_unwritten = False
 
     def __init__(self) -> None:
@@ -52,12 +55,13 @@ class LayerCache:
             values: (B, T, K, D).
 
         Returns:
-            Keys and values, (B, S, K, D) each.
+            Keys and values, (B, S, K, D) each, in `dtype`.
 
         Raises:
             ValueError: the batch size differs from the cache's, or the capacity is exceeded.
         """
         self._check_batch(keys)
+        keys, values = self._stored(keys), self._stored(values)
         start, self.length = self.length, self.length + keys.shape[1]
         self._keys, self._values = _append(self._keys, keys, start), _append(self._values, values, start)
         return _slice(self._keys, 0, self.length), _slice(self._values, 0, self.length)
@@ -74,7 +78,9 @@ class LayerCache:
             index: (rows,) int64.
         """
         if self._keys is not None and self._values is not None:
-            self._keys, self._values = (x.index_select(0, index.to(x.device)) for x in (self._keys, self._values))
+            self._keys, self._values = (
+                as_bytes(x).index_select(0, index.to(x.device)).view(x.dtype) for x in (self._keys, self._values)
+            )
 
     def remove_last(self, tokens: int) -> None:
         """Removes the last tokens, as speculative decoding does with rejected ones.
@@ -117,6 +123,10 @@ class LayerCache:
             clone._keys, clone._values = self._keys.clone(), self._values.clone()
         return clone
 
+    def _stored(self, x: Tensor) -> Tensor:
+        """Returns keys or values in the dtype of this cache."""
+        return x if self.dtype is None else to_storage(x, self.dtype)
+
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is not None and len(self._keys) != len(keys):
             raise ValueError(f"{type(self).__name__}: got keys of batch size {len(keys)}; expected {len(self._keys)}")
@@ -137,13 +147,14 @@ class RollingLayerCache(LayerCache):
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `LayerCache.append`. Returns the new tokens and up to `window - 1` tokens before them."""
         self._check_batch(keys)
+        keys, values = self._stored(keys), self._stored(values)
         kept = min(self._held, self.window - 1)
         start, end = self._held - kept, self._held + keys.shape[1]
         self.offset, self.length = self.length - kept, self.length + keys.shape[1]
         if self._keys is None or self._values is None or end > self._keys.shape[2]:
             if self._keys is not None and self._values is not None:
-                keys = torch.cat([_slice(self._keys, start, self._held), keys], 1)
-                values = torch.cat([_slice(self._values, start, self._held), values], 1)
+                keys = _cat(_slice(self._keys, start, self._held), keys)
+                values = _cat(_slice(self._values, start, self._held), values)
             self._held = min(keys.shape[1], self.window - 1)
             self._keys, self._values = (_new_buffer(x, self._held, 2 * self.window) for x in (keys, values))
             return keys, values
@@ -302,7 +313,7 @@ class StaticLayerCache(LayerCache):
         """
         if self._keys is None or self._values is None:  # zeros: attention multiplies masked values by 0
             self._keys, self._values = (
-                x.new_zeros(rows, x.shape[-2], self.capacity, x.shape[-1]) for x in (keys, values)
+                x.new_zeros(rows, x.shape[-2], self.capacity, x.shape[-1], dtype=self.dtype) for x in (keys, values)
             )
         return self._keys, self._values
 
@@ -331,12 +342,13 @@ class StaticLayerCache(LayerCache):
             sources = other._keys, other._values
             buffers = self.allocate(rows, *(source.transpose(1, 2) for source in sources))
             for buffer, source in zip(buffers, sources, strict=True):
-                buffer[: len(index), :, :tokens] = source[index, :, :tokens]
+                as_bytes(buffer)[: len(index), :, :tokens] = as_bytes(source)[index, :, :tokens]
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""
         for buffer in (self._keys, self._values):
             if buffer is not None:
+                buffer = as_bytes(buffer)
                 buffer[targets, :, :tokens] = buffer[sources, :, :tokens]
 
 
@@ -360,11 +372,14 @@ class PrefillLayerCache(LayerCache):
         """See `LayerCache.append`."""
         buffers = self._cache.allocate(self._rows, keys, values)
         start, self.length = self.length, self.length + keys.shape[1]
+        keys, values = self._stored(keys), self._stored(values)
         for buffer, new in zip(buffers, (keys, values), strict=True):
-            buffer[self._index, :, start : self.length] = new.transpose(1, 2)
+            as_bytes(buffer)[self._index, :, start : self.length] = as_bytes(new).transpose(1, 2)
         if start == 0:
             return keys, values
-        keys, values = (buffer[self._index, :, : self.length].transpose(1, 2) for buffer in buffers)
+        keys, values = (
+            as_bytes(buffer)[self._index, :, : self.length].transpose(1, 2).view(buffer.dtype) for buffer in buffers
+        )
         return keys, values
 
     @property
@@ -412,9 +427,21 @@ def _new_buffer(x: Tensor, count: int, capacity: int) -> Tensor:
     return buffer
 
 
+def _cat(old: Tensor, new: Tensor) -> Tensor:
+    """Concatenates tokens, (B, T, K, D) each, of one dtype."""
+    return torch.cat([as_bytes(old), as_bytes(new)], 1).view(new.dtype)
+
+
 def _slice(buffer: Tensor, start: int, end: int) -> Tensor:
     """(B, K, capacity, D) -> (B, end - start, K, D)."""
     return buffer[:, :, start:end].transpose(1, 2)
+
+
+def check_cache_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype of a KV cache; raises ValueError unless it is None or float8_e4m3fn."""
+    if dtype not in (None, FP8):
+        raise ValueError(f"KV cache: dtype={dtype!r}; expected {FP8}, or None for the dtype of the keys and values")
+    return dtype
 
 
 class KVCache:
@@ -422,16 +449,24 @@ class KVCache:
 
     Args:
         layers: one per layer, of any classes. `Decoder.new_cache` chooses them by layer.
+        dtype: float8_e4m3fn stores keys and values in half the memory of bf16. They are rounded to it, without scales,
+            as they are written; beyond +-448 they become +-448. Each token attends to the rounded ones, its own
+            included, so results do not depend on how a prompt is divided into calls. None stores them unchanged.
 
     Attributes:
+        dtype: as given.
         max_valid_length: sequence length up to which cached keys stay valid, since longer sequences use other rotary
             frequencies (LongRoPE); None for no limit.
         position_offset: (B or 1, 1) int64, position ids of future tokens minus their sequence indices (M-RoPE, where
             images span fewer positions than tokens); None for 0.
         last_image_mask: (B, 1, images, tiles) bool, the cross-attention mask of the last token; None for all images.
+
+    Raises:
+        ValueError: another dtype.
     """
 
-    def __init__(self, layers: Iterable[LayerCache]) -> None:
+    def __init__(self, layers: Iterable[LayerCache], dtype: torch.dtype | None = None) -> None:
+        self.dtype = check_cache_dtype(dtype)
         self.max_valid_length: int | None = None
         self.position_offset: Tensor | None = None
         self.last_image_mask: Tensor | None = None
@@ -442,6 +477,8 @@ class KVCache:
         self._self_attention = [layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)]
         self._cross_attention = [layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)]
         self._static = [layer for layer in self.layers if isinstance(layer, StaticLayerCache)]
+        for layer in self.layers:
+            layer.dtype = self.dtype
         for layer in self._static:
             layer.position = self._static[0].position
 
@@ -489,7 +526,7 @@ class KVCache:
             index: (n,) int64, the rows.
             rows: B.
         """
-        return KVCache(PrefillLayerCache(layer, index, rows) for layer in self._static)
+        return KVCache((PrefillLayerCache(layer, index, rows) for layer in self._static), self.dtype)
 
     def copy_rows_from(self, other: KVCache, index: Tensor, rows: int, *, frees: bool = False) -> None:
         """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.
@@ -528,7 +565,7 @@ class KVCache:
             kept = columns[columns >= other_layer.first] - other_layer.first
             new = other_layer.read()
             for buffer, x in zip(layer.allocate(rows, *new), new, strict=True):
-                tokens = x[source].index_select(0, kept.to(x.device))
+                tokens = as_bytes(x[source]).index_select(0, kept.to(x.device)).view(x.dtype)
                 buffer[target, :, len(columns) - len(kept) : len(columns)] = tokens.transpose(0, 1)
 
     def append_tokens_to(self, other: KVCache, rows: Tensor, positions: Tensor) -> None:
@@ -541,7 +578,10 @@ class KVCache:
         """
         for layer, other_layer in zip(self._static, other.layers, strict=True):
             if layer.length > 0 and layer._keys is not None and layer._values is not None:
-                keys, values = (x.transpose(1, 2)[rows[:, None], positions] for x in (layer._keys, layer._values))
+                keys, values = (
+                    as_bytes(x).transpose(1, 2)[rows[:, None], positions].view(x.dtype)
+                    for x in (layer._keys, layer._values)
+                )
                 other_layer.append(keys, values)
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
             context.hidden_states[-1] = x
         return x
 
-    def new_cache(self, capacity: int | None = None) -> KVCache:
+    def new_cache(self, capacity: int | None = None, dtype: torch.dtype | None = None) -> KVCache:
         """Returns an empty KV cache, with the cache that each layer's `new_cache` returns.
 
         A layer without `new_cache` gets a cache of all tokens.
@@ -72,9 +72,13 @@ class Decoder(nn.Module):
         Args:
             capacity: maximum number of tokens. None: caches grow, and those of sliding-window layers keep their window
                 only. Caches of cross-attention always grow.
+            dtype: float8_e4m3fn for half the memory of bf16, see `KVCache`; None for the dtype of keys and values.
+
+        Raises:
+            ValueError: another dtype.
         """
         # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
-        cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers])
+        cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers], dtype)
         cache.max_valid_length = self.max_valid_cache_length
         return cache
 

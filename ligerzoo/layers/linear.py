@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linears
 from ligerzoo.kernels.dispatch import Backend
-from ligerzoo.layers.plain import is_plain, is_plain_tensor
+from ligerzoo.kernels.few_rows import uses_few_rows
+from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
+from ligerzoo.layers.quantized import as_int8
 
 INIT_STD = 0.02
 """Default standard deviation with which layers initialize their matrices."""
@@ -25,9 +30,50 @@ def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; by a fused kernel for few rows without gradients (`kernels.linears`)."""
-    if torch.is_grad_enabled() or not is_plain_tensor(weight, bias):
-        return F.linear(x, weight, bias)
-    return linears(x, [weight], [bias])[0]
+    if not torch.is_grad_enabled():
+        if is_plain_tensor(weight, bias):
+            return linears(x, [weight], [bias])[0]
+        if (int8 := _int8_parameters(x, [weight], [bias], "auto")) is not None:
+            return linears(x, *int8)[0]
+    return F.linear(x, weight, bias)
+
+
+class LinearParameters(NamedTuple):
+    """Parameters of linear layers of one input, for a fused kernel.
+
+    Attributes:
+        weights: (O_i, H) each.
+        biases: (O_i,) or None each.
+        scales: (O_i,) each, of int8 weights; None for weights in floating point.
+    """
+
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    scales: list[Tensor] | None
+
+
+def fusible_parameters(x: Tensor, *layers: nn.Module, backend: Backend) -> LinearParameters | None:
+    """Returns what `kernels.linears` and `kernels.linear_glu` need to compute several linear layers of x.
+
+    None if the layers must compute it themselves: one has hooks or a wrapper, or weights that no kernel reads. Weights
+    that torchao has quantized to int8 are read where the kernel for few rows runs.
+    """
+    if not all(is_unmodified(layer, Linear, nn.Linear) for layer in layers):
+        return None
+    weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
+    if is_plain_tensor(*weights, *biases):
+        return LinearParameters(weights, biases, None)
+    return _int8_parameters(x, weights, biases, backend)
+
+
+def _int8_parameters(
+    x: Tensor, weights: Sequence[Tensor], biases: list[Tensor | None], backend: Backend
+) -> LinearParameters | None:
+    int8 = [parts for weight in weights if (parts := as_int8(weight)) is not None]
+    if len(int8) < len(weights) or not is_plain_tensor(*biases):
+        return None
+    data, scales = [weight.data for weight in int8], [weight.scale for weight in int8]
+    return LinearParameters(data, biases, scales) if uses_few_rows(x, data, biases, backend, scales) else None
 
 
 class Linear(nn.Linear):
@@ -51,9 +97,7 @@ class Linear(nn.Linear):
 def project_jointly(x: Tensor, *layers: nn.Module, backend: Backend = "auto") -> tuple[Tensor, ...]:
     """Returns the outputs of several linear layers for one input, (..., H) -> (..., O) each.
 
-    By `ligerzoo.kernels.linears` if all are linear layers without hooks or wrappers (see `is_plain`).
+    By `ligerzoo.kernels.linears` where it can, see `fusible_parameters`.
     """
-    if all(is_plain(layer, Linear, nn.Linear) for layer in layers):
-        weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
-        return linears(x, weights, biases, backend=backend)
-    return tuple(layer(x) for layer in layers)
+    parameters = fusible_parameters(x, *layers, backend=backend)
+    return tuple(layer(x) for layer in layers) if parameters is None else linears(x, *parameters, backend=backend)

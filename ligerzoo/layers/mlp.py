@@ -7,7 +7,7 @@ from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features, project_jointly
+from ligerzoo.layers.linear import Linear, check_features, fusible_parameters, project_jointly
 from ligerzoo.layers.plain import is_plain
 
 
@@ -52,12 +52,15 @@ class GatedMLP(nn.Module):
 
     def gated(self, x: Tensor) -> Tensor:
         """(..., H) -> activation(gate) * up, (..., I)."""
-        gate, up = self.gate_proj, self.up_proj
-        if torch.is_grad_enabled() or not (is_plain(gate, Linear, nn.Linear) and is_plain(up, Linear, nn.Linear)):
+        parameters = None
+        if not torch.is_grad_enabled():
+            parameters = fusible_parameters(x, self.gate_proj, self.up_proj, backend=self.backend)
+        if parameters is None:
             return glu(*self.project(x), activation=self.activation, backend=self.backend)
+        weights, biases, scales = parameters
         return linear_glu(
-            x, gate.weight, up.weight, gate.bias, up.bias, activation=self.activation, backend=self.backend
-        )
+            x, *weights, *biases, *(scales or ()), activation=self.activation, backend=self.backend
+        )  # fmt: skip
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(..., H) -> gate and up features, (..., I) each."""

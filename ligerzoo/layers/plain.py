@@ -13,19 +13,23 @@ _PLAIN_TENSORS = frozenset({nn.Parameter, Tensor, NoneType})
 def is_plain(module: nn.Module, *kinds: type[M]) -> TypeGuard[M]:
     """Whether `module` computes exactly what one of `kinds` does, so that a fused kernel may read its weights directly.
 
-    False for a subclass or wrapper (such as an adapter), a replaced `forward`, any hook (such as those of parallelism
-    or profilers), and parameters of a tensor subclass (such as quantized ones).
+    False if it is modified (see `is_unmodified`), and for parameters of a tensor subclass (such as quantized ones).
     """
-    return (
-        type(module) in kinds
-        and is_plain_tensor(*module._parameters.values())
-        and not (
-            module._forward_pre_hooks
-            or module._forward_hooks
-            or module._backward_pre_hooks
-            or module._backward_hooks
-            or "forward" in vars(module)
-        )
+    return is_unmodified(module, *kinds) and is_plain_tensor(*module._parameters.values())
+
+
+def is_unmodified(module: nn.Module, *kinds: type[M]) -> TypeGuard[M]:
+    """Whether `module` runs the forward of one of `kinds`, with whatever parameters.
+
+    False for a subclass or wrapper (such as an adapter), a replaced `forward`, and any hook (such as those of
+    parallelism or profilers).
+    """
+    return type(module) in kinds and not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or "forward" in vars(module)
     )
 
 

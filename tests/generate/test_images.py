@@ -10,6 +10,7 @@ from torch import Tensor
 from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import generate
+from ligerzoo.kernels.fp8 import FP8
 from tests.generate.models import Recorder
 from tests.models import prompts as qwen2_vl
 from tests.models import tiny_gemma3, tiny_mllama, tiny_qwen2_vl
@@ -96,3 +97,16 @@ def test_drafts_from_text_after_images(model: Any) -> None:
     assert tokens.count(5) > 1
     with pytest.raises(LigerzooError, match="expected token ids only, which assistant_model can read"):
         model.generate(ids, mask, assistant_model=model, **options, **inputs)
+
+
+def test_caches_in_fp8_hold_images_and_tokens(model: Any) -> None:
+    ids, mask, inputs = batch_of(model)
+    cache = model.new_cache(dtype=FP8)
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": []}
+    expected = model.generate(ids, mask, past_key_values=cache, **options, **inputs)
+    assert all(layer.dtype == FP8 and layer.read()[0].dtype == FP8 for layer in cache.layers if layer.length > 0)
+    assert torch.equal(model.generate(ids, mask, cache_dtype=FP8, **options, **inputs), expected)
+    with torch.no_grad():
+        cached = model(ids, mask, past_key_values=model.new_cache(dtype=FP8), **inputs).logits[mask.bool()]
+        exact = model(ids, mask, **inputs).logits[mask.bool()]
+    assert 0 < (cached - exact).norm() < 0.2 * exact.norm()

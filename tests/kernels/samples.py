@@ -151,12 +151,17 @@ def _decode_attention(device: str) -> Samples:
 
 def _few_rows(device: str) -> Samples:
     t = partial(new, device=device, dtype=torch.bfloat16)
-    empty = {"weight_1": None, "weight_2": None, "bias_0": None, "bias_1": None, "bias_2": None, "activation": None}
+    names = [f"{kind}_{i}" for kind in ("weight", "bias", "scale") for i in range(3)]
+    empty = dict.fromkeys([*names[1:], "activation"])
+    int8 = torch.arange(-70, 70, dtype=torch.int8, device=device).view(7, 20)
+    scales = {f"scale_{i}": torch.full((7,), 0.01, device=device) for i in range(2)}
     biases = {"bias_0": t(7), "bias_1": t(7)}
     return [
         empty | {"x": t(1, 20), "weight_0": t(7, 20)},
         empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(2, 20), "weight_2": t(33, 20)},
         empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(7, 20), "activation": "silu"} | biases,
+        empty | {"x": t(3, 20), "weight_0": int8, "weight_1": -int8} | scales,
+        empty | {"x": t(1, 20), "weight_0": int8, "weight_1": -int8, "activation": "gelu"} | biases | scales,
     ]
 
 

@@ -6,15 +6,17 @@ from torch import Tensor
 
 from ligerzoo.kernels import decode_attention
 from ligerzoo.kernels.decode_attention import reference
+from ligerzoo.kernels.fp8 import FP8, from_storage, to_storage
 from tests.covering import covering
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
-from tests.kernels.machine import INTERPRETING, ROUNDED_DTYPES, needs_triton, on_gpu_too
+from tests.kernels.machine import INTERPRETING, ROUNDED_DTYPES, kernel_file, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS: dict[str, list[Any]] = {
     "dtype": list(ROUNDED_DTYPES),
+    "stored": [None, FP8],
     "batch": [1, 3],
     "heads": [(4, 4), (6, 2), (20, 1)],
     "head_dim": [16, 10, 80],
@@ -67,11 +69,23 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     inputs = tensors(*(case[name] for name in ("dtype", "batch", "heads", "head_dim", "capacity", "layout")), device)
     selected = bounds(*(case[name] for name in ("batch", "capacity", "window", "padding", "lengths")), device)
     options = {**selected, "scale": case["scale"], "softcap": case["softcap"]}
+    if case["stored"] == FP8:
+        inputs[1:] = [to_storage(x, FP8) for x in inputs[1:]]
     before = [t.clone() for t in inputs]
     actual = decode_attention(*inputs, **options, backend="triton")
     truth = reference(*(t.double() for t in inputs), **options)
     assert_as_exact_as(actual, reference(*inputs, **options), truth)
-    assert all(torch.equal(*pair) for pair in zip(inputs, before, strict=True))
+    assert all(torch.equal(a.double(), b.double()) for a, b in zip(inputs, before, strict=True))
+
+
+@needs_triton
+def test_gpus_without_the_conversion_read_a_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values = tensors(torch.float16, 2, (4, 2), 32, 70, "heads first", device)
+    keys, values = to_storage(keys, FP8), to_storage(values, FP8)
+    expected = decode_attention(q, from_storage(keys, q.dtype), from_storage(values, q.dtype))
+    assert torch.equal(decode_attention(q, keys, values), expected)
+    monkeypatch.setattr(kernel_file("decode_attention"), "is_supported", lambda tensor: False)
+    assert torch.equal(decode_attention(q, keys, values), expected)
 
 
 @needs_triton
@@ -88,11 +102,15 @@ def test_the_result_does_not_depend_on_the_capacity(batch: int, device: str) -> 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [None, FP8], ids=str)
 @pytest.mark.parametrize("heads, head_dim", [((32, 8), 128), ((16, 8), 256), ((64, 4), 64), ((48, 2), 80)])
 def test_it_compiles(
-    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    heads: tuple[int, int], head_dim: int, stored: torch.dtype | None, dtype: torch.dtype, softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     inputs = tensors(dtype, 3, heads, head_dim, 1024, "heads first", "cpu")
+    if stored is not None:
+        inputs[1:] = [to_storage(x, stored) for x in inputs[1:]]
     selected = bounds(3, 1024, 100, "some", "each row", "cpu")
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
     with compiling_for_hopper():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.kernels.fp8 import FP8, to_storage
 from ligerzoo.layers import (
     Attention,
     Context,
@@ -98,15 +99,20 @@ def test_tokens_replace_removed_ones(new_layer: Callable[[], LayerCache], new: i
         cache.remove_last(9)
 
 
-KINDS: dict[str, Callable[[], list[LayerCache]]] = {
+LAYERS: dict[str, Callable[[], list[LayerCache]]] = {
     "growing": lambda: [LayerCache(), LayerCache()],
     "rolling": lambda: [RollingLayerCache(6), LayerCache()],  # the second counts tokens
     "static": lambda: [StaticLayerCache(40), StaticLayerCache(40)],
 }
+KINDS = [*LAYERS, *(f"fp8 {kind}" for kind in LAYERS)]
+
+
+def empty(kind: str) -> KVCache:
+    return KVCache(LAYERS[kind.removeprefix("fp8 ")](), FP8 if kind.startswith("fp8") else None)
 
 
 def filled(kind: str, keys: Tensor, values: Tensor) -> KVCache:
-    cache = KVCache(KINDS[kind]())
+    cache = empty(kind)
     extend(cache, keys, values)
     return cache
 
@@ -125,7 +131,28 @@ def assert_equal_after(cache: KVCache, expected: KVCache, keys: Tensor, values: 
     assert torch.equal(cache.positions(3, keys.device), expected.positions(3, keys.device))
     for got, reference in zip(extend(cache, keys, values), extend(expected, keys, values), strict=True):
         for x, y in zip(got, reference, strict=True):
-            assert torch.equal(x[:, : cache.length], y[:, : cache.length])
+            assert x.dtype == y.dtype
+            assert torch.equal(x[:, : cache.length].float(), y[:, : cache.length].float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_caches_return_what_others_return_of_rounded_tokens(kind: str) -> None:
+    keys, values = (500 * x[:, :25] for x in random_tokens())
+    stored = [to_storage(x, FP8).float() for x in (keys, values)]
+    cache, expected = filled(kind, keys, values), filled(kind.removeprefix("fp8 "), *stored)
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        if kind.startswith("fp8"):
+            for x, y in zip(layer.read(), other.read(), strict=True):
+                assert x.dtype == FP8
+                assert torch.equal(x.float(), y)
+    if kind == "fp8 static":
+        assert cache.nbytes * 4 == expected.nbytes
+
+
+def test_other_dtypes_of_caches_are_refused() -> None:
+    for dtype in (torch.bfloat16, torch.float8_e5m2, "fp8"):
+        with pytest.raises(ValueError, match=rf"KV cache: dtype={dtype!r}; expected torch.float8_e4m3fn, or None"):
+            Decoder(nn.Embedding(20, 8), [], RMSNorm(8)).new_cache(dtype=dtype)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", [0, 6, 9, 11])
@@ -136,7 +163,7 @@ def test_a_cropped_cache_is_one_of_fewer_tokens(kind: str, length: int) -> None:
     cache.crop(length)
     expected = filled(kind, keys[:, :length], values[:, :length])
     assert cache.length == length
-    if kind == "static" and length == 0:
+    if kind.endswith("static") and length == 0:
         assert cache.rows == 2  # the memory stays allocated
         expected = filled(kind, keys, values)
         expected.reset()
@@ -150,7 +177,7 @@ def test_a_crop_that_is_refused_changes_nothing(kind: str) -> None:
     for length, remedy in ((26, ""), (-1, r". remove_last\(n\) removes the last n tokens")):
         with pytest.raises(ValueError, match=rf"KVCache.crop: got length={length}; expected 0 to 25{remedy}$"):
             cache.crop(length)
-    if kind == "rolling":
+    if kind.endswith("rolling"):
         cache.layers.reverse()  # the layer that can crop comes first
         with pytest.raises(ValueError, match=r"RollingLayerCache: without the last 20 .*KVCache.keep_all_tokens\(\)"):
             cache.crop(5)
@@ -158,13 +185,14 @@ def test_a_crop_that_is_refused_changes_nothing(kind: str) -> None:
     assert_equal_after(cache, expected, *(x[:, 30:40] for x in random_tokens()))
 
 
-def test_a_rolling_cache_that_keeps_all_tokens_can_be_cropped() -> None:
+@pytest.mark.parametrize("kind", ["rolling", "fp8 rolling"])
+def test_a_rolling_cache_that_keeps_all_tokens_can_be_cropped(kind: str) -> None:
     keys, values = (x[:, :25] for x in random_tokens())
-    cache = KVCache(KINDS["rolling"]())
+    cache = empty(kind)
     cache.keep_all_tokens()
     extend(cache, keys, values)
     cache.crop(5)
-    assert_equal_after(cache, filled("growing", keys[:, :5], values[:, :5]), *random_tokens())
+    assert_equal_after(cache, filled(kind.replace("rolling", "growing"), keys[:, :5], values[:, :5]), *random_tokens())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,9 +222,9 @@ def test_a_clone_is_independent(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_static_caches_take_over_tokens_of_others_and_give_them_back(kind: str) -> None:
     keys, values = (x[:, :25] for x in random_tokens())
-    source, static = filled(kind, keys, values), KVCache(KINDS["static"]())
+    source, static = filled(kind, keys, values), empty("fp8 static" if kind.startswith("fp8") else "static")
     columns = [torch.arange(25), torch.cat([torch.arange(3, 11), torch.arange(13, 25)])]  # the second has padding
-    if kind == "rolling":  # there, padding may only come first
+    if kind.endswith("rolling"):  # there, padding may only come first
         columns[1] = torch.arange(3, 25)
     for row, index in enumerate(columns):
         static.copy_tokens_from(source, row, index, 1 - row, 2)
@@ -208,7 +236,7 @@ def test_rows_of_static_caches_take_over_tokens_of_others_and_give_them_back(kin
                 kept = index[index >= other.first]
                 assert buffer is not None
                 got = buffer.transpose(1, 2)[1 - row, len(index) - len(kept) : len(index)]
-                assert torch.equal(got, x[row, kept])
+                assert torch.equal(got.float(), to_storage(x[row, kept], got.dtype).float())
     new = [x[:, 30:33] for x in random_tokens()]
     extend(static, *(x.flip(0) for x in new))
     positions = torch.tensor([[length, length + 1, length + 2] for length in lengths])
