@@ -71,9 +71,8 @@ class Scheduler:
             for update in scheduler.step(): ...
 
     Each step decodes one token of each running request. On a GPU the host reads the tokens some steps late, so that the
-    GPU always has work. Not thread-safe: one thread drives it. After an exception in `step`, other than
-    BrokenLogitsError, only `close` may be called. While requests run, weights may change in place, but not be replaced
-    by other tensors.
+    GPU always has work. Not thread-safe: one thread drives it. While requests run, weights may change in place, but not
+    be replaced by other tensors.
 
     Args:
         model: a causal language model with self-attention only. Text inputs only.
@@ -194,12 +193,20 @@ class Scheduler:
         Returns:
             New tokens, in order. On a GPU, they are those of earlier steps.
 
+        Any other exception, such as KeyboardInterrupt or that of a `logits_processor`, removes all requests.
+
         Raises:
             BrokenLogitsError: the logits of requests were NaN or infinite. These are removed; others may go on.
         """
-        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-            self._start_step()
-            self._read(0 if not self._running else self._results.lag)
+        try:
+            with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+                self._start_step()
+                self._read(0 if not self._running else self._results.lag)
+        except BrokenLogitsError:
+            raise
+        except BaseException:  # the host and the KV cache may hold different tokens
+            self.close()
+            raise
         updates, self._updates = self._updates, []
         return updates
 
@@ -209,6 +216,7 @@ class Scheduler:
         self._results.clear()
         for state in (self._requests, self._waiting, self._running, self._updates):
             state.clear()
+        self._sampler.release(range(self._sampler.rows))
 
     def __enter__(self) -> Scheduler:
         return self

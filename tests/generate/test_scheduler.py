@@ -511,6 +511,43 @@ def test_a_model_stays_usable_after_an_exception(model: Any, error: type[BaseExc
     check(model, prompts, list(model.generate_many(prompts, batch_size=2, **OPTIONS)))
 
 
+class Failure:
+    """A logits processor that fails in its second call."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.calls = error, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 2:
+            return scores
+        if self.error is not None:
+            raise self.error
+        return scores[:, 1:]  # of another shape
+
+
+@pytest.mark.usefixtures("late", "captured")
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), LigerzooError("x"), torch.OutOfMemoryError()], ids=repr)
+def test_an_exception_in_a_step_removes_all_requests(model: Any, error: BaseException | None) -> None:
+    """None may go on with a KV cache that holds other tokens than the host."""
+    prompts = draw(5)
+    scheduler = Scheduler(model, batch_size=3, **OPTIONS)
+    scheduler.add(prompts[0])
+    scheduler.step()
+    failure = Failure(error)
+    scheduler.add(prompts[1], logits_processor=[failure])
+    scheduler.add(prompts[2])
+    scheduler.step()
+    with pytest.raises(LigerzooError if error is None else type(error)):
+        scheduler.step()
+    assert scheduler.is_idle
+    assert scheduler.step() == []
+    for prompt in prompts:
+        scheduler.add(prompt)
+    assert drain(scheduler) == {3 + i: alone(model, prompt) for i, prompt in enumerate(prompts)}
+    assert failure.calls == 2
+
+
 def test_an_iterator_may_be_left(model: Any) -> None:
     prompts = draw(5)
     results = model.generate_many(prompts, batch_size=2, **OPTIONS)
