@@ -15,7 +15,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.cache_memory import default_cache_tokens
 from ligerzoo.generate.captured import CapturedCall
 from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.options import invalid, is_integer, require
+from ligerzoo.generate.options import check_devices, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
@@ -100,6 +100,7 @@ class Scheduler:
         require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
         is_valid = max_cache_tokens is None or (is_integer(max_cache_tokens) and max_cache_tokens > 0)
         require(is_valid, "max_cache_tokens", repr(max_cache_tokens), "an integer, 1 or more, or None")
+        check_devices(model)
         self._model = cast(Any, model)
         self.max_cache_tokens = default_cache_tokens(model) if max_cache_tokens is None else max_cache_tokens
         self._slots = Slots(model, batch_size, self.max_cache_tokens)
@@ -131,7 +132,7 @@ class Scheduler:
         """Adds a request, which waits for a free row.
 
         Args:
-            prompt: (T,) token ids, without padding.
+            prompt: (T,) token ids, without padding; a sequence of integers, or a 1-D tensor or NumPy array.
             options: replace the defaults.
 
         Returns:
