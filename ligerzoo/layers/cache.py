@@ -117,6 +117,10 @@ class LayerCache:
             clone._keys, clone._values = self._keys.clone(), self._values.clone()
         return clone
 
+    def make_writable(self) -> None:
+        """See `KVCache.make_writable`."""
+        self._keys, self._values = _writable(self._keys), _writable(self._values)
+
     def _check_batch(self, keys: Tensor) -> None:
         if self._keys is not None and len(self._keys) != len(keys):
             raise ValueError(f"{type(self).__name__}: got keys of batch size {len(keys)}; expected {len(self._keys)}")
@@ -391,6 +395,13 @@ def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache
     return LayerCache() if capacity is None else StaticLayerCache(capacity)
 
 
+def _writable(x: Tensor | None) -> Tensor | None:
+    """Returns a copy of an inference tensor outside of `torch.inference_mode`; else the tensor itself."""
+    if x is None or not x.is_inference() or torch.is_inference_mode_enabled():
+        return x
+    return x.clone()
+
+
 def _append(buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
     """Writes `new`, (B, T, K, D), to the buffer (B, K, capacity, D) at index `start`. Returns it, or a larger copy."""
     new = new.transpose(1, 2)
@@ -654,6 +665,14 @@ class KVCache:
             for layer in clone._static:
                 layer.position = position
         return clone
+
+    def make_writable(self) -> None:
+        """Copies tensors that were created within `torch.inference_mode`, which cannot be updated outside of it."""
+        for layer in self.layers:
+            layer.make_writable()
+        if self._static:
+            position = self._static[0].position
+            position.lengths = _writable(position.lengths)
 
     def keep_all_tokens(self) -> None:
         """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.
