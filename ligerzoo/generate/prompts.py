@@ -83,31 +83,6 @@ class Prompts:
         return self.inputs.shape[1]
 
 
-def align_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Moves all padding to the left, and removes the columns that only contain padding.
-
-    Args:
-        input_ids: (B, T).
-        attention_mask: (B, T), 1 for a token and 0 for padding; None for no padding.
-
-    Returns:
-        Token ids (B, L), where L is the length of the longest prompt, and a boolean padding mask (B, L), or None if all
-        prompts have length L. Each padding id is replaced by the prompt's last token: padding may have no embedding.
-
-    Raises:
-        LigerzooError: a shape is wrong or a prompt is empty.
-    """
-    _checked_inputs(input_ids, None)
-    rows, tokens = input_ids.shape
-    mask = _checked_mask(attention_mask, rows, tokens, "input_ids", input_ids.device)
-    if mask is None:
-        return input_ids, None
-    columns = _columns_of_tokens(mask)
-    mask = _take(mask, columns)
-    padding_mask = None if bool(mask.all()) else mask
-    return _without_padding_ids(_take(input_ids, columns), padding_mask), padding_mask
-
-
 def _columns_of_tokens(mask: Tensor) -> Tensor:
     """Returns the columns (B, L) of the longest prompt's length, where those of padding come first."""
     return mask.argsort(stable=True, dim=1)[:, -int(mask.sum(1).amax()) :]
