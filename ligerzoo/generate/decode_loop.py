@@ -104,7 +104,8 @@ def generate(
         streamer: receives the prompts, then the tokens of each step.
         use_cache: whether to keep keys and values in a KV cache. Without it, each step recomputes all tokens: slower,
             same result. The result differs only for rotary position types dynamic, and longrope outside Phi-3: as in
-            transformers, a cache keeps the keys as they were first rotated.
+            transformers, a cache keeps the keys as they were first rotated. And for bidirectional attention
+            (EmbeddingGemma), where a cache keeps the keys as they were before later tokens.
         return_dict_in_generate: whether to return a `GenerateOutput` with log-probabilities and reasons of finishing.
         options: how to choose tokens: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
             `min_new_tokens`, `bad_words_ids`, `no_repeat_ngram_size` and `logits_processor`; see `SamplingOptions`.

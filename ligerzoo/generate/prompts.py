@@ -184,7 +184,8 @@ def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: in
         got = f"a cache of {len(cache.layers)} layers"
         require(len(cache.layers) == layers, "past_key_values", got, f"{layers} layers, like the model")
     got = f"a cache of {cache.rows} rows"
-    require(cache.rows in (None, rows), "past_key_values", got, f"{rows} rows, one for each prompt")
+    remedy = "Pass one prompt for each row, or use cache.select_rows(indices)."
+    require(cache.rows in (None, rows), "past_key_values", got, f"{rows} rows, one for each prompt", remedy)
     expected = f"fewer than {tokens}, since the prompts contain the cached tokens and at least one more"
     remedy = "Pass the whole history as input_ids, or use cache.crop(length)."
     require(cache.length < tokens, "past_key_values", f"a cache of {cache.length} tokens", expected, remedy)

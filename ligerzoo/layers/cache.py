@@ -55,7 +55,7 @@ class LayerCache:
             Keys and values, (B, S, K, D) each.
 
         Raises:
-            ValueError: the batch size differs from the cache's, or the capacity is exceeded.
+            ValueError: the batch size or the heads differ from the cache's, or the capacity is exceeded.
         """
         self._check_batch(keys)
         start, self.length = self.length, self.length + keys.shape[1]
@@ -122,8 +122,16 @@ class LayerCache:
         self._keys, self._values = _writable(self._keys), _writable(self._values)
 
     def _check_batch(self, keys: Tensor) -> None:
-        if self._keys is not None and len(self._keys) != len(keys):
+        if self._keys is None:
+            return
+        if len(self._keys) != len(keys):
             raise ValueError(f"{type(self).__name__}: got keys of batch size {len(keys)}; expected {len(self._keys)}")
+        if keys.shape[2:] != self._keys.shape[1::2]:
+            got, expected = ("{} heads of size {}".format(*shape) for shape in (keys.shape[2:], self._keys.shape[1::2]))
+            raise ValueError(
+                f"{type(self).__name__}: got keys of {got}; expected {expected}, like the cached ones, which are of "
+                "another model"
+            )
 
 
 class RollingLayerCache(LayerCache):
