@@ -45,7 +45,6 @@ from ligerzoo.generate.filters import (
 )
 from ligerzoo.generate.many import Completion, generate_many
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.prompts import align_prompts
 from ligerzoo.generate.result import GenerateOutput
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.sampling_options import LogitsProcessor, SamplingOptions
@@ -74,7 +73,6 @@ __all__ = [
     "SupportsStream",
     "TextStreamer",
     "Update",
-    "align_prompts",
     "apply_temperature",
     "draw_seeds",
     "filter_logits",

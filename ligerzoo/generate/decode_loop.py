@@ -105,7 +105,8 @@ def generate(
         streamer: receives the prompts, then the tokens of each step.
         use_cache: whether to keep keys and values in a KV cache. Without it, each step recomputes all tokens: slower,
             same result. The result differs only for rotary position types dynamic, and longrope outside Phi-3: as in
-            transformers, a cache keeps the keys as they were first rotated.
+            transformers, a cache keeps the keys as they were first rotated. And for bidirectional attention
+            (EmbeddingGemma), where a cache keeps the keys as they were before later tokens.
         cache_dtype: torch.float8_e4m3fn keeps keys and values in 8 bits: half the memory, and half the bytes that a
             decode step reads of them, at some loss of accuracy; see `ligerzoo.layers.KVCache`. None for their dtype.
         return_dict_in_generate: whether to return a `GenerateOutput` with log-probabilities and reasons of finishing.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.fp8 import FP8
@@ -131,10 +133,7 @@ def count_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_
         return max_length - prompt_length
     require(is_integer(max_new_tokens) and max_new_tokens >= 0, "max_new_tokens", repr(max_new_tokens), expected)
     if max_length is not None:
-        warnings.warn(
-            f"generate: max_new_tokens={max_new_tokens} takes precedence over max_length={max_length}. Pass only one.",
-            stacklevel=2,
-        )
+        warn(f"generate: max_new_tokens={max_new_tokens} takes precedence over max_length={max_length}. Pass only one.")
     return max_new_tokens
 
 
@@ -152,6 +151,35 @@ def check_cache_dtype(dtype: torch.dtype | None) -> None:
     require(dtype in (None, FP8), "cache_dtype", repr(dtype), f"{FP8}, or None for the dtype of the keys and values")
 
 
+def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = None) -> None:
+    """Raises LigerzooError if the model has no weights, or if inputs are on another device than they.
+
+    Args:
+        model: the model.
+        name: of the inputs, for messages.
+        inputs: model inputs, or None.
+    """
+    device: torch.device | None = getattr(model, "device", None)
+    if device is not None and device.type == "meta":
+        raise LigerzooError(
+            "the weights are on the meta device, which stores no values", where=type(model).__name__,
+            remedy="Load them with from_pretrained.",
+        )  # fmt: skip
+    # Weights on a CPU may be offloaded, so that the model computes elsewhere.
+    if inputs is not None and device is not None and device != inputs.device:
+        is_offloaded = device.type == "cpu" and inputs.device.type != "meta"
+        remedy = f"Use {name}.to(model.device)."
+        require(is_offloaded, str(name), f"a tensor on {inputs.device}", f"one on {device}, like the model", remedy)
+
+
+def warn(message: str) -> None:
+    """Warns, with the line of the caller of ligerzoo."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ligerzoo", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
 def invalid(name: str, got: object, expected: str, remedy: str | None = None) -> LigerzooError:
     """Returns the error for the value of an option."""
     return LigerzooError("invalid value", where=name, got=got, expected=expected, remedy=remedy)
@@ -166,6 +194,11 @@ def require(holds: bool, name: str, got: object, expected: str, remedy: str | No
 def require_bool(name: str, value: object) -> None:
     """Raises LigerzooError unless the value of an option is True or False."""
     require(isinstance(value, bool), name, repr(value), "True or False")
+
+
+def is_positive(value: object) -> bool:
+    """Returns whether a value is a positive number that fp32 can hold."""
+    return is_number(value) and 0 < value <= torch.finfo(torch.float32).max  # type: ignore[operator]
 
 
 def is_number(value: object) -> bool:

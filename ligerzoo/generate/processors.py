@@ -12,10 +12,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.generate.filters import penalize_repetition
 from ligerzoo.generate.options import invalid, require, type_name
 from ligerzoo.generate.sampling_options import LogitsProcessor
+from ligerzoo.generate.transfer import to_device, upload
 
 _ANY = -2  # matches each token
 _NONE = -1  # what precedes the first token
@@ -31,7 +33,7 @@ class RowState:
                 setattr(self, name, value[rows])
 
 
-class Prompts(NamedTuple):
+class PaddedPrompts(NamedTuple):
     """Prompts of rows of different lengths.
 
     Attributes:
@@ -43,7 +45,7 @@ class Prompts(NamedTuple):
     lengths: Tensor
 
     @staticmethod
-    def of(prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, device: torch.device) -> Prompts:
+    def of(prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, device: torch.device) -> PaddedPrompts:
         """Moves padding to the right.
 
         Args:
@@ -52,14 +54,14 @@ class Prompts(NamedTuple):
             device: device of the result.
         """
         if not isinstance(prompts, Tensor):
-            lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-            return Prompts(torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).long().to(device), lengths)
+            tokens = pad_sequence(list(prompts), batch_first=True).long()
+            return PaddedPrompts(to_device(tokens, device), upload([len(prompt) for prompt in prompts], device))
         tokens = prompts.long().to(device)
         if attention_mask is None:
-            return Prompts(tokens, torch.full((len(tokens),), tokens.shape[1], device=device))
+            return PaddedPrompts(tokens, torch.full((len(tokens),), tokens.shape[1], device=device))
         is_token = attention_mask.to(device=device, dtype=torch.bool)
         order = (~is_token).int().argsort(dim=1, stable=True)
-        return Prompts(tokens.gather(1, order), is_token.sum(1))
+        return PaddedPrompts(tokens.gather(1, order), is_token.sum(1))
 
     @property
     def is_token(self) -> Tensor:
@@ -87,7 +89,7 @@ class History(RowState):
         self.tokens = F.pad(self.tokens, (0, max(length, 2 * capacity) - capacity))
         return True
 
-    def assign(self, rows: Tensor, prompts: Prompts) -> None:
+    def assign(self, rows: Tensor, prompts: PaddedPrompts) -> None:
         """Replaces the tokens of these rows. `reserve` has made room."""
         self.tokens[rows, : prompts.tokens.shape[1]] = prompts.tokens
         self.lengths[rows] = prompts.lengths
@@ -119,7 +121,7 @@ class RepetitionPenalty(RowState):
         # The last column is for ids outside the vocabulary, such as image tokens. They are never generated.
         self.occurred = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
 
-    def assign(self, rows: Tensor, prompts: Prompts, penalty: float) -> None:
+    def assign(self, rows: Tensor, prompts: PaddedPrompts, penalty: float) -> None:
         outside = self.occurred.shape[1] - 1
         ids = prompts.tokens.clamp(max=outside).masked_fill(~prompts.is_token, outside)
         self.penalty[rows] = penalty
@@ -166,9 +168,9 @@ class BannedSequences(RowState):
             width, device = self.prefixes.shape[2], self.tokens.device
             prefixes = [[_ANY] * (width - len(tokens) + 1) + list(tokens[:-1]) for tokens, _ in sequences]
             some = rows[:, None], torch.arange(len(sequences), device=device)
-            self.prefixes[some] = torch.tensor(prefixes, dtype=torch.int64, device=device)
-            self.tokens[some] = torch.tensor([tokens[-1] for tokens, _ in sequences], device=device)
-            self.until[some] = torch.tensor([until for _, until in sequences], device=device)
+            self.prefixes[some] = upload(prefixes, device)
+            self.tokens[some] = upload([tokens[-1] for tokens, _ in sequences], device)
+            self.until[some] = upload([until for _, until in sequences], device)
         return bool(more or longer)
 
     def apply(self, scores: Tensor, history: History, counts: Tensor) -> Tensor:
@@ -232,7 +234,7 @@ class UserProcessors:
             history: the tokens of all rows.
             lengths: number of tokens of each of `rows`.
         """
-        rows = torch.tensor(self.rows, device=scores.device)
+        rows = upload(self.rows, scores.device)
         longest = max(lengths)
         index = torch.arange(longest, device=scores.device) - (longest - history.lengths[rows])[:, None]
         input_ids = history.tokens[rows].gather(1, index.clamp(min=0))

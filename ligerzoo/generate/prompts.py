@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.options import invalid, require, type_name
+from ligerzoo.generate.options import check_devices, invalid, require, type_name
 from ligerzoo.layers import KVCache, RollingLayerCache
 
 
@@ -50,7 +50,7 @@ class Prompts:
         whole = _checked_inputs(input_ids, inputs_embeds)
         self.rows, self.tokens = rows, tokens = tuple(whole.shape[:2])
         self.device = whole.device
-        _check_device(model, name, whole)
+        check_devices(model, name, whole)
         mask = _checked_mask(attention_mask, rows, tokens, name, self.device)
         cached = 0 if cache is None else _checked_cache(model, cache, rows, tokens).length
         columns = None
@@ -81,31 +81,6 @@ class Prompts:
     def length(self) -> int:
         """L, the number of columns that the model reads."""
         return self.inputs.shape[1]
-
-
-def align_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Moves all padding to the left, and removes the columns that only contain padding.
-
-    Args:
-        input_ids: (B, T).
-        attention_mask: (B, T), 1 for a token and 0 for padding; None for no padding.
-
-    Returns:
-        Token ids (B, L), where L is the length of the longest prompt, and a boolean padding mask (B, L), or None if all
-        prompts have length L. Each padding id is replaced by the prompt's last token: padding may have no embedding.
-
-    Raises:
-        LigerzooError: a shape is wrong or a prompt is empty.
-    """
-    _checked_inputs(input_ids, None)
-    rows, tokens = input_ids.shape
-    mask = _checked_mask(attention_mask, rows, tokens, "input_ids", input_ids.device)
-    if mask is None:
-        return input_ids, None
-    columns = _columns_of_tokens(mask)
-    mask = _take(mask, columns)
-    padding_mask = None if bool(mask.all()) else mask
-    return _without_padding_ids(_take(input_ids, columns), padding_mask), padding_mask
 
 
 def _columns_of_tokens(mask: Tensor) -> Tensor:
@@ -160,7 +135,7 @@ def _check_token_ids(input_ids: object) -> None:
         elif input_ids is None:
             remedy = "Pass input_ids or inputs_embeds."
         else:
-            remedy = "Use torch.tensor([ids])."
+            remedy = "Use torch.as_tensor(input_ids)."
         raise invalid("input_ids", type_name(input_ids), expected, remedy)
     is_integer = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
     require(is_integer, "input_ids", input_ids.dtype, expected)
@@ -168,15 +143,6 @@ def _check_token_ids(input_ids: object) -> None:
     shape_remedy = "Use input_ids[None] for a single prompt." if len(shape) == 1 else None
     is_valid = len(shape) == 2 and 0 not in shape
     require(is_valid, "input_ids", shape, "(B, T) with at least one token in each row", shape_remedy)
-
-
-def _check_device(model: SupportsGenerate, name: str, inputs: Tensor) -> None:
-    """Raises LigerzooError unless the inputs are on the model's device."""
-    # Weights on a CPU may be offloaded, so that the model computes elsewhere.
-    device = getattr(model, "device", None)
-    is_same = device is None or device.type == "cpu" or device == inputs.device
-    remedy = f"Use {name}.to(model.device)."
-    require(is_same, name, f"a tensor on {inputs.device}", f"one on {device}, like the model", remedy)
 
 
 def _checked_mask(mask: object, rows: int, tokens: int, name: str, device: torch.device) -> Tensor | None:
@@ -187,10 +153,13 @@ def _checked_mask(mask: object, rows: int, tokens: int, name: str, device: torch
         raise invalid("attention_mask", type_name(mask), "a (B, T) tensor, or None for no padding")
     shape, expected = tuple(mask.shape), (rows, tokens)
     require(shape == expected, "attention_mask", shape, f"{expected}, the shape of {name}")
-    mask = mask.to(device=device, dtype=torch.bool)
-    has_tokens = bool(mask.any(1).all())
+    mask = mask.to(device)
+    is_token = mask.bool()
+    is_valid = mask.dtype == torch.bool or bool((mask == is_token).all())
+    require(is_valid, "attention_mask", "other values", "1 for a token and 0 for padding")
+    has_tokens = bool(is_token.any(1).all())
     require(has_tokens, "attention_mask", "a row of padding only", "at least one token in each row")
-    return mask
+    return is_token
 
 
 def _check_mask_of_cached(model: SupportsGenerate, mask: Tensor) -> None:
@@ -215,7 +184,8 @@ def _checked_cache(model: SupportsGenerate, cache: object, rows: int, tokens: in
         got = f"a cache of {len(cache.layers)} layers"
         require(len(cache.layers) == layers, "past_key_values", got, f"{layers} layers, like the model")
     got = f"a cache of {cache.rows} rows"
-    require(cache.rows in (None, rows), "past_key_values", got, f"{rows} rows, one for each prompt")
+    remedy = "Pass one prompt for each row, or use cache.select_rows(indices)."
+    require(cache.rows in (None, rows), "past_key_values", got, f"{rows} rows, one for each prompt", remedy)
     expected = f"fewer than {tokens}, since the prompts contain the cached tokens and at least one more"
     remedy = "Pass the whole history as input_ids, or use cache.crop(length)."
     require(cache.length < tokens, "past_key_values", f"a cache of {cache.length} tokens", expected, remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,10 +22,15 @@ _REMEDIES = {
     "attention_mask": "Leave out the padding: each prompt is a list of tokens.",
     "cache_dtype": "Pass it to Scheduler: all requests share a KV cache.",
     "input_ids": "Pass the prompts as the first argument.",
+    "max_length": "Use max_new_tokens.",
     "num_return_sequences": "Pass the prompt several times.",
     "pad_token_id": "Leave it out: results contain no padding.",
     "streamer": "Call step() of a ligerzoo.generate.Scheduler, which returns the new tokens of each step.",
     "use_cache": "Leave it out: a KV cache is always kept.",
+    **dict.fromkeys(
+        ("inputs_embeds", "past_key_values", "return_dict_in_generate", "stopping_criteria"),
+        "Use generate, which has this option.",
+    ),
 }
 
 
@@ -120,7 +126,7 @@ def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
     """Returns a prompt as a (T,) int64 tensor on the CPU.
 
     Args:
-        prompt: token ids, a sequence of integers or a 1-D tensor.
+        prompt: token ids, a sequence of integers, or a 1-D tensor or NumPy array.
         model: the model, whose vocabulary must have them.
         name: of the prompt, for messages.
 
@@ -128,7 +134,7 @@ def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
         LigerzooError: it is something else, empty, or contains a token id without embedding.
     """
     expected, remedy = "token ids, a list or 1-D tensor of integers", None
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | bytes):
         remedy = "Encode text first: tokenizer.encode(text)."
     elif is_integer(prompt):
         remedy = "Pass a list of prompts, even if there is one."
@@ -137,12 +143,12 @@ def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
         require(is_valid and prompt.dtype != torch.bool, name, f"{tuple(prompt.shape)} {prompt.dtype}", expected)
         ids = prompt.detach().to("cpu", torch.int64).contiguous()
     else:
-        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        values: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # a NumPy array
+        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
         require(is_list, name, type_name(prompt), expected, remedy)
-        values = list(prompt)  # type: ignore[call-overload]
-        other = next((value for value in values if not is_integer(value) or abs(value) >= 2**63), None)
+        other = next((value for value in values if not _is_token_id(value)), None)
         require(other is None, name, f"a list with {other!r}", expected)
-        ids = torch.tensor(values, dtype=torch.int64)
+        ids = torch.tensor(list(values), dtype=torch.int64)
     require(len(ids) > 0, name, "no tokens", "at least one token")
     try:
         model.check_inputs(ids[None])
@@ -151,6 +157,11 @@ def as_prompt(prompt: object, model: Any, name: str) -> Tensor:
             error.what, where=name, got=error.got, expected=error.expected, remedy=error.remedy
         ) from None
     return ids
+
+
+def _is_token_id(value: object) -> bool:
+    """Whether a value is an int64 integer, of any type."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) < 2**63
 
 
 def _refuse_unknown(sampling: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from ligerzoo.generate.options import require
 from ligerzoo.generate.processors import (
     BannedSequences,
     History,
-    Prompts,
+    PaddedPrompts,
     RepeatedNgrams,
     RepetitionPenalty,
     RowState,
@@ -180,9 +180,10 @@ class Sampler:
         )
         lengths: list[int | None] = [None] * len(rows)
         if is_penalized or needs_history:
-            padded = Prompts.of(prompts, attention_mask, self._device)
+            padded = PaddedPrompts.of(prompts, attention_mask, self._device)
             if needs_history:
-                lengths = padded.lengths.tolist()
+                is_padded = isinstance(prompts, Tensor)
+                lengths = padded.lengths.tolist() if is_padded else [len(prompt) for prompt in prompts]
                 self._allocations += self._history.reserve(padded.tokens.shape[1] + 1)
                 self._history.assign(index, padded)
             if is_penalized and self._penalty is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ligerzoo.generate.options import is_integer, is_number, require, require_bool
+from ligerzoo.generate.options import is_integer, is_number, is_positive, require, require_bool, warn
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """A function of `input_ids` (B, T) and `scores` (B, V) that returns new scores, as in transformers."""
@@ -56,9 +54,8 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         self._check_filters()
-        penalty = self.repetition_penalty
-        is_positive = is_number(penalty) and 0 < penalty < math.inf
-        require(is_positive, "repetition_penalty", repr(penalty), "a positive number; 1 has no effect")
+        penalty, expected = self.repetition_penalty, "a positive number, finite in fp32; 1 has no effect"
+        require(is_positive(penalty), "repetition_penalty", repr(penalty), expected)
         for name in ("min_new_tokens", "no_repeat_ngram_size"):
             value = getattr(self, name)
             require(value is None or _is_count(value), name, repr(value), "an integer, 0 or more, or None")
@@ -78,9 +75,9 @@ class SamplingOptions:
         require_bool("do_sample", self.do_sample)
         temperature, top_k, top_p, min_p = self.temperature, self.top_k, self.top_p, self.min_p
         is_greedy = is_number(temperature) and temperature == 0 and not self.do_sample
-        is_positive = is_number(temperature) and 0 < temperature < math.inf
         greedy = "For the most likely token, leave out temperature and do_sample."
-        require(is_positive or is_greedy, "temperature", repr(temperature), "a positive number", greedy)
+        is_valid = is_positive(temperature) or is_greedy
+        require(is_valid, "temperature", repr(temperature), "a positive number, finite in fp32", greedy)
         is_valid = top_k is None or (_is_count(top_k) and top_k > 0)
         require(is_valid, "top_k", repr(top_k), "a positive integer, or None")
         is_share = top_p is None or (is_number(top_p) and 0 < top_p <= 1)
@@ -92,10 +89,9 @@ class SamplingOptions:
         neutral = {"temperature": (0, 1), "top_k": (None,), "top_p": (None, 1), "min_p": (None, 0)}
         unused = {name: value for name in neutral if (value := getattr(self, name)) not in neutral[name]}
         if unused:
-            warnings.warn(
+            warn(
                 f"generate: {', '.join(f'{name}={value!r}' for name, value in unused.items())} has no effect with "
-                "do_sample=False, which chooses the most likely token. Pass do_sample=True to sample.",
-                stacklevel=4,
+                "do_sample=False, which chooses the most likely token. Pass do_sample=True to sample."
             )
 
     def _check_bad_words(self) -> None:

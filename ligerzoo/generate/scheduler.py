@@ -15,7 +15,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.cache_memory import default_cache_tokens
 from ligerzoo.generate.captured import CapturedCall
 from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.options import check_cache_dtype, invalid, is_integer, require
+from ligerzoo.generate.options import check_cache_dtype, check_devices, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
@@ -71,9 +71,8 @@ class Scheduler:
             for update in scheduler.step(): ...
 
     Each step decodes one token of each running request. On a GPU the host reads the tokens some steps late, so that the
-    GPU always has work. Not thread-safe: one thread drives it. After an exception in `step`, other than
-    BrokenLogitsError, only `close` may be called. While requests run, weights may change in place, but not be replaced
-    by other tensors.
+    GPU always has work. Not thread-safe: one thread drives it. While requests run, weights may change in place, but not
+    be replaced by other tensors.
 
     Args:
         model: a causal language model with self-attention only. Text inputs only.
@@ -108,6 +107,7 @@ class Scheduler:
         require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
         is_valid = max_cache_tokens is None or (is_integer(max_cache_tokens) and max_cache_tokens > 0)
         require(is_valid, "max_cache_tokens", repr(max_cache_tokens), "an integer, 1 or more, or None")
+        check_devices(model)
         self._model = cast(Any, model)
         check_cache_dtype(cache_dtype)
         if max_cache_tokens is None:
@@ -142,7 +142,7 @@ class Scheduler:
         """Adds a request, which waits for a free row.
 
         Args:
-            prompt: (T,) token ids, without padding.
+            prompt: (T,) token ids, without padding; a sequence of integers, or a 1-D tensor or NumPy array.
             options: replace the defaults.
 
         Returns:
@@ -204,12 +204,20 @@ class Scheduler:
         Returns:
             New tokens, in order. On a GPU, they are those of earlier steps.
 
+        Any other exception, such as KeyboardInterrupt or that of a `logits_processor`, removes all requests.
+
         Raises:
             BrokenLogitsError: the logits of requests were NaN or infinite. These are removed; others may go on.
         """
-        with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
-            self._start_step()
-            self._read(0 if not self._running else self._results.lag)
+        try:
+            with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+                self._start_step()
+                self._read(0 if not self._running else self._results.lag)
+        except BrokenLogitsError:
+            raise
+        except BaseException:  # the host and the KV cache may hold different tokens
+            self.close()
+            raise
         updates, self._updates = self._updates, []
         return updates
 
@@ -219,6 +227,7 @@ class Scheduler:
         self._results.clear()
         for state in (self._requests, self._waiting, self._running, self._updates):
             state.clear()
+        self._sampler.release(range(self._sampler.rows))
 
     def __enter__(self) -> Scheduler:
         return self

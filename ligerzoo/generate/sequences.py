@@ -101,6 +101,7 @@ class Sequences:
         """
         prompts, start = self._prompts, 0
         if self._given_cache is not None:
+            self._given_cache.make_writable()
             if not self._given_cache.is_valid_for(prompts.length - self._given_cache.length):
                 self._given_cache.reset()
             start = self._given_cache.length

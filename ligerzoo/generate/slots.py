@@ -13,6 +13,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding, independent_length
 from ligerzoo.generate.transfer import to_device, upload
+from ligerzoo.kernels.dispatch import next_power_of_2
 from ligerzoo.layers import KVCache
 
 PREFILL_TOKENS = 16384
@@ -257,10 +258,10 @@ class Slots:
         return self.max_cache_tokens is None or rows * capacity <= self.max_cache_tokens
 
     def _rows_for(self, rows: int) -> int:
-        return min(self.rows, _power_of_2(rows))
+        return min(self.rows, next_power_of_2(rows))
 
     def _capacity_for(self, tokens: int) -> int:
-        capacity = _power_of_2(max(tokens, _MIN_CAPACITY))
+        capacity = next_power_of_2(max(tokens, _MIN_CAPACITY))
         return capacity if self.max_length is None else min(capacity, self.max_length)
 
     def _move(self, rows: int, capacity: int) -> None:
@@ -336,8 +337,3 @@ def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:
                 continue
         groups.append([prompt])
     return groups
-
-
-def _power_of_2(number: int) -> int:
-    """Returns the smallest power of two that is not less than a positive number."""
-    return 1 << (number - 1).bit_length()

@@ -11,6 +11,7 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.model import SupportsGenerate
 from ligerzoo.generate.options import invalid, require, type_name
+from ligerzoo.generate.transfer import upload
 
 StoppingCriterion = Callable[[Tensor, None], Any]
 """Decides which rows are finished, as those of transformers.
@@ -68,7 +69,7 @@ class Stopping:
         expected = "a token id that fills finished rows"
         require(bool(pad_ids) or not needs_padding, "pad_token_id", "none", expected, remedy)
         self._pad_id = pad_ids[0] if pad_ids else 0
-        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self._eos = upload(eos_ids, device)
         self.running = torch.ones(rows, dtype=torch.bool, device=device)
         self._lengths = torch.zeros(rows, 1, dtype=torch.long, device=device)  # tokens until a row finished
 
@@ -98,7 +99,7 @@ class Stopping:
         if self._stop_strings is not None:
             tails = continuations[:, -self._stop_strings.window :].tolist()
             is_running = [not self._stop_strings.found_in(tail) for tail in tails]
-            self.running &= torch.tensor(is_running, device=continuations.device)
+            self.running &= upload(is_running, continuations.device).bool()
         if self._criteria:
             sequences = torch.cat([self._prompts, self.pad(continuations)], 1)
             for index, criterion in enumerate(self._criteria):

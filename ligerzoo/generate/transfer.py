@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Returns a CPU tensor on the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """Returns a tensor on the device."""
+    is_upload = x.device.type == "cpu" and device.type == "cuda"
+    return x.pin_memory().to(device, non_blocking=True) if is_upload else x.to(device)
 
 
 def upload(values: Sequence[Any], device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ class LayerCache:
             Keys and values, (B, S, K, D) each, in `dtype`.
 
         Raises:
-            ValueError: the batch size differs from the cache's, or the capacity is exceeded.
+            ValueError: the batch size or the heads differ from the cache's, or the capacity is exceeded.
         """
         self._check_batch(keys)
         keys, values = self._stored(keys), self._stored(values)
@@ -127,9 +127,21 @@ class LayerCache:
         """Returns keys or values in the dtype of this cache."""
         return x if self.dtype is None else to_storage(x, self.dtype)
 
+    def make_writable(self) -> None:
+        """See `KVCache.make_writable`."""
+        self._keys, self._values = _writable(self._keys), _writable(self._values)
+
     def _check_batch(self, keys: Tensor) -> None:
-        if self._keys is not None and len(self._keys) != len(keys):
+        if self._keys is None:
+            return
+        if len(self._keys) != len(keys):
             raise ValueError(f"{type(self).__name__}: got keys of batch size {len(keys)}; expected {len(self._keys)}")
+        if keys.shape[2:] != self._keys.shape[1::2]:
+            got, expected = ("{} heads of size {}".format(*shape) for shape in (keys.shape[2:], self._keys.shape[1::2]))
+            raise ValueError(
+                f"{type(self).__name__}: got keys of {got}; expected {expected}, like the cached ones, which are of "
+                "another model"
+            )
 
 
 class RollingLayerCache(LayerCache):
@@ -404,6 +416,13 @@ def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache
     if hasattr(layer, "new_cache"):
         return layer.new_cache(capacity)  # type: ignore[operator, no-any-return]
     return LayerCache() if capacity is None else StaticLayerCache(capacity)
+
+
+def _writable(x: Tensor | None) -> Tensor | None:
+    """Returns a copy of an inference tensor outside of `torch.inference_mode`; else the tensor itself."""
+    if x is None or not x.is_inference() or torch.is_inference_mode_enabled():
+        return x
+    return x.clone()
 
 
 def _append(buffer: Tensor | None, new: Tensor, start: int) -> Tensor:
@@ -694,6 +713,14 @@ class KVCache:
             for layer in clone._static:
                 layer.position = position
         return clone
+
+    def make_writable(self) -> None:
+        """Copies tensors that were created within `torch.inference_mode`, which cannot be updated outside of it."""
+        for layer in self.layers:
+            layer.make_writable()
+        if self._static:
+            position = self._static[0].position
+            position.lengths = _writable(position.lengths)
 
     def keep_all_tokens(self) -> None:
         """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.

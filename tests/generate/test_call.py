@@ -136,6 +136,20 @@ def test_log_probabilities_are_those_of_one_forward(family: str, new_cache: str 
     assert "stop" in out.finish_reasons
 
 
+@pytest.mark.parametrize("capacity", [None, 40])
+def test_a_cache_that_was_filled_within_inference_mode(capacity: int | None) -> None:
+    model, _ = pair("llama")
+    expected = model.generate(IDS, max_new_tokens=5)
+    for within in (False, True):
+        cache = model.new_cache(capacity)
+        with torch.inference_mode():
+            model(IDS[:, :4], past_key_values=cache)
+        with torch.inference_mode(within):
+            for _call in range(2):
+                assert torch.equal(model.generate(IDS, max_new_tokens=5, past_key_values=cache), expected)
+                cache.crop(7)
+
+
 def test_greedy_tokens_have_a_sampling_probability_of_one() -> None:
     model, _ = pair("llama")
     out = model.generate(IDS, max_new_tokens=9, repetition_penalty=1.5, return_dict_in_generate=True)
@@ -214,8 +228,10 @@ def test_invalid_criteria_are_refused(criteria: Any, message: str) -> None:
 
 
 def test_max_new_tokens_takes_precedence_over_max_length() -> None:
-    with pytest.warns(UserWarning, match="^generate: max_new_tokens=2 takes precedence over max_length=9. Pass only"):
+    message = "^generate: max_new_tokens=2 takes precedence over max_length=9. Pass only"
+    with pytest.warns(UserWarning, match=message) as warnings:
         assert generate(Scripted([[7, 8, 9]] * 2), PROMPT, max_new_tokens=2, max_length=9).shape == (2, 4)
+    assert [warning.filename for warning in warnings] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 import transformers
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.generate import DraftOptions, SamplingOptions, TextStreamer, generate
+from ligerzoo.generate import DraftOptions, SamplingOptions, Scheduler, TextStreamer, generate
 from ligerzoo.generate.options import REMEDIES
 from ligerzoo.models import Llama, LlamaConfig
-from tests.generate.models import PROMPT, Letters, Scripted, StreamingLetters, tiny_llama
+from tests.generate.models import PROMPT, TINY, Letters, Scripted, StreamingLetters, tiny_llama
 
 OPTIONS = {
     name: parameter
@@ -33,6 +34,7 @@ OPTIONS = {
         ({"max_new_tokens": None}, "max_new_tokens: .*expected an integer"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: .*got 0.0"),
         ({"repetition_penalty": math.nan}, "repetition_penalty: .*got nan"),
+        ({"repetition_penalty": 1e39}, r"repetition_penalty: .*got 1e\+39; expected a positive number, finite in fp32"),
         ({"min_new_tokens": -1}, "min_new_tokens: .*got -1; expected an integer, 0 or more, or None"),
         ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size: .*got 1.5"),
         ({"bad_words_ids": [1, 2]}, r"bad_words_ids: .*got \[1, 2\]; expected a list of lists of token ids"),
@@ -42,6 +44,7 @@ OPTIONS = {
         ({"logits_processor": [max, 1]}, "logits_processor: .*expected a list of functions of input_ids and scores"),
         ({"do_sample": True, "temperature": 0.0}, "temperature: .*got 0.0; expected a positive number"),
         ({"do_sample": True, "temperature": math.inf}, "temperature: .*got inf"),
+        ({"do_sample": True, "temperature": 10**400}, "temperature: .*got 1000"),
         ({"do_sample": True, "top_k": 0}, "top_k: .*got 0"),
         ({"do_sample": True, "top_p": 0.0}, "top_p: .*got 0.0"),
         ({"do_sample": True, "top_p": 1.1}, "top_p: .*got 1.1"),
@@ -55,6 +58,8 @@ OPTIONS = {
         ({"stop_strings": "a"}, "tokenizer: stop_strings need a tokenizer"),
         ({"stop_strings": "a", "tokenizer": Letters()}, "pad_token_id: "),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask: .*got \(2, 3\); expected \(2, 2\)"),
+        ({"attention_mask": 2 * PROMPT}, "attention_mask: .*got other values; expected 1 for a token and 0 for padd"),
+        ({"attention_mask": PROMPT * math.nan}, "attention_mask: .*got other values"),
     ],
 )
 def test_invalid_values_are_refused_before_the_model_runs(options: dict[str, Any], message: str) -> None:
@@ -72,7 +77,7 @@ def test_invalid_values_are_refused_before_the_model_runs(options: dict[str, Any
         (torch.tensor([1, 2]), None, r"input_ids: .*got \(2,\); expected \(B, T\).*\. Use input_ids\[None\]"),
         ("text", None, r"input_ids: .*got str; expected a \(B, T\) tensor of integers. Encode text first"),
         (UserDict(input_ids=PROMPT), None, r"input_ids: .*got UserDict; .* as generate\(\*\*inputs\)"),
-        ([[1, 2]], None, r"input_ids: .*got list; .*Use torch.tensor\(\[ids\]\)"),
+        ([[1, 2]], None, r"input_ids: .*got list; .*Use torch.as_tensor\(input_ids\)"),
         (PROMPT.float(), None, "input_ids: .*got torch.float32; expected .* integers"),
         (PROMPT > 1, None, "input_ids: .*got torch.bool"),
         (PROMPT, [[1, 1], [1, 1]], r"attention_mask: .*got list; expected a \(B, T\) tensor"),
@@ -83,6 +88,35 @@ def test_invalid_values_are_refused_before_the_model_runs(options: dict[str, Any
 def test_invalid_prompts_are_refused(ids: Any, mask: Any, message: str) -> None:
     with pytest.raises(LigerzooError, match=message):
         generate(Scripted([[1], [1]]), ids, mask, max_new_tokens=1)
+
+
+def test_models_on_meta_and_prompts_on_another_device_are_refused() -> None:
+    model, remedy = Llama(LlamaConfig(**TINY), device="meta"), "Load them with from_pretrained"
+    for ids in (PROMPT, PROMPT.to("meta")):
+        with pytest.raises(LigerzooError, match=f"^Llama: the weights are on the meta device, .* {remedy}"):
+            model.generate(ids, max_new_tokens=1)
+    with pytest.raises(LigerzooError, match=f"^Llama: the weights are on the meta device, .* {remedy}"):
+        model.generate_many([[1]], batch_size=1, max_new_tokens=1)
+    message = r"^input_ids: .*got a tensor on meta; expected one on cpu, like the model. Use input_ids.to\(model.device"
+    with pytest.raises(LigerzooError, match=message):
+        tiny_llama("cpu").generate(PROMPT.to("meta"), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.generate(PROMPT, max_new_tokens=1, top_p=0.5),
+        lambda model: model.generate_many([[1]], batch_size=1, max_new_tokens=1, top_p=0.5),
+        lambda model: Scheduler(model, batch_size=1, top_p=0.5),
+        lambda model: SamplingOptions(top_p=0.5),
+    ],
+    ids=["generate", "generate_many", "Scheduler", "SamplingOptions"],
+)
+def test_warnings_name_the_line_of_the_caller(call: Callable[[Any], object]) -> None:
+    model = tiny_llama("cpu")
+    with pytest.warns(UserWarning, match="top_p=0.5 has no effect") as warnings:
+        call(model)
+    assert [warning.filename for warning in warnings] == [__file__]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +150,6 @@ def test_the_number_of_new_tokens_is_required() -> None:
         LigerzooError, match=r"^max_new_tokens: .* expected an integer, 0 or more. Pass max_new_tokens="
     ):
         tiny_llama("cpu").generate(PROMPT)
-
-
-def test_prompts_on_another_device_than_the_model_are_refused() -> None:
-    with pytest.raises(LigerzooError, match=r"^input_ids: .*got a tensor on cpu; .* on meta.* input_ids.to\(model.dev"):
-        tiny_llama("meta").generate(PROMPT, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -283,6 +284,8 @@ def test_cancelled_requests_leave(model: Any) -> None:
         ({"max_new_token": 3}, r"max_new_token: not an option of a request\. Did you mean 'max_new_tokens'\?"),
         ({"topk": 3}, "topk: not an option of a request. Did you mean 'top_k'"),
         ({"num_beams": 3}, "num_beams: not an option of a request. Beam search is not implemented"),
+        ({"max_length": 3}, "max_length: not an option of a request. Use max_new_tokens"),
+        ({"stopping_criteria": []}, "stopping_criteria: not an option of a request. Use generate, which has this opti"),
         ({"pad_token_id": 3}, "pad_token_id: not an option of a request. Leave it out: results contain no padding"),
         ({"frobnicate": 3}, "frobnicate: not an option of a request; expected max_new_tokens, eos_token_id,"),
         ({"do_sample": True, "top_p": 2.0}, "top_p: invalid value; got 2.0"),
@@ -312,6 +315,9 @@ def test_invalid_options_are_refused_before_anything_runs(model: Any, options: d
         ([], "no tokens; expected at least one token"),
         (torch.zeros(0, dtype=torch.int64), "no tokens; expected at least one token"),
         ("text", r"got str; expected token ids, a list or 1-D tensor of integers\. Encode text first"),
+        (b"text", r"got bytes; expected token ids, a list or 1-D tensor of integers\. Encode text first"),
+        (np.ones((2, 2), int), r"got a list with \[1, 1\]"),
+        (np.ones(2), r"got a list with 1\.0"),
         (None, "got None; expected token ids"),
         (7, r"got int; .*\. Pass a list of prompts"),
         ([1.5], r"got a list with 1\.5"),
@@ -333,6 +339,12 @@ def test_invalid_prompts_are_refused_by_index(model: Any, prompt: Any, message: 
     model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
     with pytest.raises(LigerzooError, match=rf"^prompts\[2\]: .*{message}"):
         model.generate_many([[1, 2], [3], prompt], batch_size=2, **OPTIONS)
+
+
+def test_prompts_of_numpy(model: Any) -> None:
+    prompts = draw(3)
+    arrays = [np.array(prompts[0], np.int16), list(np.array(prompts[1])), np.array(prompts[2])]
+    check(model, prompts, list(model.generate_many(arrays, batch_size=2, **OPTIONS)))
 
 
 @pytest.mark.parametrize("prompts", ["text", {"input_ids": [[1]]}, 5])
@@ -509,6 +521,43 @@ def test_a_model_stays_usable_after_an_exception(model: Any, error: type[BaseExc
         list(model.generate_many(prompts, batch_size=2, **OPTIONS))
     handle.remove()
     check(model, prompts, list(model.generate_many(prompts, batch_size=2, **OPTIONS)))
+
+
+class Failure:
+    """A logits processor that fails in its second call."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.calls = error, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 2:
+            return scores
+        if self.error is not None:
+            raise self.error
+        return scores[:, 1:]  # of another shape
+
+
+@pytest.mark.usefixtures("late", "captured")
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), LigerzooError("x"), torch.OutOfMemoryError()], ids=repr)
+def test_an_exception_in_a_step_removes_all_requests(model: Any, error: BaseException | None) -> None:
+    """None may go on with a KV cache that holds other tokens than the host."""
+    prompts = draw(5)
+    scheduler = Scheduler(model, batch_size=3, **OPTIONS)
+    scheduler.add(prompts[0])
+    scheduler.step()
+    failure = Failure(error)
+    scheduler.add(prompts[1], logits_processor=[failure])
+    scheduler.add(prompts[2])
+    scheduler.step()
+    with pytest.raises(LigerzooError if error is None else type(error)):
+        scheduler.step()
+    assert scheduler.is_idle
+    assert scheduler.step() == []
+    for prompt in prompts:
+        scheduler.add(prompt)
+    assert drain(scheduler) == {3 + i: alone(model, prompt) for i, prompt in enumerate(prompts)}
+    assert failure.calls == 2
 
 
 def test_an_iterator_may_be_left(model: Any) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.generate import align_prompts, generate
+from ligerzoo.generate import generate
+from ligerzoo.generate.prompts import Prompts
 from tests.generate.models import LEFT, NO_END, RIGHT, VOCAB, Recorder, mask_of, prompts, tiny_llama
 
 
@@ -48,11 +49,12 @@ def test_position_ids_do_not_count_padding() -> None:
 
 def test_prompts_of_one_length_need_no_mask() -> None:
     ids = torch.tensor([[9, 1, 2, 9], [3, 4, 9, 9]])
-    tokens, mask = align_prompts(ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]]))
-    assert (tokens.tolist(), mask) == ([[1, 2], [3, 4]], None)
-    tokens, mask = align_prompts(ids, torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]]))
-    assert mask is not None
-    assert (tokens.tolist(), mask.tolist()) == ([[1, 1], [3, 4]], [[False, True], [True, True]])
+    prompts = Prompts(tiny_llama("cpu"), ids, torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]]), None, None, {})
+    assert (prompts.ids.tolist(), prompts.padding_mask) == ([[1, 2], [3, 4]], None)
+    prompts = Prompts(tiny_llama("cpu"), ids, torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0]]), None, None, {})
+    assert prompts.padding_mask is not None
+    assert prompts.ids.tolist() == [[1, 1], [3, 4]]
+    assert prompts.padding_mask.tolist() == [[False, True], [True, True]]
 
 
 @pytest.mark.parametrize("rows", [None, LEFT])

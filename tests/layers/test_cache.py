@@ -265,11 +265,16 @@ def test_kv_cache_has_one_cache_per_layer() -> None:
 @pytest.mark.parametrize(
     "cache", [LayerCache(), RollingLayerCache(3), StaticLayerCache(9)], ids=lambda c: type(c).__name__
 )
-def test_another_batch_size_is_refused_and_changes_nothing(cache: LayerCache) -> None:
+def test_other_batch_sizes_and_heads_are_refused_and_change_nothing(cache: LayerCache) -> None:
     cache.append(torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 4))
     for rows in (1, 3):
         with pytest.raises(ValueError, match=f"got keys of batch size {rows}; expected 2"):
             cache.append(torch.randn(rows, 1, 1, 4), torch.randn(rows, 1, 1, 4))
+    for heads, dim in ((2, 4), (1, 3)):
+        with pytest.raises(
+            ValueError, match=rf"got keys of {heads} heads of size {dim}; expected 1 heads of size 4, l"
+        ):
+            cache.append(torch.randn(2, 1, heads, dim), torch.randn(2, 1, heads, dim))
     assert cache.length == 5
     cache.append(torch.randn(2, 1, 1, 4), torch.randn(2, 1, 1, 4))
     assert cache.length == 6

@@ -26,13 +26,25 @@ def test_recipes_in_docs(name: str, device: str, monkeypatch: pytest.MonkeyPatch
     input_ids, labels = (t.to(device) for t in batch_of())
     pairs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
     variables: dict[str, Any] = {"batches": [pairs] * 2}
+    logps: list[Tensor] = []
+
+    def reward(texts: Tensor) -> Tensor:
+        with torch.no_grad():
+            logps.append(model_token_logps(variables["model"], texts, texts))
+        return texts[:, -1].float()
+
     if name == "GRPO":
-        variables = {"batches": [input_ids[:2, :3]] * 2, "reward": lambda texts: texts[:, -1].float(), "end": 2}
+        variables = {"batches": [input_ids[:2, :3]] * 2, "reward": reward, "end": 2}
     recipe = RECIPES[name].replace('"cuda"', repr(device)).replace("max_new_tokens=512", "max_new_tokens=5")
     exec(recipe, variables)  # noqa: S102
     assert variables["loss"].isfinite()
     before = tiny().to(device).state_dict()
     assert all(not torch.equal(p, before[n]) for n, p in variables["model"].state_dict().items())
+    if name == "GRPO":
+        assert "autocast" not in recipe  # with it, sampling could not run as captured graphs
+        is_label = torch.nn.functional.pad(variables["labels"][:, 1:] != -100, (0, 1))
+        assert is_label.any(1).all()
+        torch.testing.assert_close(variables["old_logps"][is_label], logps[-1][is_label], rtol=0, atol=1e-4)
 
 
 def test_dpo_raises_the_margin() -> None:
