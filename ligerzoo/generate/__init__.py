@@ -41,7 +41,6 @@ from ligerzoo.generate.filters import (
     keep_top_k,
     keep_top_p,
     penalize_repetition,
-    sample,
 )
 from ligerzoo.generate.many import Completion, generate_many
 from ligerzoo.generate.model import SupportsGenerate
@@ -83,5 +82,4 @@ __all__ = [
     "keep_top_p",
     "penalize_repetition",
     "release_decode_graphs",
-    "sample",
 ]

@@ -1,4 +1,4 @@
-"""Functions of logits: temperature, repetition penalty, top-k, top-p, min-p, and sampling from the result."""
+"""Functions of logits: temperature, repetition penalty, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -68,13 +68,3 @@ def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
     """
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), -math.inf)
-
-
-def sample(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Samples a token of each row from the softmax of the logits: (B, V) -> (B, 1).
-
-    It draws an exponential variable with the probability as rate for each token, and returns the token of the smallest.
-    torch.multinomial does the same with the same random numbers, but it is a host sync.
-    """
-    times = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / times).argmax(-1, keepdim=True)

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ligerzoo.generate import filter_logits, keep_min_p, keep_top_k, keep_top_p, penalize_repetition, sample
+from ligerzoo.generate import filter_logits, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
 from tests.generate.models import VOCAB, prompts, tiny_llama
 
 
@@ -27,13 +27,6 @@ def test_samples_follow_the_filtered_distribution(device: str) -> None:
     assert counts[~kept].sum() == 0
     chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
-
-
-def test_sample_equals_torch_multinomial() -> None:
-    logits = keep_top_k(torch.randn(50, 200), 20)
-    ours = sample(logits, torch.Generator().manual_seed(3))
-    theirs = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(ours, theirs)
 
 
 ROWS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12)
@@ -88,6 +81,7 @@ def test_min_p_by_loop(row: list[float], min_p: float) -> None:
     assert kept_by(keep_min_p(torch.tensor(row), min_p), row) == {i for i, p in enumerate(probabilities) if p >= floor}
 
 
+@settings(deadline=None)  # the first `assert_close` of a process takes half a second
 @given(ROWS, st.sets(st.integers(0, 11)), st.floats(0.1, 5))
 def test_repetition_penalty_by_loop(row: list[float], occurred: set[int], penalty: float) -> None:
     expected = [(x / penalty if x > 0 else x * penalty) if i in occurred else x for i, x in enumerate(row)]
