@@ -13,7 +13,7 @@ from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.slots import Slots, max_length
 from ligerzoo.layers import KVCache
-from ligerzoo.layers.cache import DECODE_TOKENS
+from ligerzoo.layers.static_cache import DECODE_TOKENS
 
 
 class SlotSequences(Sequences):

@@ -19,11 +19,12 @@ from ligerzoo.kernels import decode_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.fp8 import from_storage
-from ligerzoo.layers.cache import LayerCache, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers.cache import LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear, check_features, project_jointly
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.layers.static_cache import StaticLayerCache
 
 # Explicit, since the default choice differs between versions of torch. cuDNN is 1.7 times as fast on Hopper.
 _FASTEST_FIRST = [

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers.cache import LayerCache, new_layer_cache
+from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.context import Context
+from ligerzoo.layers.kv_cache import new_layer_cache
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.norm import add_and_normalize, normalize
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ligerzoo.kernels.autograd import any_true
 from ligerzoo.kernels.checks import describe, kind_of
-from ligerzoo.layers.cache import KVCache, LayerCache
+from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.masks import Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 

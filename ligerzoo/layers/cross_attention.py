@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels.checks import describe
 from ligerzoo.layers.attention import Attention
-from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, new_layer_cache
+from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
+from ligerzoo.layers.kv_cache import new_layer_cache
 from ligerzoo.layers.linear import INIT_STD, check_features
 from ligerzoo.layers.norm import add_and_normalize
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligerzoo.layers.cache import KVCache, new_layer_cache
 from ligerzoo.layers.context import LAYER_OUTPUTS, Context
+from ligerzoo.layers.kv_cache import KVCache, new_layer_cache
 
 
 class Decoder(nn.Module):

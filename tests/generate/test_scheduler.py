@@ -19,7 +19,7 @@ from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.cache_memory import cache_bytes_per_token
 from ligerzoo.generate.captured import can_capture, release_decode_graphs
 from ligerzoo.generate.scheduler import _Results
-from ligerzoo.layers.cache import StaticLayerCache
+from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
 from tests.covering import covering
 from tests.generate.graphs import replace_graphs

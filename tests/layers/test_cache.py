@@ -26,7 +26,7 @@ from ligerzoo.layers import (
     SandwichBlock,
     StaticLayerCache,
 )
-from ligerzoo.layers.cache import DECODE_TOKENS
+from ligerzoo.layers.static_cache import DECODE_TOKENS
 
 STEPS = [(0, 5), (5, 6), (6, 64), (64, 65), (65, 65), (65, 300)]
 

@@ -1,0 +1,313 @@
+"""The key-value caches of all layers of a decoder.
+
+Shapes: B batch, T new tokens, S tokens passed to attention, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligerzoo.kernels.fp8 import FP8, as_bytes
+from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache, writable
+from ligerzoo.layers.static_cache import PrefillLayerCache, StaticLayerCache
+
+
+def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
+    """Returns `layer.new_cache(capacity)`, or a cache of all tokens if the layer has no such method.
+
+    A cache of all tokens is correct for every kind of self-attention, and unused by a layer without attention.
+
+    Args:
+        layer: a block or attention.
+        capacity: maximum number of tokens, for a cache of fixed size; None for a growing or rolling cache.
+    """
+    if hasattr(layer, "new_cache"):
+        return layer.new_cache(capacity)  # type: ignore[operator, no-any-return]
+    return LayerCache() if capacity is None else StaticLayerCache(capacity)
+
+
+def check_cache_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype of a KV cache; raises ValueError unless it is None or float8_e4m3fn."""
+    if dtype not in (None, FP8):
+        raise ValueError(f"KV cache: dtype={dtype!r}; expected {FP8}, or None for the dtype of the keys and values")
+    return dtype
+
+
+class KVCache:
+    """The caches of all layers of a decoder.
+
+    Args:
+        layers: one per layer, of any classes. `Decoder.new_cache` chooses them by layer.
+        dtype: float8_e4m3fn stores keys and values in half the memory of bf16. They are rounded to it, without scales,
+            as they are written; beyond +-448 they become +-448. Each token attends to the rounded ones, its own
+            included, so results do not depend on how a prompt is divided into calls. None stores them unchanged.
+
+    Attributes:
+        dtype: as given.
+        max_valid_length: sequence length up to which cached keys stay valid, since longer sequences use other rotary
+            frequencies (LongRoPE); None for no limit.
+        position_offset: (B or 1, 1) int64, position ids of future tokens minus their sequence indices (M-RoPE, where
+            images span fewer positions than tokens); None for 0.
+        last_image_mask: (B, 1, images, tiles) bool, the cross-attention mask of the last token; None for all images.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, layers: Iterable[LayerCache], dtype: torch.dtype | None = None) -> None:
+        self.dtype = check_cache_dtype(dtype)
+        self.max_valid_length: int | None = None
+        self.position_offset: Tensor | None = None
+        self.last_image_mask: Tensor | None = None
+        self._set_layers(layers)
+
+    def _set_layers(self, layers: Iterable[LayerCache]) -> None:
+        self.layers = list(layers)
+        self._self_attention = [layer for layer in self.layers if not isinstance(layer, CrossAttentionLayerCache)]
+        self._cross_attention = [layer for layer in self.layers if isinstance(layer, CrossAttentionLayerCache)]
+        self._static = [layer for layer in self.layers if isinstance(layer, StaticLayerCache)]
+        for layer in self.layers:
+            layer.dtype = self.dtype
+        for layer in self._static:
+            layer.position = self._static[0].position
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the caches of all layers have a fixed size, so that a decode step can be captured in a CUDA graph."""
+        return len(self._static) == len(self.layers) > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of static caches."""
+        buffers = [buffer for layer in self._static for buffer in (layer._keys, layer._values)]
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+    def advance(self, tokens: int) -> None:
+        """Counts tokens that a replayed CUDA graph has written to static caches."""
+        for layer in self._static:
+            layer.length += tokens
+        if self._static:
+            self._static[0].position.length += tokens
+
+    def reset(self) -> None:
+        """Empties all caches; the memory of static ones stays allocated."""
+        for layer in self.layers:
+            layer.reset()
+        if self._static:
+            self._static[0].position.set(0, 0)
+        self.position_offset = self.last_image_mask = None
+
+    def set_lengths(self, lengths: Tensor, longest: int) -> None:
+        """Sets the number of tokens in each row of static caches; the next ones are written after them.
+
+        Args:
+            lengths: (B,) int64.
+            longest: the largest of them, or an upper bound.
+        """
+        for layer in self._static:
+            layer.length = longest
+        self._static[0].position.set(lengths, longest)
+
+    def prefill_rows(self, index: Tensor, rows: int) -> KVCache:
+        """Returns a cache that writes prompts to some rows of these static caches; see `PrefillLayerCache`.
+
+        Args:
+            index: (n,) int64, the rows.
+            rows: B.
+        """
+        return KVCache((PrefillLayerCache(layer, index, rows) for layer in self._static), self.dtype)
+
+    def copy_rows_from(self, other: KVCache, index: Tensor, rows: int, *, frees: bool = False) -> None:
+        """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.
+
+        The remaining rows are empty. The tokens must fit into these caches.
+
+        Args:
+            other: the other caches.
+            index: their rows.
+            rows: B.
+            frees: free the memory of each layer of `other` when it is copied. `other` cannot be used afterwards.
+        """
+        for layer, source in zip(self._static, other._static, strict=True):
+            layer.copy_rows_from(source, index, rows)
+            if frees:
+                source.free()
+        lengths = other._static[0].position.lengths
+        if lengths is not None:
+            self._static[0].position.set(F.pad(lengths[index], (0, rows - len(index))), other.length)
+
+    def copy_tokens_from(self, other: KVCache, source: int, columns: Tensor, target: int, rows: int) -> None:
+        """Copies tokens of a row of another cache, of any kind, to the first positions of a row of static caches.
+
+        Tokens that a sliding window has dropped are left out: no later token attends to them.
+
+        Args:
+            other: the other cache.
+            source: its row.
+            columns: (n,) int64 on the CPU, ascending sequence indices of the tokens.
+            target: row of these caches.
+            rows: B of these caches.
+        """
+        for layer, other_layer in zip(self._static, other.layers, strict=True):
+            if other_layer.length == 0:  # a layer without attention
+                continue
+            kept = columns[columns >= other_layer.first] - other_layer.first
+            new = other_layer.read()
+            for buffer, x in zip(layer.allocate(rows, *new), new, strict=True):
+                tokens = as_bytes(x[source]).index_select(0, kept.to(x.device)).view(x.dtype)
+                buffer[target, :, len(columns) - len(kept) : len(columns)] = tokens.transpose(0, 1)
+
+    def append_tokens_to(self, other: KVCache, rows: Tensor, positions: Tensor) -> None:
+        """Appends tokens of static caches to another cache of any kind.
+
+        Args:
+            other: the other cache, of B rows.
+            rows: (B,) int64, rows of these caches.
+            positions: (B, n) int64, positions of the tokens in each row.
+        """
+        for layer, other_layer in zip(self._static, other.layers, strict=True):
+            if layer.length > 0 and layer._keys is not None and layer._values is not None:
+                keys, values = (
+                    as_bytes(x).transpose(1, 2)[rows[:, None], positions].view(x.dtype)
+                    for x in (layer._keys, layer._values)
+                )
+                other_layer.append(keys, values)
+
+    def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copies the first `tokens` tokens of rows of static caches to other rows; see `StaticLayerCache.copy_rows`."""
+        for layer in self._static:
+            layer.copy_rows(sources, targets, tokens)
+
+    def is_valid_for(self, tokens: int) -> bool:
+        """Whether `tokens` more tokens can reuse the cached keys; if not, process all tokens with a new cache."""
+        limit = self.max_valid_length
+        return limit is None or not 0 < self.length <= limit < self.length + tokens
+
+    @property
+    def _counter(self) -> LayerCache | None:
+        """The layer that counts tokens: the first with any, since a layer without attention appends none."""
+        for layer in self._self_attention:
+            if layer.length > 0:
+                return layer
+        return self._self_attention[0] if self._self_attention else None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the cache, padding included; an upper bound for static caches, see `StaticPosition`."""
+        return counter.length if (counter := self._counter) else 0
+
+    @property
+    def cross_attention_length(self) -> int:
+        """Number of states in the cache of each cross-attention layer."""
+        return self._cross_attention[0].length if self._cross_attention else 0
+
+    @property
+    def capacity(self) -> int | None:
+        """Maximum number of tokens; None for no limit."""
+        return counter.capacity if (counter := self._counter) else None
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Returns the sequence indices of the next T = `tokens` tokens, (B or 1, T) int64."""
+        counter = self._counter
+        return torch.arange(tokens, device=device)[None] if counter is None else counter.positions(tokens, device)
+
+    @property
+    def rows(self) -> int | None:
+        """Batch size of the cached tokens; None for an empty cache."""
+        return next((layer.rows for layer in self.layers if layer.rows is not None), None)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Makes row i of all caches a copy of row `index[i]`; see `LayerCache.select_rows`."""
+        rows = self.rows
+        for layer in self.layers:
+            layer.select_rows(index)
+        if self._static and (lengths := self._static[0].position.lengths) is not None:
+            self._static[0].position.lengths = lengths.index_select(0, index.to(lengths.device))
+        for name in ("position_offset", "last_image_mask"):
+            value = getattr(self, name)
+            if value is not None and len(value) == rows:  # else 1 row, the same for all
+                setattr(self, name, value.index_select(0, index.to(value.device)))
+
+    def remove_last(self, tokens: int | Tensor) -> None:
+        """Removes the last tokens; cross-attention caches keep their states. See `LayerCache.remove_last`.
+
+        Args:
+            tokens: number of tokens; of each row, (B,) int64 on the device, if all caches are static and not empty.
+                Then `length`, which the host knows, does not change; see `set_lengths`.
+
+        Raises:
+            ValueError: there are fewer tokens, or a number for each row but caches that are empty or not static.
+        """
+        if isinstance(tokens, Tensor):
+            lengths = self._static[0].position.lengths if self.is_static else None
+            if lengths is None:
+                raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
+            lengths -= tokens
+            return
+        layers = [layer for layer in self._self_attention if layer.length > 0]  # one without attention appends nothing
+        for layer in layers:
+            layer.check_removal(tokens)
+        for layer in layers:
+            layer.remove_last(tokens)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Another name of `select_rows`."""
+        self.select_rows(indices)
+
+    def crop(self, length: int) -> None:
+        """Keeps the first tokens only. To keep none empties the cache, as `reset` does.
+
+        Positions and masks of images stay those after the last image, so only remove text that follows it.
+
+        Args:
+            length: number of tokens to keep, padding included.
+
+        Raises:
+            ValueError: the cache holds fewer tokens, the number is negative, or a layer with a sliding window has
+                dropped tokens that the window would reach again; see `keep_all_tokens`. The cache is unchanged then.
+        """
+        if not 0 <= length <= self.length:
+            remedy = ". remove_last(n) removes the last n tokens" if length < 0 else ""
+            raise ValueError(f"KVCache.crop: got length={length}; expected 0 to {self.length}{remedy}")
+        if length == 0:
+            self.reset()
+        else:
+            self.remove_last(self.length - length)
+
+    def clone(self) -> KVCache:
+        """Returns an independent copy, for example to continue one prompt in several ways."""
+        clone = copy.copy(self)
+        clone._set_layers(layer.clone() for layer in self.layers)
+        if clone._static:
+            position = clone._static[0].position.clone()
+            for layer in clone._static:
+                layer.position = position
+        return clone
+
+    def make_writable(self) -> None:
+        """Copies tensors that were created within `torch.inference_mode`, which cannot be updated outside of it."""
+        for layer in self.layers:
+            layer.make_writable()
+        if self._static:
+            position = self._static[0].position
+            position.lengths = writable(position.lengths)
+
+    def keep_all_tokens(self) -> None:
+        """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.
+
+        Raises:
+            ValueError: the cache holds tokens already.
+        """
+        if any(isinstance(layer, RollingLayerCache) for layer in self.layers):
+            if self.length > 0:
+                raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")
+            self._set_layers(LayerCache() if isinstance(layer, RollingLayerCache) else layer for layer in self.layers)
+
+    def get_seq_length(self) -> int:
+        """Returns `length`; the name that Hugging Face's caches use."""
+        return self.length
