@@ -1,8 +1,9 @@
 """Decode steps that run as captured CUDA graphs: the host launches one graph per token instead of hundreds of kernels.
 
-A graph serves one batch size, and one capacity and dtype of the KV cache. It is captured when a batch decodes its third
-token, stays with the model, and serves all later calls of the same shape. It reads the weights where they are, so
-training between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured again.
+A graph serves one batch size, and one capacity and set of options of the KV cache. It is captured when a batch decodes
+its third token, stays with the model, and serves all later calls of the same shape. It reads the weights where they
+are, so training between calls is seen; if a weight was replaced by another tensor, all graphs of the model are captured
+again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
@@ -38,8 +40,8 @@ T = TypeVar("T")
 class DecodeGraph(DecodeBatch):
     """A `DecodeBatch` whose step runs eagerly once, then as a captured graph, for each number of tokens."""
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(model, rows, capacity, dtype)
+    def __init__(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions = DEFAULT_CACHE) -> None:
+        super().__init__(model, rows, capacity, options)
         self._inputs: dict[int, Tensor] = {}  # by T, what a graph reads
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # with the logits
 
@@ -99,23 +101,23 @@ class DecodeGraphs:
     """The graphs of one model that no call is using, least recently used first."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[tuple[int, int, torch.dtype | None], DecodeGraph] = OrderedDict()
+        self._idle: OrderedDict[tuple[int, int, CacheOptions], DecodeGraph] = OrderedDict()
         self._weights: tuple[tuple[Any, ...], ...] = ()
 
-    def take(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None) -> DecodeGraph:
+    def take(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions) -> DecodeGraph:
         """Returns a graph with an empty cache, an idle one if there is any. `give_back` makes it idle again."""
         tensors = (tensor for weight in model.parameters() for tensor in stored_tensors(weight))
         weights = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
         if weights != self._weights:
             self._idle.clear()
             self._weights = weights
-        graph = self._idle.pop((rows, capacity, dtype), None) or DecodeGraph(model, rows, capacity, dtype)
+        graph = self._idle.pop((rows, capacity, options), None) or DecodeGraph(model, rows, capacity, options)
         graph.cache.reset()
         return graph
 
     def give_back(self, graph: DecodeGraph) -> None:
         """Keeps a graph for later calls, and drops the least recently used ones beyond the limits."""
-        self._idle[graph.rows, graph.capacity, graph.cache.dtype] = graph
+        self._idle[graph.rows, graph.capacity, graph.options] = graph
         limit = _memory_for_idle_caches(graph.device)
         while len(self._idle) > _MAX_GRAPHS or self.nbytes > limit:
             self._idle.popitem(last=False)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.layers import Attention, KVCache, RotaryEmbedding
+from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
+from ligerzoo.layers import Attention, RotaryEmbedding
 
 
 class DecodeBatch:
@@ -20,18 +21,17 @@ class DecodeBatch:
         model: the model.
         rows: P.
         capacity: maximum number of tokens in each row.
-        dtype: of the KV cache, see `ligerzoo.layers.KVCache`.
+        options: of the KV cache.
 
     Attributes:
-        rows, capacity: as given.
+        rows, capacity, options: as given.
         cache: the KV cache.
         device: device of the weights.
     """
 
-    def __init__(self, model: nn.Module, rows: int, capacity: int, dtype: torch.dtype | None = None) -> None:
-        self.rows, self.capacity = rows, capacity
-        options = {} if dtype is None else {"dtype": dtype}
-        self.cache: KVCache = model.new_cache(capacity, **options)  # type: ignore[operator]
+    def __init__(self, model: nn.Module, rows: int, capacity: int, options: CacheOptions = DEFAULT_CACHE) -> None:
+        self.rows, self.capacity, self.options = rows, capacity, options
+        self.cache = options.new_cache(model, capacity)
         self.device: torch.device = next(model.parameters()).device
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ligerzoo.generate.cache_options import CacheOptions
 from ligerzoo.generate.captured import CapturedStep
 from ligerzoo.generate.draft_options import DraftOptions
 from ligerzoo.generate.drafts import Drafter
@@ -68,6 +69,7 @@ def generate(
     streamer: Streamer | None = None,
     use_cache: bool = True,
     cache_dtype: torch.dtype | None = None,
+    exact: bool = False,
     return_dict_in_generate: bool = False,
     **options: Any,
 ) -> Tensor | GenerateOutput:
@@ -109,6 +111,9 @@ def generate(
             (EmbeddingGemma), where a cache keeps the keys as they were before later tokens.
         cache_dtype: torch.float8_e4m3fn keeps keys and values in 8 bits: half the memory, and half the bytes that a
             decode step reads of them, at some loss of accuracy; see `ligerzoo.layers.KVCache`. None for their dtype.
+        exact: give the logits of each token, and its log-probability, the bits that one forward of the whole text gives
+            them, alone or in any batch: then sampling and training agree exactly. Dense models on Hopper GPUs in bf16,
+            see `ligerzoo.layers.exactness`; others are refused. A cache that is passed must be exact itself.
         return_dict_in_generate: whether to return a `GenerateOutput` with log-probabilities and reasons of finishing.
         options: how to choose tokens: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`,
             `min_new_tokens`, `bad_words_ids`, `no_repeat_ngram_size` and `logits_processor`; see `SamplingOptions`.
@@ -137,8 +142,8 @@ def generate(
     if drafts.count > 0:
         drafts.check(model, prompts, num_return_sequences, use_cache, past_key_values)
     sequences = make_sequences(
-        model, prompts, num_return_sequences, limit, use_cache, past_key_values, cache_dtype,
-        is_rewindable=drafts.count > 0,
+        model, prompts, num_return_sequences, limit, use_cache, past_key_values,
+        CacheOptions(cache_dtype, exact), is_rewindable=drafts.count > 0,
     )  # fmt: skip
     given = prompts.given.repeat_interleave(num_return_sequences, 0)
     stopping = Stopping(
@@ -150,7 +155,7 @@ def generate(
         tokenizer=tokenizer,
         stopping_criteria=stopping_criteria,
     )
-    sampler = Sampler(sequences.rows, model.config.vocab_size, sequences.device)
+    sampler = Sampler(sequences.rows, model.config.vocab_size, sequences.device, exact=sequences.is_exact)
     sampler.assign(
         range(sequences.rows), sequences.prompts, sampling, attention_mask=sequences.prompts_mask,
         eos_token_ids=stopping.eos_token_ids, generator=generator,

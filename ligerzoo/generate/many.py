@@ -42,7 +42,7 @@ def generate_many(
         prompts: token ids of each prompt, without padding. An iterator is read only as rows become free; a list, tuple
             or tensor is checked before anything runs.
         batch_size: largest number of prompts that run at the same time.
-        options: those of `Scheduler`, with `max_cache_tokens` and `cache_dtype`. `max_new_tokens` is required.
+        options: those of `Scheduler`, with `max_cache_tokens`, `cache_dtype` and `exact`. `max_new_tokens` is required.
 
     Returns:
         An iterator of results, in the order in which they finish. To stop early, close it or drop it.

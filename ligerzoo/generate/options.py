@@ -146,11 +146,6 @@ def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
     require(is_useful, "num_return_sequences", got, "1", "Pass do_sample=True to sample different ones.")
 
 
-def check_cache_dtype(dtype: torch.dtype | None) -> None:
-    """Raises LigerzooError unless a KV cache can have the dtype."""
-    require(dtype in (None, FP8), "cache_dtype", repr(dtype), f"{FP8}, or None for the dtype of the keys and values")
-
-
 def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = None) -> None:
     """Raises LigerzooError if the model has no weights, or if inputs are on another device than they.
 

@@ -21,6 +21,7 @@ _REMEDIES = {
     **REMEDIES,
     "attention_mask": "Leave out the padding: each prompt is a list of tokens.",
     "cache_dtype": "Pass it to Scheduler: all requests share a KV cache.",
+    "exact": "Pass it to Scheduler: all requests share a KV cache.",
     "input_ids": "Pass the prompts as the first argument.",
     "max_length": "Use max_new_tokens.",
     "num_return_sequences": "Pass the prompt several times.",

@@ -22,6 +22,7 @@ from ligerzoo.generate.processors import (
 )
 from ligerzoo.generate.sampling_options import SamplingOptions
 from ligerzoo.generate.transfer import upload
+from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.logit_filter import filter_bounds
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 
@@ -87,10 +88,12 @@ class Sampler:
         rows: R.
         vocab_size: V.
         device: device of the logits.
+        exact: compute the log-probability of a token by the kernel of the loss, as training does, so that it has the
+            same bits. The logits are in bf16, converted to fp32.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, *, exact: bool = False) -> None:
+        self._vocab_size, self._device, self._exact = vocab_size, device, exact
         self._parameters = _Parameters(rows, vocab_size, device)
         self._history = History(rows, device)
         self._penalty: RepetitionPenalty | None = None
@@ -264,6 +267,9 @@ class Sampler:
             filters = parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
             bounds = filter_bounds(logits if scores is None else scores, *filters)
         sampled = sample_tokens(logits, scores, *drawing, *bounds)
+        if self._exact:
+            loss = cross_entropy(logits.to(torch.bfloat16), sampled.tokens, reduction="none")
+            sampled = sampled._replace(logps=-loss)
         parameters.broken |= sampled.logps.isnan() | sampled.sampling_logps.isnan()
         parameters.counts += 1
         if features.keeps_history:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.cache_memory import default_cache_tokens
+from ligerzoo.generate.cache_options import CacheOptions
 from ligerzoo.generate.captured import CapturedCall
 from ligerzoo.generate.decode_loop import LAG
-from ligerzoo.generate.options import check_cache_dtype, check_devices, invalid, is_integer, require
+from ligerzoo.generate.options import check_devices, invalid, is_integer, require
 from ligerzoo.generate.request import Request, RequestOptions, as_prompt
 from ligerzoo.generate.sampling import Sampler, draw_seeds
 from ligerzoo.generate.slots import PREFILL_TOKENS, Slots
@@ -82,6 +83,7 @@ class Scheduler:
             until others have finished, and are prefilled again. None: on a GPU, what fits into three quarters of the
             memory that is free now; on a CPU, no limit.
         cache_dtype: dtype of the KV cache, see `generate`.
+        exact: see `generate`.
         defaults: options of requests: `max_new_tokens`, `eos_token_id`, `stop_strings`, `tokenizer`, `generator`, and
             those of `SamplingOptions`.
 
@@ -102,6 +104,7 @@ class Scheduler:
         batch_size: int,
         max_cache_tokens: int | None = None,
         cache_dtype: torch.dtype | None = None,
+        exact: bool = False,
         **defaults: Any,
     ) -> None:
         require(is_integer(batch_size) and batch_size > 0, "batch_size", repr(batch_size), "an integer, 1 or more")
@@ -109,16 +112,17 @@ class Scheduler:
         require(is_valid, "max_cache_tokens", repr(max_cache_tokens), "an integer, 1 or more, or None")
         check_devices(model)
         self._model = cast(Any, model)
-        check_cache_dtype(cache_dtype)
+        cache_options = CacheOptions(cache_dtype, exact)
+        cache_options.check(model)
         if max_cache_tokens is None:
             max_cache_tokens = default_cache_tokens(model, cache_dtype)
         self.max_cache_tokens = max_cache_tokens
-        self._slots = Slots(model, batch_size, max_cache_tokens, cache_dtype)
+        self._slots = Slots(model, batch_size, max_cache_tokens, cache_options)
         limits = (self._slots.max_length, self.max_cache_tokens)
         self.max_length = min((limit for limit in limits if limit is not None), default=None)
         self._given, self.defaults = defaults, RequestOptions(self._model, **defaults)
         self.device: torch.device = next(model.parameters()).device
-        self._sampler = Sampler(batch_size, self._model.config.vocab_size, self.device)
+        self._sampler = Sampler(batch_size, self._model.config.vocab_size, self.device, exact=exact)
         self._call = CapturedCall[tuple[Tensor, Tensor]]()
         self._newest = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.device)
         self._requests: dict[int, Request] = {}  # that are not finished

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.generate.decode_batch import independent_length
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.options import check_cache_dtype, require, require_bool
+from ligerzoo.generate.options import require, require_bool
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.layers import KVCache
 
@@ -28,7 +29,7 @@ class Sequences:
         use_cache: whether to keep a KV cache.
         cache: KV cache of the caller, which holds the first tokens of the prompts and is extended in place; or None.
             In the end it holds all tokens but the newest, and `copies` rows per prompt. An exception empties it.
-        cache_dtype: of the KV cache, see `ligerzoo.layers.KVCache`. None for the default, or that of `cache`.
+        options: of the KV cache; the default ones with `cache`, which has its own.
 
     Attributes:
         rows: R = B * copies.
@@ -38,7 +39,7 @@ class Sequences:
         prompts_mask: (R, L) bool, False for padding of `prompts`; None for no padding, and for embeddings.
 
     Raises:
-        LigerzooError: `use_cache` is not a bool or excludes `cache` or `cache_dtype`, which exclude each other, the
+        LigerzooError: `use_cache` is not a bool or excludes `cache` or its options, which exclude each other, the
             capacity of `cache` is too small, or the model lacks a method that these inputs need.
     """
 
@@ -50,11 +51,11 @@ class Sequences:
         max_new_tokens: int,
         use_cache: bool,
         cache: KVCache | None,
-        cache_dtype: torch.dtype | None = None,
+        options: CacheOptions = DEFAULT_CACHE,
     ) -> None:
         require_bool("use_cache", use_cache)
         require(use_cache or cache is None, "use_cache", "False with past_key_values", "True")
-        _check_cache_dtype(model, cache_dtype, use_cache, cache)
+        _check_cache_options(model, options, use_cache, cache)
         self._prompts, self._copies = prompts, copies
         if prompts.inputs.is_floating_point():
             _require_method(model, "get_input_embeddings", "inputs_embeds")
@@ -72,7 +73,7 @@ class Sequences:
         self._methods: Any = model
         self.placeholders = frozenset(getattr(model, "placeholders", ()))
         self._use_cache, self._given_cache = use_cache, cache
-        self._cache_dtype = cache_dtype if cache is None else cache.dtype
+        self._options = options if cache is None else CacheOptions(cache.dtype, cache.exact)
         self._cache: Any = self._empty_cache()
         self._padding_mask: Tensor | None = None
         if prompts.padding_mask is not None:
@@ -82,6 +83,11 @@ class Sequences:
         # New tokens, with spare columns. A finished row keeps reading its own tokens: padding may have no embedding.
         self._tokens = torch.empty(self.rows, 0, dtype=torch.int64, device=self.device)
         self._newest = self._tokens
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the logits are those of a whole forward, to the bit."""
+        return self._options.exact
 
     @property
     def continuations(self) -> Tensor:
@@ -227,10 +233,9 @@ class Sequences:
 
     def _empty_cache(self) -> KVCache | None:
         """Returns the cache to start with; None for one that the model makes."""
-        if self._given_cache is not None or self._cache_dtype is None:
+        if self._given_cache is not None or self._options.is_default:
             return self._given_cache
-        cache: KVCache = self._methods.new_cache(dtype=self._cache_dtype)
-        return cache
+        return self._options.new_cache(self._methods)
 
     def _all_inputs(self) -> Tensor:
         """Returns all tokens of all rows, or their embeddings if the prompts are embeddings."""
@@ -269,17 +274,16 @@ def _check_capacity(cache: KVCache, tokens: int) -> None:
     require(fits, "past_key_values", got, f"at least {tokens}, the prompt and all new tokens but the last", remedy)
 
 
-def _check_cache_dtype(
-    model: SupportsGenerate, dtype: torch.dtype | None, use_cache: bool, cache: KVCache | None
+def _check_cache_options(
+    model: SupportsGenerate, options: CacheOptions, use_cache: bool, cache: KVCache | None
 ) -> None:
-    """Raises LigerzooError unless the dtype of the KV cache is valid and not given otherwise."""
-    if dtype is None:
-        return
-    check_cache_dtype(dtype)
-    require(use_cache, "cache_dtype", f"{dtype} with use_cache=False", "use_cache=True")
-    remedy = f"Pass past_key_values=model.new_cache(dtype={dtype})."
-    require(cache is None, "cache_dtype", f"{dtype} with past_key_values", "one of the two", remedy)
-    _require_method(model, "new_cache", "cache_dtype")
+    """Raises LigerzooError unless the options of the KV cache are valid and not given otherwise."""
+    options.check(model)
+    for option, name, value in (("cache_dtype", "dtype", options.dtype), ("exact", "exact", options.exact)):
+        if value:
+            require(use_cache, option, f"{value} with use_cache=False", "use_cache=True")
+            remedy = f"Pass past_key_values=model.new_cache({name}={value})."
+            require(cache is None, option, f"{value} with past_key_values", "one of the two", remedy)
 
 
 def _require_method(model: SupportsGenerate, method: str, option: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.generate.captured import can_capture
-from ligerzoo.generate.options import check_cache_dtype
+from ligerzoo.generate.options import invalid
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.sequences import Sequences
 from ligerzoo.generate.slots import Slots, max_length
@@ -25,7 +26,7 @@ class SlotSequences(Sequences):
     def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model, *arguments)
         self._on_device = torch.cuda.device(self.device if self.device.type == "cuda" else -1)
-        self._slots = Slots(model, self.rows, cache_dtype=self._cache_dtype)
+        self._slots = Slots(model, self.rows, options=self._options)
 
     def __enter__(self) -> SlotSequences:
         self._on_device.__enter__()  # type: ignore[no-untyped-call]  # graphs run on the current device
@@ -93,23 +94,26 @@ def make_sequences(
     max_new_tokens: int = 0,
     use_cache: bool = True,
     cache: KVCache | None = None,
-    cache_dtype: torch.dtype | None = None,
+    options: CacheOptions = DEFAULT_CACHE,
     *,
     is_rewindable: bool = False,
 ) -> Sequences:
     """Returns `SlotSequences` where decode steps can be captured, else `Sequences`.
 
     Args:
-        model, prompts, copies, max_new_tokens, use_cache, cache, cache_dtype: see `Sequences`.
+        model, prompts, copies, max_new_tokens, use_cache, cache, options: see `Sequences`.
         is_rewindable: whether any number of tokens can be removed later; a cache of the caller must allow it.
     """
+    arguments = model, prompts, copies, max_new_tokens, use_cache
+    options.check(model)
     if use_cache and max_new_tokens > 2 and isinstance(model, nn.Module) and can_capture(model):
-        longest = max_length(model)
+        longest = max_length(model, options)
         if longest is None or prompts.length + max_new_tokens <= longest:
-            return SlotSequences(model, prompts, copies, max_new_tokens, use_cache, cache, cache_dtype)
+            return SlotSequences(*arguments, cache, options)
+    if options.exact and prompts.padding_mask is not None:  # only slots are free of padding
+        got = "prompts of several lengths, by a model whose decode steps are not captured"
+        raise invalid("exact", got, "prompts of one length", "Call generate for each prompt.")
     if is_rewindable and cache is None:
-        check_cache_dtype(cache_dtype)
-        cache = model.new_cache() if cache_dtype is None else model.new_cache(dtype=cache_dtype)
+        cache, options = options.new_cache(model), DEFAULT_CACHE
         cache.keep_all_tokens()
-        cache_dtype = None
-    return Sequences(model, prompts, copies, max_new_tokens, use_cache, cache, cache_dtype)
+    return Sequences(*arguments, cache, options)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.generate.captured import DecodeGraph, can_capture, decode_graphs
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding, independent_length
 from ligerzoo.generate.transfer import to_device, upload
@@ -38,7 +39,7 @@ class Slots:
         max_cache_tokens: largest number of tokens for which there is memory, P times the tokens of each row. Caches
             that are kept for later calls count, and so does a second cache while sequences move to it. The caller must
             add and continue sequences only if they `fit`. None for no limit.
-        cache_dtype: of the KV cache, see `ligerzoo.layers.KVCache`.
+        options: of the KV cache.
 
     Attributes:
         rows, max_cache_tokens: as given.
@@ -49,10 +50,14 @@ class Slots:
     """
 
     def __init__(
-        self, model: nn.Module, rows: int, max_cache_tokens: int | None = None, cache_dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        rows: int,
+        max_cache_tokens: int | None = None,
+        options: CacheOptions = DEFAULT_CACHE,
     ) -> None:
-        self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model), max_cache_tokens
-        self._module, self._cache_dtype = model, cache_dtype
+        self.rows, self.max_length, self.max_cache_tokens = rows, max_length(model, options), max_cache_tokens
+        self._module, self._options = model, options
         # Without what `model.compile()` sets: each kind of step would be compiled, beyond torch's limit for a function.
         self._model: Callable[..., Any] = model._call_impl
         self._graphs = decode_graphs(model) if can_capture(model) else None
@@ -271,9 +276,9 @@ class Slots:
             self._batch = None
         old, lengths = self._batch, self._lengths
         if self._graphs is None:
-            self._batch = new = DecodeBatch(self._module, rows, capacity, self._cache_dtype)
+            self._batch = new = DecodeBatch(self._module, rows, capacity, self._options)
         else:
-            self._batch = new = self._graphs.take(self._module, rows, capacity, self._cache_dtype)
+            self._batch = new = self._graphs.take(self._module, rows, capacity, self._options)
         is_freed = self._make_room(new, old)
         kept = sorted(self._index.values())
         if old is not None:
@@ -303,10 +308,11 @@ class Slots:
             self._graphs.give_back(batch)
 
 
-def max_length(model: nn.Module) -> int | None:
+def max_length(model: nn.Module, options: CacheOptions = DEFAULT_CACHE) -> int | None:
     """Returns the largest length of a sequence in `Slots`; None for no limit.
 
-    Beyond it, the rotary frequencies of each row depend on the longest one (rope types dynamic and longrope).
+    Beyond it, the rotary frequencies of each row depend on the longest one (rope types dynamic and longrope), or its
+    cache would not be exact.
 
     Raises:
         LigerzooError: see `has_static_decoding`.
@@ -316,7 +322,8 @@ def max_length(model: nn.Module) -> int | None:
             "the model cannot decode with a KV cache of fixed size", where=type(model).__name__,
             expected="a ligerzoo.models.CausalLM with causal self-attention only", remedy="Use generate.",
         )  # fmt: skip
-    return independent_length(model)
+    lengths = independent_length(model), options.longest(model)
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def prefill_groups(lengths: dict[int, int]) -> list[list[int]]:

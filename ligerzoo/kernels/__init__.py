@@ -11,6 +11,7 @@ from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.decode_experts import decode_experts
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
+from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.few_rows import linear_glu
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
@@ -41,6 +42,7 @@ __all__ = [
     "cross_entropy",
     "decode_attention",
     "decode_experts",
+    "exact_attention",
     "experts_mlp",
     "filter_bounds",
     "geglu",

@@ -3,10 +3,11 @@
     linears:      y_i = x W_i^T + b_i              several projections of the same rows, in one kernel; see `linears`
     linear_glu:   y = a(x G^T + g) * (x U^T + u)   the gate, the up projection and their product, in one kernel
 
-With few rows the time is that of reading the weights. A single row is multiplied and summed without matrix units. Up to
-64 rows are the right operand of a matrix product, transposed, whose left operand, the weight, streams through shared
-memory. torch's own products compute everything else: more rows, inputs that need gradients, other dtypes than bf16 and
-fp16, and several rows with so few outputs that cuBLAS, which splits the sums among multiprocessors, is faster.
+With few rows the time is that of reading the weights. Up to 64 rows are the right operand of a matrix product,
+transposed, whose left operand, the weight, streams through shared memory. Where sums may be split, see `row_sums`, a
+single row is multiplied and summed without matrix units, and torch's own products compute several rows with so few
+outputs that cuBLAS, which splits the sums among multiprocessors, is faster. They also compute everything else: more
+rows, inputs that need gradients, and other dtypes than bf16 and fp16.
 
 Weights may be int8 with a scale for each row, W = scale * integers. They are converted in registers, which is exact,
 and the scale multiplies the sums: half the bytes are read.
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.activation import Activation, activate, check_activation
@@ -28,6 +28,7 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, cdiv
 from ligerzoo.kernels.glu import glu
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.row_sums import linear, splits_row_sums, would_split
 
 MAX_ROWS = 64
 _MAX_WEIGHTS = 3
@@ -74,6 +75,12 @@ def _scale_and_shift(sums, scale_ptr, bias_ptr, scale_distance, bias_distance, o
     return sums
 
 
+@jit
+def _rounded(x, out_ptr):
+    """fp32 values rounded to the dtype of the output, as separate products of the gate and the up projection are."""
+    return x.to(out_ptr.dtype.element_ty).to(tl.float32)
+
+
 @kernel
 def _row_kernel(
     x_ptr, w_ptr, bias_ptr, scale_ptr, out_ptr, n_features, tiles_0, tiles_1, size_0, size_1, size_2,
@@ -110,8 +117,8 @@ def _row_kernel(
     if ACTIVATION is not None:
         up = tl.sum(up_sums, axis=1)
         up = _scale_and_shift(up, scale_ptr, bias_ptr, scale_distance_1, bias_distance_1, outputs, in_size)
-        y, _ = activate(y, ACTIVATION, False)
-        y = y * up
+        y, _ = activate(_rounded(y, out_ptr), ACTIVATION, False)
+        y = y * _rounded(up, out_ptr)
     tl.store(out_ptr + offset + outputs, y.to(out_ptr.dtype.element_ty), mask=in_size)
 
 
@@ -151,15 +158,15 @@ def _rows_kernel(
     sums = _scale_and_shift(sums, scale_ptr, bias_ptr, scale_distance, bias_distance, column, in_column)
     if ACTIVATION is not None:
         up_sums = _scale_and_shift(up_sums, scale_ptr, bias_ptr, scale_distance_1, bias_distance_1, column, in_column)
-        active, _ = activate(sums, ACTIVATION, False)
-        sums = active * up_sums
+        active, _ = activate(_rounded(sums, out_ptr), ACTIVATION, False)
+        sums = active * _rounded(up_sums, out_ptr)
     out = out_ptr + rows[None, :] * n_out + offset + outputs[:, None]
     tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=in_rows[None, :] & in_size[:, None])
 
 
-def _tiling(n_rows: int, n_outputs: int, is_glu: bool) -> Tiling:
-    """The fastest tiling measured on an H200."""
-    if n_rows == 1:
+def _tiling(is_row: bool, n_outputs: int, is_glu: bool) -> Tiling:
+    """The fastest tiling measured on an H200. `is_row`: for a single row, whose sums may be split."""
+    if is_row:
         return Tiling(16, 256, 3, 4) if n_outputs > 4096 or is_glu else Tiling(8, 512, 3, 4)
     if is_glu:
         return Tiling(64, 128, 4, 4)
@@ -181,19 +188,24 @@ def _few_rows(
     x: Tensor, weight_0: Tensor, weight_1: Tensor | None, weight_2: Tensor | None,
     bias_0: Tensor | None, bias_1: Tensor | None, bias_2: Tensor | None,
     scale_0: Tensor | None, scale_1: Tensor | None, scale_2: Tensor | None, activation: Activation | None,
+    splits: bool,
 ) -> Tensor:  # fmt: skip
-    """(R, K) -> (R, N_0 + N_1 + N_2); with an activation, (R, I) from the weights of the gate and the up projection."""
+    """(R, K) -> (R, N_0 + N_1 + N_2); with an activation, (R, I) from the weights of the gate and the up projection.
+
+    Unless sums may be split (`splits`), a row of the result does not depend on R.
+    """
     (n_rows, n_features), is_glu = x.shape, activation is not None
+    is_row = splits and n_rows == 1
     sizes = _sizes([weight_0, weight_1, weight_2])
     out = x.new_empty(n_rows, sizes[0] if is_glu else sum(sizes))
-    outputs, features, stages, warps = _tiling(n_rows, out.shape[1], is_glu)
+    outputs, features, stages, warps = _tiling(is_row, out.shape[1], is_glu)
     tiles = [cdiv(size, outputs) for size in sizes]
     programs = tiles[0] if is_glu else sum(tiles)
     distances = [_distance(weight_0, weight) for weight in (weight_1, weight_2)]
     distances += [_distance(bias_0, bias) for bias in (bias_1, bias_2)]
     distances += [_distance(scale_0, scale) for scale in (scale_1, scale_2)]
     is_even = n_features % features == 0
-    if n_rows == 1:
+    if is_row:
         _row_kernel[programs](
             x, weight_0, bias_0, scale_0, out, n_features, *tiles[:2], *sizes, *distances,
             activation, outputs, features, is_even, stages, num_warps=warps,
@@ -236,7 +248,12 @@ def uses_few_rows(
         and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
         and len({bias is None for bias in biases}) == 1
         and uses_triton(*floats, backend=backend)
-        and (backend == "triton" or scales is not None or _is_faster(x.numel() // x.shape[-1], list(map(len, weights))))
+        and (
+            backend == "triton"
+            or scales is not None
+            or would_split(x, weights[0])
+            or _is_faster(x.numel() // x.shape[-1], list(map(len, weights)))
+        )
     )
 
 
@@ -255,7 +272,7 @@ def project_few_rows(
     missing = [None] * (_MAX_WEIGHTS - len(weights))
     factors = [None] * len(weights) if scales is None else scales
     parameters = *weights, *missing, *biases, *missing, *factors, *missing
-    out = _few_rows(as_rows(x), *parameters, None)  # type: ignore[call-arg]
+    out = _few_rows(as_rows(x), *parameters, None, splits_row_sums())  # type: ignore[call-arg]
     return tuple(y.reshape(*x.shape[:-1], -1) for y in out.split([len(weight) for weight in weights], 1))
 
 
@@ -278,10 +295,10 @@ def check_weight(name: str, argument: str, weight: object, scale: object) -> Non
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in plain torch; with a scale, the weight is int8, and dequantized in fp32."""
     if scale is None:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     wide = accumulation_dtype(x.dtype)
     weight = weight.to(wide) * scale[:, None]
-    return F.linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
+    return linear(x.to(wide), weight, None if bias is None else bias.to(wide)).to(x.dtype)
 
 
 def glu_reference(
@@ -341,5 +358,8 @@ def linear_glu(
     if not uses_few_rows(x, weights, biases, backend, scales):
         gate_and_up = product(x, gate, gate_bias, gate_scale), product(x, up, up_bias, up_scale)
         return glu(*gate_and_up, activation=activation, backend=backend)
-    out = _few_rows(as_rows(x), gate, up, None, gate_bias, up_bias, None, gate_scale, up_scale, None, activation)
+    splits = splits_row_sums()
+    out = _few_rows(
+        as_rows(x), gate, up, None, gate_bias, up_bias, None, gate_scale, up_scale, None, activation, splits
+    )
     return out.view(*x.shape[:-1], -1)

@@ -41,7 +41,10 @@ class _Linears(FusedFunction):
         weights: Any = parameters[:count]
         ctx.save_for_backward(x if any(needed[:count]) else None, *(weights if needs_x else ()))
         ctx.count, ctx.shape = count, x.shape
-        return reference(x, weights, parameters[count:])
+        biases = parameters[count:]
+        if uses_few_rows(x, weights, biases, "auto"):  # in this mode, gradients are not recorded
+            return project_few_rows(x, weights, biases)
+        return reference(x, weights, biases)
 
     @staticmethod
     @once_differentiable

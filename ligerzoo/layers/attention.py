@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import decode_attention, rope
+from ligerzoo.kernels import decode_attention, exact_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.fp8 import from_storage
@@ -290,11 +290,22 @@ class Attention(nn.Module):
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
         options = self.scale, self.softcap, self.is_causal
         if context.attentions is None:
+            if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
+                return self._attend_exactly(q, k, v, context)
             return attend(q, k, v, mask, *options)
         k, v = from_storage(k, q.dtype), from_storage(v, q.dtype)
         probabilities = attention_probabilities(q, k, _additive(mask, q.dtype), *options)
         context.attentions.append(probabilities)
         return apply_probabilities(probabilities, v)
+
+    def _attend_exactly(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Attends to cached keys with the bits of causal attention without a cache."""
+        if self.window is not None and k.shape[1] > self.window:
+            raise ValueError(
+                f"exact cache: got {k.shape[1]} tokens; expected at most {self.window}, the sliding window. "
+                "Use exact=False"
+            )
+        return exact_attention(q, k, v, context.cache_position, scale=self.scale)
 
     def new_cache(self, capacity: int | None = None) -> LayerCache:
         """Returns an empty cache: of fixed size if `capacity` is given, else rolling with a window, else growing."""

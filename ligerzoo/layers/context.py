@@ -123,8 +123,14 @@ class Context:
         elif attention_mask is not None:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
-            if self.tokens > 1 and not torch.compiler.is_compiling() and not any_true(~self.padding_mask):
+            is_checked = self.tokens > 1 or (cache is not None and cache.exact)
+            if is_checked and not torch.compiler.is_compiling() and not any_true(~self.padding_mask):
                 self.padding_mask = None
+        if cache is not None and cache.exact and not (self._full_mask is None and self.padding_mask is None):
+            raise ValueError(
+                "attention_mask: got padding or a 4-D mask, with an exact cache; expected no padding. Pass rows of one "
+                "length, or use generate"
+            )
         self.cache_position = (cache or _NO_CACHE).positions(self.tokens, x.device)
         self.segment_start: Tensor | None = None
         self.last_visible: Tensor | None = None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers.context import LAYER_OUTPUTS, Context
+from ligerzoo.layers.exactness import check_exact
 from ligerzoo.layers.kv_cache import KVCache, new_layer_cache
 
 
@@ -59,12 +62,16 @@ class Decoder(nn.Module):
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
-        x = self.norm(run_blocks(self.layers, x, context, recompute=self.gradient_checkpointing))
+        cache = context.cache  # decoding is faster where sums may be split
+        with nullcontext() if cache is None or cache.exact else split_row_sums():
+            x = self.norm(run_blocks(self.layers, x, context, recompute=self.gradient_checkpointing))
         if context.hidden_states is not None:
             context.hidden_states[-1] = x
         return x
 
-    def new_cache(self, capacity: int | None = None, dtype: torch.dtype | None = None) -> KVCache:
+    def new_cache(
+        self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
+    ) -> KVCache:
         """Returns an empty KV cache, with the cache that each layer's `new_cache` returns.
 
         A layer without `new_cache` gets a cache of all tokens.
@@ -73,12 +80,15 @@ class Decoder(nn.Module):
             capacity: maximum number of tokens. None: caches grow, and those of sliding-window layers keep their window
                 only. Caches of cross-attention always grow.
             dtype: float8_e4m3fn for half the memory of bf16, see `KVCache`; None for the dtype of keys and values.
+            exact: results of tokens have the bits that a forward of the whole text gives them, see `KVCache`.
 
         Raises:
-            ValueError: another dtype.
+            ValueError: another dtype, or the decoder does not support exact caches, see `check_exact`.
         """
         # A list, since torch.compile cannot reconstruct a generator when it returns the cache.
-        cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers], dtype)
+        if exact:
+            check_exact(self, capacity, dtype)
+        cache = KVCache([new_layer_cache(layer, capacity) for layer in self.layers], dtype, exact=exact)
         cache.max_valid_length = self.max_valid_cache_length
         return cache
 

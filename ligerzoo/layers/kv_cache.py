@@ -46,9 +46,11 @@ class KVCache:
         dtype: float8_e4m3fn stores keys and values in half the memory of bf16. They are rounded to it, without scales,
             as they are written; beyond +-448 they become +-448. Each token attends to the rounded ones, its own
             included, so results do not depend on how a prompt is divided into calls. None stores them unchanged.
+        exact: results of tokens have the same bits as in one forward of the whole text without a cache, whatever the
+            calls, batches and rows; see `layers.exactness`. All tokens are kept, also in sliding-window layers.
 
     Attributes:
-        dtype: as given.
+        dtype, exact: as given.
         max_valid_length: sequence length up to which cached keys stay valid, since longer sequences use other rotary
             frequencies (LongRoPE); None for no limit.
         position_offset: (B or 1, 1) int64, position ids of future tokens minus their sequence indices (M-RoPE, where
@@ -59,12 +61,14 @@ class KVCache:
         ValueError: another dtype.
     """
 
-    def __init__(self, layers: Iterable[LayerCache], dtype: torch.dtype | None = None) -> None:
-        self.dtype = check_cache_dtype(dtype)
+    def __init__(self, layers: Iterable[LayerCache], dtype: torch.dtype | None = None, *, exact: bool = False) -> None:
+        self.dtype, self.exact = check_cache_dtype(dtype), exact
         self.max_valid_length: int | None = None
         self.position_offset: Tensor | None = None
         self.last_image_mask: Tensor | None = None
         self._set_layers(layers)
+        if exact:
+            self.keep_all_tokens()
 
     def _set_layers(self, layers: Iterable[LayerCache]) -> None:
         self.layers = list(layers)
@@ -120,7 +124,7 @@ class KVCache:
             index: (n,) int64, the rows.
             rows: B.
         """
-        return KVCache((PrefillLayerCache(layer, index, rows) for layer in self._static), self.dtype)
+        return KVCache((PrefillLayerCache(layer, index, rows) for layer in self._static), self.dtype, exact=self.exact)
 
     def copy_rows_from(self, other: KVCache, index: Tensor, rows: int, *, frees: bool = False) -> None:
         """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.

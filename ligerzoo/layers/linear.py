@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import linears
 from ligerzoo.kernels.dispatch import Backend
-from ligerzoo.kernels.few_rows import uses_few_rows
+from ligerzoo.kernels.few_rows import product, uses_few_rows
+from ligerzoo.kernels.row_sums import would_split
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
 from ligerzoo.layers.quantized import as_int8
 
@@ -29,13 +29,13 @@ def check_features(layer: nn.Module, x: Tensor, features: int) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`; by a fused kernel for few rows without gradients (`kernels.linears`)."""
-    if not torch.is_grad_enabled():
+    """`torch.nn.functional.linear`; by a kernel for few rows where it is faster, or sums must not be split."""
+    if not torch.is_grad_enabled() or would_split(x, weight):
         if is_plain_tensor(weight, bias):
             return linears(x, [weight], [bias])[0]
         if (int8 := _int8_parameters(x, [weight], [bias], "auto")) is not None:
             return linears(x, *int8)[0]
-    return F.linear(x, weight, bias)
+    return product(x, weight, bias)
 
 
 class LinearParameters(NamedTuple):

@@ -305,9 +305,11 @@ class LanguageModel(nn.Module):
         self.config = dataclasses.replace(self.config, vocab_size=size)  # type: ignore[type-var]
         return embedding
 
-    def new_cache(self, capacity: int | None = None, dtype: torch.dtype | None = None) -> KVCache:
+    def new_cache(
+        self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
+    ) -> KVCache:
         """Returns an empty KV cache for `past_key_values`; see `ligerzoo.layers.Decoder.new_cache`."""
-        return self.model.new_cache(capacity, dtype)
+        return self.model.new_cache(capacity, dtype, exact=exact)
 
     @property
     def device(self) -> torch.device:

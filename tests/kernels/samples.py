@@ -149,15 +149,28 @@ def _decode_attention(device: str) -> Samples:
     ]  # fmt: skip
 
 
+def _exact_attention(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16)
+    last = torch.tensor([[3, 4, 5], [128, 129, 130]], device=device)
+    return [
+        {"q": t(2, 3, 6, 64), "keys": t(2, 140, 2, 64), "values": t(2, 140, 2, 64), "last": last, "scale": 0.2},
+        {
+            "q": t(2, 1, 2, 128), "keys": t(2, 2, 9, 128).transpose(1, 2), "values": t(2, 9, 2, 128),
+            "last": last[:1, :1], "scale": 1.0,
+        },
+    ]  # fmt: skip
+
+
 def _few_rows(device: str) -> Samples:
     t = partial(new, device=device, dtype=torch.bfloat16)
     names = [f"{kind}_{i}" for kind in ("weight", "bias", "scale") for i in range(3)]
-    empty = dict.fromkeys([*names[1:], "activation"])
+    empty = {**dict.fromkeys([*names[1:], "activation"]), "splits": False}
     int8 = torch.arange(-70, 70, dtype=torch.int8, device=device).view(7, 20)
     scales = {f"scale_{i}": torch.full((7,), 0.01, device=device) for i in range(2)}
     biases = {"bias_0": t(7), "bias_1": t(7)}
     return [
         empty | {"x": t(1, 20), "weight_0": t(7, 20)},
+        empty | {"x": t(1, 20), "weight_0": t(7, 20), "splits": True},
         empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(2, 20), "weight_2": t(33, 20)},
         empty | {"x": t(3, 20), "weight_0": t(7, 20), "weight_1": t(7, 20), "activation": "silu"} | biases,
         empty | {"x": t(3, 20), "weight_0": int8, "weight_1": -int8} | scales,
@@ -280,6 +293,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "activation_forward": _activation_forward,
     "activation_backward": _activation_backward,
     "decode_attention": _decode_attention,
+    "exact_attention": _exact_attention,
     "few_rows": _few_rows,
     "filter_bounds": _filter_bounds,
     "sample_tokens": _sample_tokens,

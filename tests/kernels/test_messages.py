@@ -28,6 +28,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "q": torch.randn(2, 4, 16), "keys": torch.randn(2, 2, 5, 16), "values": torch.randn(2, 2, 5, 16),
         "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]), "fallback": torch.tensor([-1, 2]),
     },
+    "exact_attention": {
+        "q": torch.randn(2, 1, 4, 64), "keys": torch.randn(2, 5, 2, 64), "values": torch.randn(2, 5, 2, 64),
+        "last": torch.tensor([[4], [3]]),
+    },
     "decode_experts": {
         "x": X, "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "residual": X,
     },

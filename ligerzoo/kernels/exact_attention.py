@@ -1,0 +1,185 @@
+"""Causal attention to cached keys with the bits that cuDNN's attention gives the same queries in a whole text.
+
+    y_t = softmax(q_t K^T * scale) V    over the keys up to t's own
+
+cuDNN's forward on Hopper gives a query the same bits whatever follows it in the text. A decode step has other shapes,
+for which no kernel of cuDNN's does so. This one repeats its order of operations for head sizes of 64 and 128 in bf16.
+With c = scale * log2(e), for tiles of 128 keys in order:
+
+    s = round(q k * c)                      the products sum over the features in order, 16 at a time
+    m' = max(m, max s),   a = 2^(m - m'),   p = 2^(s - m')
+    l = fma(l, a, sum p)                    of each of 4 lanes; lane i has the columns 8j + 2i and 8j + 2i + 1, in order
+    o = o a + bf16(p) V                     the products sum over the keys in order, 16 at a time
+
+and at the end y = o * (1 / l) with l = (l_0 + l_1) + (l_2 + l_3). The order of the sums was found by attending to keys
+of which one has the weight 1 and others half an ulp of it: what remains of them shows which were added up first. Tests
+compare with cuDNN on a GPU, bit by bit; `reference` has other roundings.
+
+Not differentiable: caches are for inference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.checks import check_floats, check_tensor
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, uses_triton
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.registration import register
+
+HEAD_SIZES = (64, 128)
+"""Head sizes of which the bits are known."""
+
+_KEYS = 128  # of a tile
+_MIN_ROWS = 16  # of the smallest matrix product
+
+
+def reference(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float | None = None) -> Tensor:
+    """`exact_attention` in plain torch, with other roundings."""
+    wide = accumulation_dtype(q.dtype)
+    group = q.shape[2] // keys.shape[2]
+    keys, values = (x.transpose(1, 2).to(wide).repeat_interleave(group, 1) for x in (keys, values))
+    scores = q.transpose(1, 2).to(wide) @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.arange(keys.shape[2], device=q.device) > last[:, None, :, None]
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(1, 2).to(q.dtype)
+
+
+@jit
+def _add_2(total, x):
+    first, second = tl.split(x)
+    return (total + first) + second
+
+
+@jit
+def _add_4(total, x):
+    first, second = tl.split(x)
+    return _add_2(_add_2(total, first), second)
+
+
+@jit
+def _add_8(total, x):
+    first, second = tl.split(x)
+    return _add_4(_add_4(total, first), second)
+
+
+@jit
+def _add_16(total, x):
+    first, second = tl.split(x)
+    return _add_8(_add_8(total, first), second)
+
+
+@jit
+def _lane_sums(x, ROWS: tl.constexpr):
+    """(ROWS, 128) -> (ROWS, 4): the sums of the lanes, each over its 32 columns from left to right."""
+    x = tl.reshape(x, (ROWS, 2, 2, 2, 2, 4, 2))  # column 8j + 2 lane + parity, with the bits of j
+    first, second = tl.split(tl.permute(x, (0, 5, 6, 4, 3, 2, 1)))
+    return _add_16(_add_16(tl.zeros((ROWS, 4), dtype=tl.float32), first), second)
+
+
+@kernel
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, last_ptr, out_ptr,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_key_stride, k_head_stride,
+    v_batch_stride, v_key_stride, v_head_stride, last_batch_stride, last_token_stride,
+    scale, n_tokens, n_kv_heads, group, n_tiles, ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    tile = program % n_tiles
+    kv_head = (program // n_tiles) % n_kv_heads
+    batch = program // n_tiles // n_kv_heads
+    rows = tile * ROWS + tl.arange(0, ROWS)  # the query heads that share the key head, token by token
+    tokens, heads = rows // group, kv_head * group + rows % group
+    features, in_text = tl.arange(0, DIM), tokens < n_tokens
+    last = tl.load(last_ptr + batch * last_batch_stride + tokens * last_token_stride, mask=in_text, other=0)
+    q = tl.load(q_ptr + batch * q_batch_stride + (tokens * q_token_stride + heads * q_head_stride)[:, None]
+                + features[None, :], mask=in_text[:, None], other=0.0)  # fmt: skip
+    k_row = k_ptr + batch * k_batch_stride + kv_head * k_head_stride
+    v_row = v_ptr + batch * v_batch_stride + kv_head * v_head_stride
+
+    maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    totals = tl.zeros((ROWS, 4), dtype=tl.float32)
+    sums = tl.zeros((ROWS, DIM), dtype=tl.float32)
+    n_keys = tl.max(last, axis=0) + 1
+    for start in range(0, n_keys, KEYS):
+        index = start + tl.arange(0, KEYS).to(tl.int64)
+        in_cache = index < n_keys
+        k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None], mask=in_cache[None, :], other=0.0)
+        scores = tl.dot(q, k) * scale
+        scores = tl.where(index[None, :] <= last[:, None], scores, -float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        decay = tl.exp2(maximum - new_maximum)
+        p = tl.exp2(scores - new_maximum[:, None])
+        totals = tl.fma(totals, tl.broadcast_to(decay[:, None], (ROWS, 4)), _lane_sums(p, ROWS))
+        v = tl.load(v_row + index[:, None] * v_key_stride + features[None, :], mask=in_cache[:, None], other=0.0)
+        sums = tl.dot(p.to(v.dtype), v, sums * decay[:, None])
+        maximum = new_maximum
+
+    even, odd = tl.split(tl.reshape(totals, (ROWS, 2, 2)))
+    first, second = tl.split(even + odd)
+    y = sums * (1.0 / (first + second))[:, None]
+    out = out_ptr + ((batch * n_tokens + tokens) * n_kv_heads * group + heads)[:, None] * DIM + features[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_text[:, None])
+
+
+@register("exact_attention", fake=lambda q: q.new_empty(q.shape))
+def _forward(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float) -> Tensor:
+    batch, n_tokens, n_heads, head_dim = q.shape
+    n_kv_heads = keys.shape[2]
+    group = n_heads // n_kv_heads
+    out = q.new_empty(q.shape)
+    rows = _MIN_ROWS if n_tokens * group <= _MIN_ROWS else 4 * _MIN_ROWS
+    n_tiles = cdiv(n_tokens * group, rows)
+    _attention_kernel[batch * n_kv_heads * n_tiles](
+        q, keys, values, last, out, *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        last.stride(0) if len(last) > 1 else 0, last.stride(1),
+        scale * 1.4426950408889634, n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS,
+        num_warps=4, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def exact_attention(
+    q: Tensor, keys: Tensor, values: Tensor, last: Tensor, *, scale: float | None = None, backend: Backend = "auto"
+) -> Tensor:
+    """Attends from some tokens of each sequence to the keys of a cache, with the bits of cuDNN's causal attention.
+
+    That holds on Hopper GPUs in bf16. Not differentiable.
+
+    Args:
+        q: (B, T, N, D) queries, adjacent features, D = 64 or 128.
+        keys: (B, S, K, D), adjacent features, K a divisor of N: query heads j*N/K to (j+1)*N/K - 1 share key head j.
+        values: (B, S, K, D), adjacent features.
+        last: (B or 1, T) int64, index of the last key that each query attends to, less than S.
+        scale: factor of the scores; None for D^-0.5.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference, with other roundings).
+
+    Returns:
+        (B, T, N, D).
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, or `backend` is unknown or does not support the tensors.
+    """
+    check_floats("exact_attention", q=q, keys=keys, values=values)
+    check_tensor("exact_attention", "last", last, "integer")
+    shapes_match = (
+        q.dim() == keys.dim() == 4
+        and keys.shape == values.shape
+        and (keys.shape[0], keys.shape[3]) == (q.shape[0], q.shape[3])
+        and q.shape[2] % keys.shape[2] == 0
+        and q.shape[3] in HEAD_SIZES
+        and last.shape in ((len(q), q.shape[1]), (1, q.shape[1]))
+    )
+    if not shapes_match:
+        raise ValueError(
+            f"exact_attention: q is {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} and last "
+            f"{tuple(last.shape)}; expected shapes (B, T, N, D), (B, S, K, D) twice and (B or 1, T), N a multiple of "
+            f"K, D in {HEAD_SIZES}"
+        )
+    if not uses_triton(q, keys, values, backend=backend):
+        return reference(q, keys, values, last, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.no_grad():
+        q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
+        return _forward(q, keys, values, last, scale)

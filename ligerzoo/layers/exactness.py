@@ -1,0 +1,67 @@
+"""Exact caches: results of tokens that do not depend, to the bit, on how the text was divided into calls.
+
+A forward of a whole text on a Hopper GPU in bf16 gives a token the same bits whatever follows it, and whatever else is
+in the batch: products sum over the features in one order (`kernels.row_sums`), and so does cuDNN's causal attention
+over the keys. With an exact cache, each token gets these bits too: products do not split their sums, and attention to
+cached keys runs in a kernel with cuDNN's order of operations (`kernels.exact_attention`). The log-probabilities of
+sampled tokens are then exactly those that training computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ligerzoo.kernels.exact_attention import HEAD_SIZES
+from ligerzoo.layers.attention import Attention
+from ligerzoo.layers.cross_attention import CrossAttention
+from ligerzoo.layers.moe import Experts
+from ligerzoo.layers.plain import is_plain_tensor
+
+_HOPPER = 9  # major number of the compute capability
+
+
+def check_exact(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> None:
+    """Raises ValueError, with the reason, if results with an exact cache would differ from those of a whole forward.
+
+    Args:
+        module: a decoder, or a part of one.
+        capacity: of the cache; None if it grows. Longer texts than a sliding window are not supported.
+        dtype: of the cache.
+    """
+    for name, expected, got in _obstacles(module, capacity, dtype):
+        raise ValueError(f"exact cache: {name} {got}; expected {expected}. Use exact=False")
+
+
+def exact_length(module: nn.Module) -> int | None:
+    """Returns the largest number of tokens of an exact cache, the smallest sliding window; None for no limit."""
+    windows = [part.window for part in module.modules() if isinstance(part, Attention) and part.window is not None]
+    return min(windows, default=None)
+
+
+def _obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | None) -> Iterator[tuple[str, str, str]]:
+    """What prevents exact results: what it is, what is expected, and what it is instead."""
+    if dtype is not None:
+        yield "the cache's dtype", "that of the keys", f"is {dtype}"
+    longest = exact_length(module)
+    if capacity is not None and longest is not None and capacity > longest:
+        yield "the capacity", f"at most {longest}, the sliding window", f"is {capacity}"
+    for name, weight in module.named_parameters():
+        if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:
+            yield f"{name}", "a Hopper GPU (compute capability 9.0)", f"is on {weight.device}"
+        if weight.dtype != torch.bfloat16 or not is_plain_tensor(weight):
+            yield f"{name}", "a plain tensor of torch.bfloat16", f"is a {type(weight).__name__} of {weight.dtype}"
+    for name, part in module.named_modules():
+        if isinstance(part, Experts | CrossAttention):
+            yield f"{name}", "a dense decoder with self-attention only", f"is a {type(part).__name__}"
+        if isinstance(part, Attention):
+            if part.head_dim not in HEAD_SIZES:
+                yield f"{name}.head_dim", " or ".join(map(str, HEAD_SIZES)), f"is {part.head_dim}"
+            if part.softcap is not None or not part.is_causal:
+                yield (
+                    name,
+                    "causal attention without a soft cap",
+                    "has a soft cap" if part.is_causal else "is not causal",
+                )
