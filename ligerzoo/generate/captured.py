@@ -12,7 +12,7 @@ import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -80,7 +80,7 @@ def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUD
         The graph, and what the function returns: tensors that each replay overwrites.
     """
     graph = torch.cuda.CUDAGraph()
-    stream, collects_garbage = torch.cuda.Stream(), gc.isenabled()  # type: ignore[no-untyped-call]
+    stream, collects_garbage = _capture_stream(torch.cuda.current_device()), gc.isenabled()
     stream.wait_stream(torch.cuda.current_stream())
     gc.disable()
     try:
@@ -95,6 +95,12 @@ def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUD
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph, result
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class DecodeGraphs:

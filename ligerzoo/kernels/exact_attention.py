@@ -4,7 +4,7 @@
 
 cuDNN's forward on Hopper gives a query the same bits whatever follows it in the text. A decode step has other shapes,
 for which no kernel of cuDNN's does so. This one repeats its order of operations for head sizes of 64 and 128 in bf16.
-With c = scale * log2(e), for tiles of 128 keys in order:
+With c = round(scale * log2(e)), for tiles of 128 keys in order:
 
     s = round(q k * c)                      the products sum over the features in order, 16 at a time
     m' = max(m, max s),   a = 2^(m - m'),   p = 2^(s - m')
@@ -19,6 +19,9 @@ Not differentiable: caches are for inference.
 """
 
 from __future__ import annotations
+
+import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -122,6 +125,11 @@ def _attention_kernel(
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_text[:, None])
 
 
+def _fp32(x: float) -> float:
+    """x rounded to fp32."""
+    return ctypes.c_float(x).value
+
+
 @register("exact_attention", fake=lambda q: q.new_empty(q.shape))
 def _forward(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float) -> Tensor:
     batch, n_tokens, n_heads, head_dim = q.shape
@@ -133,7 +141,7 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float
     _attention_kernel[batch * n_kv_heads * n_tiles](
         q, keys, values, last, out, *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         last.stride(0) if len(last) > 1 else 0, last.stride(1),
-        scale * 1.4426950408889634, n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS,
+        _fp32(_fp32(scale) * _fp32(math.log2(math.e))), n_tokens, n_kv_heads, group, n_tiles, rows, head_dim, _KEYS,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out
