@@ -42,16 +42,16 @@ class FakeEvent:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
-    made: list[FakeEvent] = []
+    created: list[FakeEvent] = []
 
     def buffer() -> tuple[Tensor, FakeEvent]:
-        made.append(FakeEvent())
-        return torch.empty(SIZE, dtype=torch.uint8), made[-1]
+        created.append(FakeEvent())
+        return torch.empty(SIZE, dtype=torch.uint8), created[-1]
 
     monkeypatch.setattr(staging, "_BUFFER_BYTES", SIZE)
     monkeypatch.setattr(staging, "_pinned_buffer", buffer)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    return made
+    return created
 
 
 def bits(tensor: Tensor) -> Tensor:
