@@ -1,4 +1,4 @@
-"""Speed of generation: our `generate`, transformers' with and without compilation, and our layers compiled.
+"""Speed of generation: our `generate`, fast and exact, transformers' with and without compilation, our layers compiled.
 
 Weights and prompts are random, without padding. Decoding is greedy and never stops early.
 """
@@ -6,10 +6,11 @@ Weights and prompts are random, without padding. Decoding is greedy and never st
 from __future__ import annotations
 
 import gc
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ligerzoo import AutoModel, models
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.layers import Experts
 
+EXACT = f"{OURS} exact"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 BANDWIDTH = {"NVIDIA H200": 4.27e12}
@@ -80,12 +82,12 @@ class Generator:
     Attributes:
         generate: see `Generate`.
         release: frees what calls keep for later calls, such as captured graphs and compiled code.
-        has_warmup: whether calls after the first are faster because of it.
+        max_new_tokens: largest number of tokens to generate. The speed of decoding hardly depends on it.
     """
 
     generate: Generate
     release: Callable[[], None]
-    has_warmup: bool = True
+    max_new_tokens: int = sys.maxsize
 
 
 def build(config: Any) -> models.CausalLM:
@@ -93,11 +95,11 @@ def build(config: Any) -> models.CausalLM:
     return AutoModel.from_config(config, device=DEVICE, dtype=DTYPE)
 
 
-def with_ligerzoo(config: Any) -> Generator:
+def with_ligerzoo(config: Any, **options: Any) -> Generator:
     model = build(config)
 
     def generate(prompts: Tensor, new_tokens: int) -> Tensor:
-        return model.generate(prompts, max_new_tokens=new_tokens, eos_token_id=[])
+        return model.generate(prompts, max_new_tokens=new_tokens, eos_token_id=[], **options)
 
     return Generator(generate, model.release_decode_graphs)
 
@@ -124,7 +126,7 @@ def build_transformers(config: Any) -> Any:
     return model
 
 
-def with_transformers(config: Any, **options: Any) -> Generator:
+def with_transformers(config: Any, max_new_tokens: int, **options: Any) -> Generator:
     model = build_transformers(config)
 
     def generate(prompts: Tensor, new_tokens: int) -> Tensor:
@@ -134,19 +136,19 @@ def with_transformers(config: Any, **options: Any) -> Generator:
         )
         return tokens
 
-    return Generator(generate, torch._dynamo.reset, has_warmup=bool(options))
-
-
-def with_compiled_transformers(config: Any) -> Generator:
-    """transformers compiles the decode step, with mode="reduce-overhead", if the cache is static and on a GPU."""
-    return with_transformers(config, cache_implementation="static")
+    return Generator(generate, torch._dynamo.reset, max_new_tokens)
 
 
 PROVIDERS: dict[str, Callable[[Any], Generator]] = {
     OURS: with_ligerzoo,
+    EXACT: partial(with_ligerzoo, exact=True),
     f"{OURS}, torch.compile": with_compiled_layers,
-    "transformers": with_transformers,
-    "transformers, torch.compile": with_compiled_transformers,
+    # The first call takes 40 ms more per token: cuDNN's attention, it seems, is planned for each length of the cache.
+    "transformers": partial(with_transformers, max_new_tokens=32),
+    # Compiles the decode step with mode="reduce-overhead". Each call captures it again, for its cache is new.
+    "transformers, torch.compile": partial(
+        with_transformers, max_new_tokens=sys.maxsize, cache_implementation="static"
+    ),
 }
 
 
@@ -159,28 +161,35 @@ class Start:
     calls: int
 
     def __call__(self) -> Callable[[str], dict[str, Any]]:
+        begin = time.perf_counter()
         generator = PROVIDERS[self.provider](CONFIGS[self.model])
-        return lambda name: measure(generator, WORKLOADS[name], self.calls)
+        synchronize(DEVICE)
+        built = {"build_s": time.perf_counter() - begin}
+        return lambda name: measure(generator, WORKLOADS[name], self.calls) | built
 
 
 def measure(generator: Generator, workload: Workload, calls: int) -> dict[str, Any]:
     """Measures one workload, and releases what its calls kept.
 
+    `Start` adds `build_s`, the seconds of the provider's imports and of building the model.
+
     Returns:
+        new_tokens: number of tokens generated per row.
         decode_tokens_per_s: tokens of all rows over the time of decoding, which is that of the fastest call without
             that of a call for one token. Other work on the host halves the speed of some calls of eager providers.
-        tokens_per_s: tokens of all rows over the time of the fastest call.
-        prefill_s: seconds of a call for one token.
+        tokens_per_s: the same with the prefill, for the number of new tokens of the workload.
+        prefill_s: seconds of the fastest call for one token.
         peak_gib: peak memory of the calls, weights included.
-        first_call_extra_s: seconds that the first call took longer than a later one: it compiles kernels and captures
-            graphs. Only for providers that do.
+        first_call_extra_s: seconds that the first call took longer than a later one: it compiles kernels, captures
+            graphs and plans attention.
         all_s: seconds of each measured call.
     """
     torch.manual_seed(0)
     shape = workload.rows, workload.prompt
     prompts = torch.randint(CONFIGS[workload.model].vocab_size, shape, device=DEVICE)
+    new_tokens = min(workload.new_tokens, generator.max_new_tokens)
 
-    def seconds(new_tokens: int = workload.new_tokens) -> float:
+    def seconds(new_tokens: int) -> float:
         synchronize(DEVICE)
         begin = time.perf_counter()
         tokens = generator.generate(prompts, new_tokens)
@@ -191,23 +200,20 @@ def measure(generator: Generator, workload: Workload, calls: int) -> dict[str, A
         return elapsed
 
     clean_up()
-    first = seconds() if generator.has_warmup else seconds(2)
-    whole = [seconds() for _ in range(calls)]
-    seconds(1)
-    prefill = statistics.median(seconds(1) for _ in range(calls))
-    call = min(whole)
-    tokens = workload.rows * workload.new_tokens
-    result = {
-        "decode_tokens_per_s": (tokens - workload.rows) / (call - prefill),
-        "tokens_per_s": tokens / call,
+    first = seconds(new_tokens)
+    whole = [seconds(new_tokens) for _ in range(calls)]
+    prefill = min(seconds(1) for _ in range(1 + calls))
+    step = (min(whole) - prefill) / (new_tokens - 1)
+    generator.release()
+    return {
+        "new_tokens": new_tokens,
+        "decode_tokens_per_s": workload.rows / step,
+        "tokens_per_s": workload.rows * workload.new_tokens / (prefill + step * (workload.new_tokens - 1)),
         "prefill_s": prefill,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0,
+        "first_call_extra_s": first - min(whole),
         "all_s": whole,
     }
-    if generator.has_warmup:
-        result["first_call_extra_s"] = first - call
-    generator.release()
-    return result
 
 
 def clean_up() -> None:

@@ -1,11 +1,13 @@
 """Generation: tokens per second, time to the first token, and sampling against the update in GRPO.
 
-    python -m benchmarks.generation --workloads 'llama_8b_*'
+    python -m benchmarks.generation --workloads 'llama_8b_*' --providers ligerzoo 'ligerzoo exact'
     python -m benchmarks.generation --workloads first_token_8b grpo_8b
+    python -m benchmarks.generation --merge results/of/another/machine.json
 
-Compares our `generate` with that of transformers, eager and with a static cache and torch.compile, and with our layers
-under torch.compile. Each provider runs in a separate process, which measures all workloads of a model. A run replaces
-its workloads in the file of results and keeps the others: name all providers of a workload in one run.
+Compares our `generate`, fast and exact, with that of transformers, eager and with a static cache and torch.compile, and
+with our layers under torch.compile. Each provider runs in a separate process, which measures all workloads of a model.
+The file of results is written after each measurement. A measurement replaces that of the same workload and provider; it
+drops those of the workload that were measured with another GPU or other versions of packages.
 """
 
 from __future__ import annotations
@@ -43,18 +45,38 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._workloads = json.loads(path.read_text(encoding="utf-8"))["workloads"] if path.exists() else {}
-        self._of_this_run: set[str] = set()
+        self._workloads = read_workloads(path) if path.exists() else {}
 
     def add(self, workload: str, provider: str, result: Json) -> None:
-        """Adds a provider's result. The first of a workload in this run drops the results of earlier runs."""
-        if workload not in self._of_this_run:
-            self._of_this_run.add(workload)
-            self._workloads[workload] = {"environment": environment(), **facts(workload), "providers": {}}
-        self._workloads[workload]["providers"][provider] = result
+        """Adds a provider's result."""
+        described = json.loads(compact_json({"environment": environment(), **facts(workload)}))  # as in the file
+        self._put(workload, {**described, "providers": {provider: result}})
+
+    def merge(self, path: Path) -> None:
+        """Adds the results of another file."""
+        for name, workload in read_workloads(path).items():
+            self._put(name, workload)
+
+    def _put(self, name: str, workload: Json) -> None:
+        """Adds providers to a workload, and drops earlier ones unless all else is equal."""
+        earlier = self._workloads.get(name, {"providers": {}})
+        is_same = {**earlier, "providers": None} == {**workload, "providers": None}
+        found = {**(earlier["providers"] if is_same else {}), **workload["providers"]}
+        providers = {provider: found[provider] for provider in PROVIDERS if provider in found}
+        self._workloads[name] = {**workload, "providers": providers}
+        self._write()
+
+    def _write(self) -> None:
         ordered = {name: self._workloads[name] for name in WORKLOADS if name in self._workloads}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(compact_json({"workloads": ordered}, depth=3) + "\n", encoding="utf-8")
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(compact_json({"workloads": ordered}, depth=3) + "\n", encoding="utf-8")
+        partial.replace(self._path)
+
+
+def read_workloads(path: Path) -> dict[str, Json]:
+    workloads: dict[str, Json] = json.loads(path.read_text(encoding="utf-8"))["workloads"]
+    return workloads
 
 
 def facts(workload: str) -> Json:
@@ -90,13 +112,13 @@ def measured(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Json]]:
 def first_tokens(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str, Json]]:
     """Times to the first token of the providers that load a checkpoint."""
     config, prompt = first_token.WORKLOADS[name]
+    providers = [provider for provider in arguments.providers if provider in first_token.PROVIDERS]
     with tempfile.TemporaryDirectory() as temporary:
         checkpoint = (arguments.checkpoints or Path(temporary)).resolve() / config
-        first_token.write_checkpoint(checkpoint, config)
-        for provider in arguments.providers:
-            if provider in first_token.PROVIDERS:
-                calls, limit = arguments.calls, arguments.limit
-                yield name, provider, first_token.measure(provider, checkpoint, prompt, calls, limit)
+        for provider in providers:
+            first_token.write_checkpoint(checkpoint, config)
+            calls, limit = arguments.calls, arguments.limit
+            yield name, provider, first_token.measure(provider, checkpoint, prompt, calls, limit)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,14 +128,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="default: all")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/generation.json"))
-    parser.add_argument("--calls", type=int, default=3, help="measured calls, after a first one")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds that a provider may take for a workload")
+    parser.add_argument("--calls", type=int, default=2, help="measured calls, after a first one; default: 2")
+    parser.add_argument(
+        "--limit", type=float, default=150.0, help="seconds that a provider may take for a workload; default: 150"
+    )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", default=[], help="add the results of files; measure nothing"
+    )
     parser.add_argument(
         "--checkpoints", type=Path, help="directory that keeps the checkpoints of first_token; default: a temporary one"
     )
     arguments = parser.parse_args(argv)
 
     results = Results(arguments.out)
+    for path in arguments.merge:
+        results.merge(path)
+    if arguments.merge:
+        return
     for workload, provider, result in tqdm(measured(arguments), unit="measurement"):
         results.add(workload, provider, result)
         tqdm.write(f"{workload}, {provider}: {compact_json(result, 0)}")

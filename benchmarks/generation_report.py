@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from itertools import count
 
@@ -10,7 +10,8 @@ from benchmarks.markdown import Json, bold, measured_on, number, paragraph, tabl
 from benchmarks.row import OURS
 
 MODELS = {"llama_8b": "Llama-3-8B", "llama_1b": "Llama-3.2-1B", "qwen3_30b_a3b": "Qwen3-30B-A3B"}
-PROVIDERS = (OURS, f"{OURS}, torch.compile", "transformers", "transformers, torch.compile")
+THEIRS = ("transformers", "transformers, torch.compile")
+PROVIDERS = (OURS, f"{OURS} exact", f"{OURS}, torch.compile", *THEIRS)
 LIMIT = "limit_tokens_per_s"
 CHART = "benchmarks/results/generation.svg"
 
@@ -43,20 +44,33 @@ def share(workload: Json, tokens_per_s: float) -> str:
     return f"{tokens_per_s / workload[LIMIT]:.0%}" if LIMIT in workload else ""
 
 
+def ratio(speeds: Mapping[str, float], peers: Iterable[str]) -> str:
+    """Our speed over that of the fastest of these peers; empty if one of the two is unknown."""
+    fastest = max((speeds[peer] for peer in peers if peer in speeds), default=None)
+    return "" if fastest is None or OURS not in speeds else f"{speeds[OURS] / fastest:.2f}"
+
+
+def provider_name(workload: Json, provider: str) -> str:
+    """The name of a provider, with the number of new tokens if it generates fewer."""
+    new_tokens = workload["providers"][provider].get("new_tokens", workload["new_tokens"])
+    return provider if new_tokens == workload["new_tokens"] else f"{provider}, {new_tokens} new tokens"
+
+
 def speed_lines(workload: Json) -> list[list[str]]:
     """A line for each provider, with its error if it has no figures."""
     speeds = figures_of(workload, "decode_tokens_per_s")
     lines = []
     for provider, found in workload["providers"].items():
+        start = [label(workload), provider_name(workload, provider)]
         if provider not in speeds:
-            lines.append([label(workload), provider, found["error"], "", "", "", ""])
+            lines.append([*start, found["error"], "", "", "", "", ""])
             continue
         decoding = speeds[provider]
         lines.append(
             [
-                label(workload), provider, bold(speed(decoding), decoding == max(speeds.values())),
-                share(workload, decoding), speed(found["tokens_per_s"]), number(found.get("first_call_extra_s")),
-                f"{found['peak_gib']:.1f}",
+                *start, bold(speed(decoding), decoding == max(speeds.values())), share(workload, decoding),
+                "" if provider == OURS else ratio(speeds, [provider]), speed(found["tokens_per_s"]),
+                number(found.get("first_call_extra_s")), f"{found['peak_gib']:.1f}",
             ]
         )  # fmt: skip
     return lines
@@ -69,13 +83,22 @@ def first_token_parts(result: Json) -> list[str]:
         seconds = figures_of(workload, "first_token_s")
         times = [f"{name} {seconds[name]:.1f} s" for name in PROVIDERS if name in seconds]
         ours = workload["providers"].get(OURS, {})
-        stages = ", ".join(f"{name} {value:.2f} s" for name, value in ours.get("stages_s", {}).items())
         text = (
             f"Time to the first token, from the start of a process with the {model_name(workload)} checkpoint in the "
             f"page cache and a prompt of {workload['prompt']} tokens: {', '.join(times)}."
         )
-        parts.append(paragraph(f"{text} Our stages: {stages}." if stages else text))
+        if "stages_s" in ours:
+            text += f" Our stages: {stages(ours)}."
+        if "cold" in ours:
+            cold = ours["cold"]
+            text += f" With an empty Triton cache: ligerzoo {cold['first_token_s']:.1f} s; stages: {stages(cold)}."
+        parts.append(paragraph(text))
     return parts
+
+
+def stages(figures: Json) -> str:
+    """The seconds of each stage."""
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in figures["stages_s"].items())
 
 
 def grpo_parts(result: Json) -> list[str]:
@@ -84,7 +107,7 @@ def grpo_parts(result: Json) -> list[str]:
         paragraph(
             f"A GRPO step of {model_name(workload)}, {workload['prompts']} prompts x {workload['samples']} samples x "
             f"{workload['new_tokens']} tokens: sampling {ours['sampling_s']:.1f} s, update {ours['update_s']:.1f} s, "
-            f"peak {ours['peak_gib']:.1f} GiB."
+            f"peak {ours['peak_gib']:.1f} GiB ({ours['optimizer']})."
         )
         for workload in workloads_with(result, "sampling_s")
         for ours in [workload["providers"][OURS]]
@@ -99,8 +122,8 @@ def generation_figures(result: Json) -> list[str]:
         "Greedy decoding, bf16. Rows x tokens of the prompt + new tokens. The limit is the bytes of weights, keys and "
         f"values that a step reads, at the bandwidth of a copy. {measured_on(*result['workloads'].values())}."
     )
-    header = ["model and batch", "provider", "tokens/s of decoding", "of the limit", "tokens/s with prefill"]
-    header += ["first call, extra s", "peak GiB"]
+    header = ["model and batch", "provider", "tokens/s of decoding", "of the limit", "ligerzoo / it"]
+    header += ["tokens/s with prefill", "first call, extra s", "peak GiB"]
     lines = [line for w in workloads_with(result, "decode_tokens_per_s") for line in speed_lines(w)]
     parts = ["## Generation", paragraph(text), table(header, lines) if lines else ""]
     if charted(result):
@@ -119,11 +142,15 @@ def generation_highlights(result: Json) -> list[str]:
         speeds = figures_of(workload, "decode_tokens_per_s")
         best = max(speeds.values())
         cells = [bold(speed(speeds[name]), speeds[name] == best) if name in speeds else "" for name in providers]
-        return [label(workload), *cells, share(workload, speeds[OURS]) if OURS in speeds else ""]
+        of_limit = share(workload, speeds[OURS]) if OURS in speeds else ""
+        return [label(workload), *cells, ratio(speeds, THEIRS), of_limit]
 
     parts = [
         paragraph(f"Generation, greedy: {measured_on(*workloads)}."),
-        table(["tokens/s, rows x prompt + new tokens", *providers, "of the limit"], map(line, workloads)),
+        table(
+            ["tokens/s, rows x prompt + new tokens", *providers, "ligerzoo / transformers", "of the limit"],
+            map(line, workloads),
+        ),
     ]
     if charted(result):
         parts.append(f"![Tokens per second over the limit, by model and batch]({CHART})")

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.decoding import CONFIGS, DEVICE, build, clean_up
 from benchmarks.measure import synchronize
 from ligerzoo import models
+from ligerzoo.generate import GenerateOutput
 from ligerzoo.losses import GRPO
 
 
@@ -45,22 +47,26 @@ class Workload:
 WORKLOADS = {"grpo_8b": Workload("llama_8b", 16, 8, 256, 512, 16), "grpo_tiny": Workload("tiny", 2, 4, 8, 8, 4)}
 
 
-def sample(model: models.CausalLM, prompts: Tensor, workload: Workload) -> Tensor:
+def sample(model: models.CausalLM, prompts: Tensor, workload: Workload) -> GenerateOutput:
     """Samples completions, (prompts * samples, prompt + new tokens), those of a prompt one after the other."""
-    repeated = prompts.repeat_interleave(workload.samples, 0)
-    return model.generate(repeated, max_new_tokens=workload.new_tokens, do_sample=True, eos_token_id=[])
+    return model.generate(
+        prompts, max_new_tokens=workload.new_tokens, do_sample=True, num_return_sequences=workload.samples,
+        return_dict_in_generate=True, eos_token_id=[],
+    )  # fmt: skip
 
 
-def update(model: models.CausalLM, optimizer: torch.optim.Optimizer, texts: Tensor, workload: Workload) -> float:
+def update(model: models.CausalLM, optimizer: torch.optim.Optimizer, out: GenerateOutput, workload: Workload) -> float:
     """One step of the optimizer on random rewards. Returns the loss."""
     rewards = torch.rand(workload.prompts, workload.samples, device=DEVICE)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-    labels = texts.clone()
+    labels = out.sequences.clone()
     labels[:, : workload.prompt] = -100
+    old_logps = F.pad(out.logps, (workload.prompt - 1, 1))  # index t is about the token at t + 1
     grpo = GRPO(variant="dapo", epsilon_high=0.28)
     total = torch.zeros((), device=DEVICE)
-    for rows in zip(*(x.split(workload.microbatch) for x in (texts, labels, advantages)), strict=True):
-        loss, _ = grpo.of(model, *rows, num_items=len(texts) * workload.new_tokens)
+    parts = (x.split(workload.microbatch) for x in (out.sequences, labels, advantages, old_logps))
+    for *rows, old in zip(*parts, strict=True):
+        loss, _ = grpo.of(model, *rows, old_logps=old, num_items=len(labels) * workload.new_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     optimizer.step()
@@ -85,6 +91,7 @@ def measure(model: models.CausalLM, workload: Workload, calls: int) -> dict[str,
 
     Returns:
         sampling_s, update_s: medians of the seconds.
+        optimizer: its name, and the dtype of its states.
         peak_gib: peak memory, weights and optimizer states included.
     """
     torch.manual_seed(0)
@@ -94,13 +101,15 @@ def measure(model: models.CausalLM, workload: Workload, calls: int) -> dict[str,
     steps = []
     for _ in range(1 + calls):
         times = [time.perf_counter()]
-        texts = sample(model, prompts, workload)
+        out = sample(model, prompts, workload)
         synchronize(DEVICE)
         times.append(time.perf_counter())
-        update(model, optimizer, texts, workload)
+        update(model, optimizer, out, workload)
         synchronize(DEVICE)
         times.append(time.perf_counter())
         steps.append((times[1] - times[0], times[2] - times[1]))
     sampling, updating = (statistics.median(column) for column in zip(*steps[1:], strict=True))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
-    return {"sampling_s": sampling, "update_s": updating, "peak_gib": peak}
+    states = {str(x.dtype) for state in optimizer.state.values() for x in state.values() if x.dim() > 0}
+    optimized = f"{type(optimizer).__name__}, {' and '.join(sorted(states))}"
+    return {"sampling_s": sampling, "update_s": updating, "peak_gib": peak, "optimizer": optimized}

@@ -32,7 +32,7 @@ ARROWS = {
     "parallel": ("kernels", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
-    "hub": ("convert device errors files models", "vision"),
+    "hub": ("convert device errors files kernels models", "vision"),
     "generate": ("errors kernels layers models", ""),
     "info": ("convert errors files models text", ""),
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),

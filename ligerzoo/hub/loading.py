@@ -32,6 +32,8 @@ from ligerzoo.files.checkpoint import Checkpoint, read_json
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
+from ligerzoo.hub.staging import Staging
+from ligerzoo.kernels.preparation import preparing_triton
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
@@ -55,7 +57,7 @@ def load(
     """Loads a model from a checkpoint, in evaluation mode.
 
     On a CPU, in the stored dtype, the weights are private views of memory-mapped files: loading copies only experts
-    that are stored one by one. For a GPU, each tensor is copied to the device directly from the file.
+    that are stored one by one. For a GPU, each tensor is copied to the device from the file, through buffers of 64 MiB.
 
     Args:
         name_or_path: directory, or id of a repository on the hub ("org/name"), of which config.json,
@@ -97,7 +99,8 @@ def load(
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
-        weights = _read(checkpoint, match.slices, shapes, dtype, device)
+        with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
+            weights = _read(checkpoint, match.slices, shapes, dtype, device)
         extra_tensors = {
             name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
         }
@@ -279,13 +282,14 @@ def _read(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Reads the parameters, one slice at a time."""
+    copy = Staging(device).copy if device.type == "cuda" else lambda value: value.to(device)
     total = sum(checkpoint.tensors[name].nbytes for name in {part.stored_name for part in slices})
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
         def read(part: TensorSlice) -> Tensor:
             value = checkpoint.read(part.stored_name)[part.stored_index]
             progress.update(value.nbytes)
-            return value.to(device)
+            return copy(value)
 
         return assemble(slices, shapes, read, dtype=dtype, device=device)
 
