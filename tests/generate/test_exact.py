@@ -11,7 +11,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, slots
 from ligerzoo.layers.exactness import check_exact, exact_length
 from ligerzoo.losses import model_token_logps
-from ligerzoo.models import Llama, LlamaConfig, Mistral, MistralConfig, Mixtral, MixtralConfig, Qwen3, Qwen3Config
+from ligerzoo.models import Llama, LlamaConfig, Mistral, MistralConfig, Qwen3, Qwen3Config
 from tests.generate.models import TINY
 
 on_hopper = pytest.mark.skipif(
@@ -120,16 +120,10 @@ def test_speculative_decoding_and_queues(model: Any) -> None:
     assert looked_up[0, len(prompts[0]) :].tolist() == alone[0]
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (Llama(LlamaConfig(**TINY)), r"embed_tokens.weight is on cpu; expected a Hopper GPU"),
-        (Mixtral(MixtralConfig(**{**TINY, "num_key_value_heads": 2}), device="meta"), r"expected a Hopper GPU"),
-    ],
-    ids=["cpu", "meta"],
-)
-def test_other_models_are_refused(model: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^exact cache: {message}|exact cache: .*{message}"):
+def test_other_models_are_refused() -> None:
+    model = Llama(LlamaConfig(**TINY))
+    message = r"embed_tokens.weight is on cpu; expected a Hopper GPU"
+    with pytest.raises(ValueError, match=f"^exact cache: {message}"):
         model.new_cache(exact=True)
     with pytest.raises(LigerzooError, match=f"exact.*{message}"):
         model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=3, exact=True)
