@@ -28,6 +28,7 @@ from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_tr
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu"]
@@ -152,7 +153,7 @@ class _ActivationLinear(FusedFunction):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.activation = activation
-        return F.linear(_forward(x, activation, weight.dtype), weight, bias)
+        return linear(_forward(x, activation, weight.dtype), weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -24,6 +24,7 @@ from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
 
@@ -129,7 +130,7 @@ class _GLULinear(FusedFunction):
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
-        return F.linear(_forward(gate, up, activation, weight.dtype), weight, bias)
+        return linear(_forward(gate, up, activation, weight.dtype), weight, bias)
 
     @staticmethod
     @once_differentiable

@@ -18,7 +18,7 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 LARGE = {  # enough features that cuBLAS splits the sums of few rows
-    "vocab_size": 1000, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 2,
+    "vocab_size": 32000, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 2,
     "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
 }  # fmt: skip
 SMALL_HEADS = {**LARGE, "num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}
@@ -62,7 +62,7 @@ def test_logits_and_logps_are_those_of_a_whole_forward(model: Any, seed: int, mo
     lengths = [
         draw.choice([1, 2, draw.randrange(3, 70), draw.randrange(70, 1500)]) for _ in range(draw.randrange(1, 20))
     ]
-    ids = torch.randint(1, 1000, (len(lengths), max(lengths)), device="cuda")
+    ids = torch.randint(1, 32000, (len(lengths), max(lengths)), device="cuda")
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         mask[row, -length:] = 1
@@ -87,7 +87,7 @@ def test_logits_and_logps_are_those_of_a_whole_forward(model: Any, seed: int, mo
 @pytest.mark.parametrize("capacity", [None, 2000])
 def test_chunks(model: Any, capacity: int | None) -> None:
     draw = random.Random(0)
-    text = torch.randint(1, 1000, (1900,), device="cuda")
+    text = torch.randint(1, 32000, (1900,), device="cuda")
     expected = whole(model, text)
     cache, start, parts = model.new_cache(capacity, exact=True), 0, []
     while start < len(text):
@@ -101,7 +101,7 @@ def test_chunks(model: Any, capacity: int | None) -> None:
 @pytest.mark.gpu
 @on_hopper
 def test_a_gradient_does_not_change_the_bits(model: Any) -> None:
-    text = torch.randint(1, 1000, (600,), device="cuda")
+    text = torch.randint(1, 32000, (600,), device="cuda")
     expected = whole(model, text)
     for length in (1, 2, 40, 64, 65, 300, 600):
         assert torch.equal(model(text[None, :length]).logits[0], expected[:length])
@@ -111,7 +111,7 @@ def test_a_gradient_does_not_change_the_bits(model: Any) -> None:
 @on_hopper
 def test_speculative_decoding_and_queues(model: Any) -> None:
     torch.manual_seed(0)
-    prompts = [torch.randint(1, 1000, (n,), device="cuda") for n in (40, 3, 700, 3, 90)]
+    prompts = [torch.randint(1, 32000, (n,), device="cuda") for n in (40, 3, 700, 3, 90)]
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": [], "exact": True}
     alone = [model.generate(prompt[None], **options)[0, len(prompt) :].tolist() for prompt in prompts]
     for result in model.generate_many([prompt.tolist() for prompt in prompts], batch_size=2, **options):
