@@ -277,8 +277,9 @@ class Vocabulary:
             TokenizerError: an id is `vocab_size` or more.
         """
         if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+            token = self.id_to_token(largest)
             raise TokenizerError(
-                f"the token {self.id_to_token(largest)!r} is not in the model's vocabulary",
+                "no such token" if token is None else f"the token {token!r} is not in the model's vocabulary",
                 where=self._where,
                 got=f"id {largest}",
                 expected=f"an id below {vocab_size}, the rows of the model's embedding",
