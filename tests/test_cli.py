@@ -676,6 +676,14 @@ def test_lines_have_the_options_of_generate(checkpoint: Path, tmp_path: Path) ->
         assert results[line]["text"] == continuation(checkpoint, ids, max_new_tokens=12, **options)
 
 
+def test_a_batch_with_a_byte_order_mark_and_carriage_returns(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\r\n\r\n{"prompt": "x"}')
+    assert cli.main(batch_command(checkpoint, tmp_path, "--max-new-tokens", "3")) == 0
+    results = read_results(tmp_path / "results.jsonl")
+    assert results.keys() == {1, 3}
+    assert results[1]["text"] == results[3]["text"]
+
+
 @pytest.mark.parametrize("name, dtype", [("auto", None), ("float8_e4m3fn", torch.float8_e4m3fn)])
 def test_the_dtype_of_the_kv_cache(
     name: str, dtype: torch.dtype | None, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -762,13 +770,14 @@ def test_an_interrupted_batch_resumes(
     "line, message",
     [
         ("{", "not valid JSON"),
+        ('{"prompt": "x", "id": NaN}', "not valid JSON: NaN is not a JSON number"),
         ("[1]", "invalid line; got '[1]'; expected an object with"),
         ({"prompt": "x", "messages": []}, "invalid line"),
         ({"text": "x"}, "invalid line"),
         ({"prompt": 5}, "it is not a string"),
         ({"prompt": "x", "max_tokens": 5}, "max_tokens: unknown field. Did you mean 'max_new_tokens'?"),
         ({"prompt": "x", "top_p": 2}, "top_p: invalid value; got '2'; expected a number greater than 0 and at most 1"),
-        ({"messages": [{"role": "user"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
+        ({"messages": [{"role": "assistant"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
         (
             {"prompt": "x", "bad_words_ids": [[2**30]]},
             "bad_words_ids: invalid value; got 1073741824; expected token ids",

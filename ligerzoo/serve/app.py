@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Coroutine
 from http import HTTPStatus
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from starlette.applications import Starlette
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.serve.continuation import Continuation, Piece
 from ligerzoo.serve.engine import Engine, GenerationError, Job, OverloadedError
+from ligerzoo.serve.options import parse_json
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
 
@@ -96,7 +97,7 @@ class Service:
 
     def _read(self, body: bytes, endpoint: type[Endpoint]) -> Call:
         try:
-            fields = json.loads(body, parse_constant=_refuse_constant)
+            fields = parse_json(body)
         except (ValueError, RecursionError) as error:
             raise LigerzooError("not valid JSON", where="body", got=error) from error
         if not isinstance(fields, dict):
@@ -232,10 +233,6 @@ async def _disconnection(receive: Receive) -> None:
 
 def _json(content: object) -> bytes:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 # Errors
