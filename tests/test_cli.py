@@ -154,6 +154,7 @@ def test_help_and_argument_errors_do_not_import_torch() -> None:
         "generate model --prompt x --batch-size 2", "generate model --prompt x --max-cache-tokens 9",
         "generate model --batch x --output y --image z",
         "generate model --batch x --output y --draft z", "generate model --prompt x --draft y --prompt-lookup 3",
+        "generate model --prompt x --cache-dtype fp8", "serve model --cache-dtype float16",
     ],
 )  # fmt: skip
 def test_invalid_arguments_exit_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -675,6 +676,31 @@ def test_lines_have_the_options_of_generate(checkpoint: Path, tmp_path: Path) ->
         assert results[line]["text"] == continuation(checkpoint, ids, max_new_tokens=12, **options)
 
 
+def test_a_batch_with_a_byte_order_mark_and_carriage_returns(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\r\n\r\n{"prompt": "x"}')
+    assert cli.main(batch_command(checkpoint, tmp_path, "--max-new-tokens", "3")) == 0
+    results = read_results(tmp_path / "results.jsonl")
+    assert results.keys() == {1, 3}
+    assert results[1]["text"] == results[3]["text"]
+
+
+@pytest.mark.parametrize("name, dtype", [("auto", None), ("float8_e4m3fn", torch.float8_e4m3fn)])
+def test_the_dtype_of_the_kv_cache(
+    name: str, dtype: torch.dtype | None, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, options = Tokenizer.from_pretrained(checkpoint).encode("x"), ["--max-new-tokens", "40", "--cache-dtype", name]
+    expected, other = (
+        continuation(checkpoint, ids, max_new_tokens=40, cache_dtype=cache_dtype)
+        for cache_dtype in (dtype, torch.float8_e4m3fn if dtype is None else None)
+    )
+    assert expected != other
+    assert cli.main(["generate", str(checkpoint), "--prompt", "x", "--device", "cpu", *options]) == 0
+    assert capsys.readouterr().out == f"x{expected}\n"
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    assert cli.main(batch_command(checkpoint, tmp_path, *options)) == 0
+    assert read_results(tmp_path / "results.jsonl")[1]["text"] == expected
+
+
 def test_a_line_that_exceeds_the_memory_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -744,13 +770,14 @@ def test_an_interrupted_batch_resumes(
     "line, message",
     [
         ("{", "not valid JSON"),
+        ('{"prompt": "x", "id": NaN}', "not valid JSON: NaN is not a JSON number"),
         ("[1]", "invalid line; got '[1]'; expected an object with"),
         ({"prompt": "x", "messages": []}, "invalid line"),
         ({"text": "x"}, "invalid line"),
         ({"prompt": 5}, "it is not a string"),
         ({"prompt": "x", "max_tokens": 5}, "max_tokens: unknown field. Did you mean 'max_new_tokens'?"),
         ({"prompt": "x", "top_p": 2}, "top_p: invalid value; got '2'; expected a number greater than 0 and at most 1"),
-        ({"messages": [{"role": "user"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
+        ({"messages": [{"role": "assistant"}, 5]}, "messages[1]: invalid value; got '5'; expected an object"),
         (
             {"prompt": "x", "bad_words_ids": [[2**30]]},
             "bad_words_ids: invalid value; got 1073741824; expected token ids",
@@ -788,13 +815,14 @@ def test_without_the_packages_of_the_server_only_serve_fails(checkpoint: Path, t
             assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_busy, cache_dtype", [(False, "auto"), (True, "float8_e4m3fn")])
+def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, cache_dtype: str, checkpoint: Path, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     pytest.importorskip("uvicorn")
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}")
     options = ["--port", "0", "--device", "cpu", "--chat-template", str(template), "--name", "tiny"]
+    options += ["--cache-dtype", cache_dtype]
     command = [sys.executable, "-m", "ligerzoo", "serve", str(checkpoint), *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -803,7 +831,7 @@ def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tm
             assert announcement.startswith("tiny at http://127.0.0.1:")
             with openai.OpenAI(base_url=announcement.split()[2].rstrip("."), api_key="none") as client:
                 stream = client.chat.completions.create(
-                    model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=8, temperature=0, stream=True
+                    model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=40, temperature=0, stream=True
                 )
                 text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
                 if is_busy:
@@ -816,7 +844,10 @@ def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, checkpoint: Path, tm
         assert process.stderr is not None
         assert process.stderr.read() == "\n"
     tokenizer = Tokenizer.from_pretrained(checkpoint)
-    assert text == continuation(checkpoint, tokenizer.encode("x", add_special_tokens=False), max_new_tokens=8)
+    ids, dtypes = tokenizer.encode("x", add_special_tokens=False), {"auto": None, "float8_e4m3fn": torch.float8_e4m3fn}
+    texts = {name: continuation(checkpoint, ids, max_new_tokens=40, cache_dtype=x) for name, x in dtypes.items()}
+    assert text == texts[cache_dtype]
+    assert len(set(texts.values())) == 2
 
 
 def test_serve_refuses_a_port_in_use(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

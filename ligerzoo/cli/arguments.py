@@ -177,6 +177,7 @@ written in the order in which they finish, with the number of the line. After an
     prompt.add_argument("--batch", type=Path, metavar="FILE", help="JSONL file with one prompt in each line")
     add_image_option(parser, "image to ask about; may be repeated")
     add_generation_options(parser, max_new_tokens=128)
+    add_cache_dtype_option(parser)
     batch = parser.add_argument_group("batch", "Options of --batch.")
     batch.add_argument("--output", type=Path, metavar="FILE", help="new JSONL file for the results")
     batch.add_argument("--resume", action="store_true", help="continue the output file of an interrupted run")
@@ -240,6 +241,7 @@ Whoever can reach it can use the model. Needs the packages of `pip install liger
         "--max-body-mib", type=AT_LEAST_1, default=10, metavar="N", help="largest request in MiB (default: %(default)s)"
     )
     add_dtype_option(parser)
+    add_cache_dtype_option(parser)
     add_device_option(parser)
 
 
@@ -310,6 +312,15 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: the first GPU, else cpu)")
+
+
+def add_cache_dtype_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("auto", "float8_e4m3fn"),
+        default="auto",
+        help="dtype of the KV cache: float8_e4m3fn has half the memory of bfloat16 (default: that of keys and values)",
+    )
 
 
 def add_batching_options(parser: argparse._ActionsContainer, batch_size: int | None) -> None:

@@ -52,10 +52,10 @@ def generate(options: argparse.Namespace) -> int:
     prompt = standard_input().read() if options.prompt == "-" else options.prompt
     inputs, tokenizer = prepare_images(prompt, options) if options.image else prepare_text(prompt, options)
     model = load_model(options)
+    decoding = {**load_drafts(options), "cache_dtype": find_cache_dtype(options.cache_dtype)}
     print_continuation(
-        model, tokenizer, inputs, options, random_generator(model, options), load_drafts(options),
-        skip_prompt=bool(options.image),
-    )  # fmt: skip
+        model, tokenizer, inputs, options, random_generator(model, options), decoding, skip_prompt=bool(options.image)
+    )
     return 0
 
 
@@ -72,7 +72,12 @@ def generate_batch(options: argparse.Namespace) -> int:
     results = batch.Results(options.output, resumes=options.resume)
     tokenizer = load_tokenizer(options)
     model = load_model(options)
-    scheduler = Scheduler(model, batch_size=options.batch_size, max_cache_tokens=options.max_cache_tokens)
+    scheduler = Scheduler(
+        model,
+        batch_size=options.batch_size,
+        max_cache_tokens=options.max_cache_tokens,
+        cache_dtype=find_cache_dtype(options.cache_dtype),
+    )
     encoder = prompt_encoder(model, tokenizer, scheduler.max_length)
     entries = results.remaining(batch.read_entries(options.batch, defaults, encoder, scheduler))
     start, new_tokens = time.perf_counter(), 0
@@ -117,11 +122,12 @@ def serve(options: argparse.Namespace) -> int:
             source = options.chat_template.read_text(encoding="utf-8")
             tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
         model = load_model(options)
-        scheduler = Scheduler(model, batch_size=options.batch_size, max_cache_tokens=options.max_cache_tokens)
+        cache_dtype = find_cache_dtype(options.cache_dtype)
+        make_scheduler = partial(Scheduler, model, batch_size=options.batch_size, cache_dtype=cache_dtype)
+        scheduler = make_scheduler(max_cache_tokens=options.max_cache_tokens)
         encoder = prompt_encoder(model, tokenizer, scheduler.max_length, options.max_context)
         max_requests = options.batch_size + options.max_queue
         # The default of `max_cache_tokens` depends on the memory that is free now.
-        make_scheduler = partial(Scheduler, model, batch_size=options.batch_size)
         engine = Engine(partial(make_scheduler, max_cache_tokens=scheduler.max_cache_tokens), max_requests=max_requests)
         name = options.name or (Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
         max_body = options.max_body_mib * 2**20
@@ -283,6 +289,13 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
+def find_cache_dtype(name: str) -> torch.dtype | None:
+    """Returns the dtype of KV caches with this name. None, the model's own choice, for "auto"."""
+    import torch
+
+    return None if name == "auto" else getattr(torch, name)
+
+
 def random_generator(model: CausalLM, options: argparse.Namespace) -> torch.Generator | None:
     """Returns a random number generator with the seed of the options, or None."""
     import torch
@@ -296,13 +309,14 @@ def print_continuation(
     inputs: Inputs,
     options: argparse.Namespace,
     generator: torch.Generator | None,
-    drafts: dict[str, Any],
+    decoding: dict[str, Any],
     skip_prompt: bool = True,
     cache: ConversationCache | None = None,
 ) -> str:
     """Prints the model's continuation of a prompt during generation, and returns it.
 
-    Reuses the KV cache of the conversation, if there are no images.
+    Reuses the KV cache of the conversation, if there are no images. `decoding` has options of `generate` that change
+    how fast it decodes.
     """
     from ligerzoo.generate import TextStreamer
 
@@ -316,7 +330,7 @@ def print_continuation(
         max_new_tokens=options.max_new_tokens,
         do_sample=bool(sampling),
         **sampling,
-        **drafts,
+        **decoding,
         repetition_penalty=options.repetition_penalty,
         min_new_tokens=options.min_new_tokens,
         no_repeat_ngram_size=options.no_repeat_ngram_size,

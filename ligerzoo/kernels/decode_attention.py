@@ -28,7 +28,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
 )
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
-from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 
@@ -67,6 +67,24 @@ def reference(
         visible = visible | (index == fallback[:, None])
     probabilities = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
     return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
+
+
+@jit
+def _products(q, k, PRECISION: tl.constexpr):
+    """q @ k. In fp32, sums over 32 features each are added up.
+
+    GPUs have no matrix instruction for fp32: they add the products of all features in order, and round after each. A
+    rounding error of a score is a relative error of its probability.
+    """
+    FEATURES: tl.constexpr = 32
+    GROUP: tl.constexpr = q.shape[0]
+    PARTS: tl.constexpr = q.shape[1] // FEATURES
+    if PRECISION == "ieee" and PARTS > 1:
+        q = q.reshape(GROUP, PARTS, FEATURES).permute(1, 0, 2)
+        k = k.reshape(PARTS, FEATURES, k.shape[1])
+        return tl.sum(tl.dot(q, k, input_precision=PRECISION), axis=0)
+    else:
+        return tl.dot(q, k, input_precision=PRECISION)
 
 
 @kernel
@@ -113,7 +131,7 @@ def _split_kernel(
         in_range = index < end
         k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None],
                     mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)  # fmt: skip
-        scores, _ = softcapped(tl.dot(q, k, input_precision=PRECISION), scale, softcap)
+        scores, _ = softcapped(_products(q, k, PRECISION), scale, softcap)
         visible = in_range
         if padding_ptr is not None:
             is_token = tl.load(padding_ptr + batch * padding_stride + index, mask=in_range, other=0)

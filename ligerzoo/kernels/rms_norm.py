@@ -366,6 +366,8 @@ def residual_rms_norm(
     """
     check_floats("residual_rms_norm", x=x)
     weights = _weights("residual_rms_norm", x, weight, weight_offset)
+    if x.requires_grad and not torch.is_grad_enabled():
+        x = x.detach()  # no result requires a gradient under no_grad, neither does the residual
     if uses_triton(x, *weights, backend=backend) and fits_registers(x, backend) and requires_gradient(x):
         return _ResidualRMSNorm.apply(x, weight, eps, weight_offset, round_before_scale)
     options: Any = {"weight_offset": weight_offset, "round_before_scale": round_before_scale, "backend": backend}

@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, NoReturn, TypeVar
+from http import HTTPStatus
+from typing import Any, TypeVar
 
 import torch
 from starlette.applications import Starlette
@@ -19,12 +20,17 @@ from starlette.types import Receive, Scope, Send
 from ligerzoo.errors import LigerzooError, TokenizerError, quote
 from ligerzoo.serve.continuation import Continuation, Piece
 from ligerzoo.serve.engine import Engine, GenerationError, Job, OverloadedError
+from ligerzoo.serve.options import parse_json
 from ligerzoo.serve.prompts import ContextLengthError, PromptEncoder
 from ligerzoo.serve.protocol import Call, Chat, Completion, Endpoint
 
 MAX_BODY = 10 * 2**20
 
 T = TypeVar("T")
+
+
+class ModelNotFoundError(HTTPException):
+    """The server has no model of this name."""
 
 
 class Service:
@@ -91,7 +97,7 @@ class Service:
 
     def _read(self, body: bytes, endpoint: type[Endpoint]) -> Call:
         try:
-            fields = json.loads(body, parse_constant=_refuse_constant)
+            fields = parse_json(body)
         except (ValueError, RecursionError) as error:
             raise LigerzooError("not valid JSON", where="body", got=error) from error
         if not isinstance(fields, dict):
@@ -105,7 +111,7 @@ class Service:
 
     def _check_model(self, name: str) -> None:
         if name != self._model["id"]:
-            raise HTTPException(404, f"model: no such model; got {quote(name)}; expected {self._model['id']!r}")
+            raise ModelNotFoundError(404, f"model: no such model; got {quote(name)}; expected {self._model['id']!r}")
 
 
 class Outputs:
@@ -229,23 +235,21 @@ def _json(content: object) -> bytes:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 # Errors
 
-_CODES = {404: "model_not_found"}
+_ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models or GET /v1/models/NAME"
 
 
 def _error(message: str, kind: str, param: object = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _http_error(_request: Request, error: Exception) -> Response:
+def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = _CODES.get(error.status_code)
-    content = _error(error.detail, "invalid_request_error", code=code)
+    detail, code = error.detail, "model_not_found" if isinstance(error, ModelNotFoundError) else None
+    if detail == HTTPStatus(error.status_code).phrase:  # of the router
+        detail = f"no such endpoint; got {request.method} {quote(request.url.path)}; expected {_ENDPOINTS}"
+    content = _error(detail, "invalid_request_error", code=code)
     return JSONResponse(content, error.status_code, error.headers)
 
 

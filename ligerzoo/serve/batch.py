@@ -18,7 +18,7 @@ import torch
 from ligerzoo.errors import LigerzooError, did_you_mean, quote
 from ligerzoo.generate import BrokenLogitsError, Scheduler
 from ligerzoo.serve.continuation import Continuation
-from ligerzoo.serve.options import RequestOptions, derived_seed
+from ligerzoo.serve.options import RequestOptions, derived_seed, parse_json
 from ligerzoo.serve.prompts import PromptEncoder
 from ligerzoo.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ class Entry:
             LigerzooError: the line is malformed, or the model does not accept the prompt or the options.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
         except (ValueError, RecursionError) as error:
             raise LigerzooError(f"not valid JSON: {error}", got=quote(text.strip())) from error
         if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
@@ -91,7 +91,7 @@ def read_entries(path: Path, defaults: dict[str, Any], encoder: PromptEncoder, s
         LigerzooError: names the file and the first line with a problem.
     """
     entries = []
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:  # some editors write a byte order mark
         for line, text in enumerate(file, 1):
             if text.strip():
                 try:

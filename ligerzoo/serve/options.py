@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -86,6 +87,19 @@ class RequestOptions:
             seed = self.seed if choice == 0 else derived_seed(self.seed, choice)
             given["generator"] = torch.Generator(device).manual_seed(seed)
         return {**options, "do_sample": True, **given}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON.
+
+    Raises:
+        ValueError, RecursionError: it is malformed, or has NaN or Infinity, which Python's parser accepts.
+    """
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def derived_seed(seed: int, index: int) -> int:

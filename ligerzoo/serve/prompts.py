@@ -37,7 +37,8 @@ class PromptEncoder:
 
         Args:
             messages: objects with "role" and "content". The content is a string or a list of parts of type "text",
-                which newlines join. The role "developer" is "system" for the template. Other fields are passed to it.
+                which newlines join; messages of the assistant may have none. The role "developer" is "system" for the
+                template. Other fields are passed to it.
             variables: further variables of the chat template.
 
         Raises:
@@ -46,7 +47,7 @@ class PromptEncoder:
         if not isinstance(messages, list) or not messages:
             raise _invalid("messages", messages, "a list of messages")
         conversation = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() & set(variables or ())
+        taken = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() & set(variables or ())
         if taken:
             raise LigerzooError("not a variable of the template", where="chat_template_kwargs", got=quote(min(taken)))
         rendered = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, **(variables or {}))
@@ -93,7 +94,7 @@ def _message(message: object, where: str) -> dict[str, Any]:
         raise _invalid(f"{where}.role", role, '"system", "user" or "assistant"')
     if isinstance(content, list):
         content = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    elif not isinstance(content, str | None):
+    elif not (isinstance(content, str) or (content is None and role == "assistant")):
         raise _invalid(f"{where}.content", content, "a string, or a list of parts")
     return {**message, "role": "system" if role == "developer" else role, "content": content}
 

@@ -174,10 +174,11 @@ class Chat(Endpoint):
     def read(cls, fields: Mapping[str, Any], encoder: PromptEncoder) -> Call:
         _check_names(fields, cls.fields, _NEUTRAL_CHAT)
         has_logprobs = _flag(fields, "logprobs")
-        variables = fields.get("chat_template_kwargs") or {}
+        variables = _or_default(fields.get("chat_template_kwargs"), {})
         _require(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")
         limits = [name for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
-        _require(len(limits) < 2, "max_tokens", "max_completion_tokens too", "one of them")
+        if len(limits) > 1:
+            raise LigerzooError("given together with max_completion_tokens", where="max_tokens", expected="one of them")
         prompt = encoder.encode_chat(fields.get("messages"), variables)
         return _call(fields, [prompt], has_logprobs, dict.fromkeys(limits, "max_new_tokens"))
 

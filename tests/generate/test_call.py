@@ -53,10 +53,13 @@ def test_ragged_prompts_equal_transformers(family: str, case: str) -> None:
     def criteria() -> dict[str, Any]:
         return {} if limit is None else {"stopping_criteria": [EndsAfter(limit)]}
 
-    expected = theirs(family, IDS, MASK, **options, **criteria())
+    # transformers before 5.23 penalizes the tokens at padding positions, so they repeat the last token of the prompt.
+    ids = IDS.where(MASK.bool(), IDS[:, -1:])
+    expected = theirs(family, ids, MASK, **options, **criteria())
     model, _ = pair(family)
     ours = model.generate(IDS, MASK, **options, **criteria())
-    assert ours.tolist() == expected.tolist()
+    assert torch.equal(ours[:, :17], IDS)
+    assert ours[:, 17:].tolist() == expected[:, 17:].tolist()
     right = IDS.flip(1)
     right_mask = mask_of(RIGHT, "cpu")
     for row in range(ROWS):  # the same tokens, padded on the right

@@ -139,7 +139,7 @@ def test_tokens_are_chosen_by_a_graph(model: Any, monkeypatch: pytest.MonkeyPatc
         return capture(*arguments)
 
     monkeypatch.setattr(captured_module, "capture", spy)
-    list(model.generate_many([[1, 2], [3, 4]], batch_size=2, max_new_tokens=5, eos_token_id=NO_END))
+    list(model.generate_many([[1, 2], [3, 4]], batch_size=2, **OPTIONS))
     assert captures
     captures.clear()
     with Scheduler(model, batch_size=2, **OPTIONS) as scheduler:
@@ -147,7 +147,7 @@ def test_tokens_are_chosen_by_a_graph(model: Any, monkeypatch: pytest.MonkeyPatc
         scheduler.add([3, 4])
         for _ in range(5):
             scheduler.step()
-        assert len(captures) == 1  # the model's graph is there already
+        assert len(captures) == 1  # the model's graph of this capacity is there already
         scheduler.cancel(0)
         scheduler.add([3, 4], do_sample=True)
         drain(scheduler)

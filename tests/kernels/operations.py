@@ -274,11 +274,11 @@ OPERATIONS = [
 ]
 
 _TYPICAL = {
-    "rms_norm", "rms_norm-weightless", "add_rms_norm", "layer_norm", "experts_mlp", "rope", "glu-silu",
-    "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none", "token_statistics",
-    "softmax", "jsd", "linear_jsd",
+    "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
+    "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
+    "token_statistics", "softmax", "jsd", "linear_jsd",
 }  # fmt: skip
-"""One operation of each kernel."""
+"""One operation of each kernel, and of each autograd function that returns an input."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 every_kernel = pytest.mark.parametrize(

@@ -283,6 +283,10 @@ def test_invalid_fields_are_named(client: Any, endpoint: str, options: dict[str,
         ({"messages": ["hello"]}, "messages[0]: invalid value"),
         ({"messages": [{"content": "x"}]}, "messages[0].role: invalid value"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: invalid value"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].content: invalid value; got 'None'"),
+        ({"max_tokens": 4, "max_completion_tokens": 4}, "max_tokens: given together with max_completion_tokens"),
+        ({"extra_body": {"chat_template_kwargs": []}}, "chat_template_kwargs: invalid value; got '[]'"),
+        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "not a variable of the template; got 'self'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
             "messages[0].content[0]: invalid value",
@@ -290,7 +294,6 @@ def test_invalid_fields_are_named(client: Any, endpoint: str, options: dict[str,
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: not supported"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format: not supported"),
-        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens: invalid value"),
         ({"extra_body": {"echo": True}}, "echo: unknown field"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "not a variable of the template"),
     ],
@@ -398,8 +401,11 @@ def test_malformed_bodies(served: Served, body: bytes, message: str) -> None:
 
 
 def test_unknown_paths_methods_and_types(served: Served) -> None:
-    assert post(served, "{}", path="/v1/embeddings")[0] == 404
-    assert post(served, None, method="GET")[0] == 405
+    for status, path, method in ((404, "/v1/embeddings", "POST"), (405, "/v1/completions", "GET")):
+        got, content = post(served, "{}", path=path, method=method)
+        assert (got, content["error"]["code"]) == (status, None)
+        message = f"no such endpoint; got {method} '{path}'; expected POST /v1/chat/completions, "
+        assert content["error"]["message"].startswith(message)
     status, content = post(served, "{}", content_type="text/plain")
     assert status == 415
     assert "expected 'application/json'" in content["error"]["message"]

@@ -1,0 +1,326 @@
+"""Encoding of texts as token ids, one by one, in pairs and in batches."""
+
+import inspect
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import tokenizers
+import torch
+
+from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.text.padding import BatchEncoding, Columns, as_tensors, pad_columns, padded_length
+from ligerzoo.text.tokenizer_files import PaddingSide, checked_side, padding_side, read_json, reporting
+from ligerzoo.text.tokenizer_limits import MAX_GROWTH
+from ligerzoo.text.truncation import Truncation, truncate, truncation_strategy
+from ligerzoo.text.vocabulary import Vocabulary
+
+_NO_MAX_LENGTH = int(1e30)  # transformers' value for "unknown"
+
+
+class TextEncoder(Vocabulary):
+    """A vocabulary that encodes texts.
+
+    Args:
+        files: see `Tokenizer`.
+        where: see `Tokenizer`.
+
+    Attributes:
+        padding_side, truncation_side, model_max_length: see `Tokenizer`.
+
+    Raises:
+        TokenizerError: tokenizer.json is missing, or a file is malformed.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], where: str) -> None:
+        super().__init__(files, where)
+        config, source = read_json(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
+        self.padding_side = padding_side(config, where)
+        self.truncation_side = checked_side(config.get("truncation_side", "right"), f"{source}: truncation_side")
+        self.model_max_length = _model_max_length(config)
+
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        add_special_tokens: bool = True,
+        *,
+        truncation: Truncation = False,
+        max_length: int | None = None,
+        return_tensors: Literal["pt"] | None = None,
+    ) -> Any:
+        """Encodes a text as token ids.
+
+        Args:
+            text: the text. Special tokens written in it become their ids.
+            text_pair: a second text, which the post-processor of tokenizer.json joins to the first.
+            add_special_tokens: whether to add the special tokens that tokenizer.json puts around a text, such as BOS.
+            truncation: see `__call__`.
+            max_length: see `__call__`.
+            return_tensors: "pt" returns an int64 tensor (1, T), None a list.
+
+        Raises:
+            TokenizerError: `text` is not a string, contains half of a surrogate pair, or is too long.
+        """
+        if text_pair is None and truncation is False and return_tensors is None:
+            self._check_text(text)
+            with reporting("cannot encode this text", self._where, text):
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self(
+            text, text_pair, add_special_tokens=add_special_tokens, truncation=truncation, max_length=max_length,
+            return_tensors=return_tensors,
+        )["input_ids"]  # fmt: skip
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """Returns the vocabulary's spelling of the tokens of a text."""
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=add_special_tokens))
+        return tokens
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | Literal["longest", "max_length", "do_not_pad"] | None = None,
+        truncation: Truncation = False,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: PaddingSide | None = None,
+        return_tensors: Literal["pt"] | None = None,
+        return_attention_mask: bool = True,
+        return_token_type_ids: bool = False,
+        return_special_tokens_mask: bool = False,
+        return_offsets_mapping: bool = False,
+        return_length: bool = False,
+        **unknown: Any,
+    ) -> BatchEncoding:
+        """Prepares the model inputs of one text or of several. The options are those of transformers.
+
+        Args:
+            text: a text, or a list of B texts.
+            text_pair: a second text for each, which the post-processor of tokenizer.json joins to the first.
+            add_special_tokens: see `encode`.
+            padding: True or "longest" pads to the longest row, "max_length" to `max_length`. None means True with
+                `return_tensors`, else False.
+            truncation: True or "longest_first" removes tokens from the longer text of a pair until a row has
+                `max_length` tokens; "only_first" and "only_second" from one of the texts.
+            max_length: number of tokens, special tokens included. None means `model_max_length`.
+            pad_to_multiple_of: rounds the length of padded rows up to a multiple of this.
+            padding_side: "left" (for generation) or "right". None uses `self.padding_side`.
+            return_tensors: "pt" returns int64 tensors, None returns lists.
+            return_attention_mask: whether to return `attention_mask`.
+            return_token_type_ids: whether to return `token_type_ids`: 0 for the first text, 1 for the second.
+            return_special_tokens_mask: whether to return `special_tokens_mask`: 1 for added special tokens.
+            return_offsets_mapping: whether to return `offset_mapping`, the (first, last + 1) characters of each token.
+            return_length: whether to return `length`, the tokens of each row before padding.
+            unknown: refused by name.
+
+        Returns:
+            `input_ids` and `attention_mask` (1 for a token, 0 for padding), each (B, T). For a single text: (T,) as
+            lists and (1, T) as tensors.
+
+        Raises:
+            TokenizerError: a text cannot be encoded, an argument has an unsupported value, or rows need padding and
+                there is neither a pad token nor an EOS token.
+        """
+        _refuse_unknown(unknown)
+        is_single = isinstance(text, str)
+        texts = [text] if isinstance(text, str) else list(text)
+        if not isinstance(text_pair, str | Sequence | None):
+            raise TokenizerError(
+                "not a text", where="text_pair", got=repr(text_pair), expected="a text, a list or None"
+            )
+        pairs = None if text_pair is None else [text_pair] if isinstance(text_pair, str) else list(text_pair)
+        limit = max_length if max_length is not None else self._known_max_length()
+        encodings = self._encode_all(
+            texts, pairs, add_special_tokens, truncation_strategy(truncation), limit, offsets=return_offsets_mapping
+        )
+        columns: Columns = {"input_ids": [encoding.ids for encoding in encodings]}
+        lengths = [len(row) for row in columns["input_ids"]]
+        if return_attention_mask:
+            columns["attention_mask"] = [[1] * length for length in lengths]
+        if return_token_type_ids:
+            columns["token_type_ids"] = [encoding.type_ids for encoding in encodings]
+        if return_special_tokens_mask:
+            columns["special_tokens_mask"] = [encoding.special_tokens_mask for encoding in encodings]
+        if return_offsets_mapping:
+            columns["offset_mapping"] = [encoding.offsets for encoding in encodings]
+        further: dict[str, Any] = {"length": lengths} if return_length else {}
+        padding = return_tensors is not None if padding is None else padding
+        return self._finish(
+            columns, further, is_single, padding=padding, max_length=limit, pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side, return_tensors=return_tensors,
+        )  # fmt: skip
+
+    def pad(
+        self,
+        encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        padding: bool | Literal["longest", "max_length", "do_not_pad"] = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: PaddingSide | None = None,
+        return_attention_mask: bool = True,
+        return_tensors: Literal["pt"] | None = None,
+    ) -> BatchEncoding:
+        """Pads encoded rows to one length, such as in a data collator.
+
+        Args:
+            encoded_inputs: outputs of `__call__` for single texts, or one output of `__call__`. `input_ids`,
+                `attention_mask`, `token_type_ids`, `special_tokens_mask` and `offset_mapping` are padded; other inputs,
+                such as `labels`, are not.
+            padding: see `__call__`.
+            max_length: see `__call__`.
+            pad_to_multiple_of: see `__call__`.
+            padding_side: see `__call__`.
+            return_attention_mask: whether to add an `attention_mask` to inputs without one.
+            return_tensors: see `__call__`.
+
+        Raises:
+            TokenizerError: `input_ids` are missing, rows have different inputs, or as `__call__`.
+        """
+        if isinstance(encoded_inputs, Mapping):
+            columns = {name: _as_lists(value) for name, value in encoded_inputs.items()}
+        else:
+            names = {name for row in encoded_inputs for name in row}
+            if any(names - row.keys() for row in encoded_inputs):
+                raise TokenizerError("rows with different inputs", where="encoded_inputs", got=sorted(names))
+            columns = {name: [_as_lists(row[name]) for row in encoded_inputs] for name in encoded_inputs[0]}
+        if "input_ids" not in columns:
+            raise TokenizerError("no input_ids", where="encoded_inputs", got=sorted(columns))
+        is_single = not all(isinstance(row, list) for row in columns["input_ids"])
+        if is_single:
+            columns = {name: [value] for name, value in columns.items()}
+        if return_attention_mask and "attention_mask" not in columns:
+            columns["attention_mask"] = [[1] * len(row) for row in columns["input_ids"]]
+        limit = max_length if max_length is not None else self._known_max_length()
+        return self._finish(
+            columns, {}, is_single, padding=padding, max_length=limit, pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side, return_tensors=return_tensors,
+        )  # fmt: skip
+
+    def _finish(
+        self,
+        columns: Columns,
+        further: dict[str, Any],
+        is_single: bool,
+        *,
+        padding: bool | str,
+        max_length: int | None,
+        pad_to_multiple_of: int | None,
+        padding_side: PaddingSide | None,
+        return_tensors: str | None,
+    ) -> BatchEncoding:
+        """Pads rows and converts them to tensors; `further` has one number per row."""
+        if return_tensors not in (None, "pt"):
+            raise TokenizerError(
+                "unsupported value", where="return_tensors", got=repr(return_tensors), expected='"pt" or None'
+            )
+        side = checked_side(padding_side or self.padding_side, "padding_side")
+        lengths = [len(row) for row in columns["input_ids"]]
+        length = padded_length(padding, lengths, max_length, pad_to_multiple_of)
+        if length is not None and any(row < length for row in lengths):
+            columns = pad_columns(columns, length, self._padding_id(), side)
+        if return_tensors is not None:
+            return BatchEncoding(as_tensors({**columns, **further}))
+        inputs = {**columns, **further}
+        return BatchEncoding({name: rows[0] for name, rows in inputs.items()} if is_single else inputs)
+
+    def _encode_all(
+        self,
+        texts: list[str],
+        pairs: list[str] | None,
+        add_special_tokens: bool,
+        truncation: str | None,
+        max_length: int | None,
+        *,
+        offsets: bool,
+    ) -> list[tokenizers.Encoding]:
+        """Encodes texts or pairs of texts. `offsets` are computed on request only."""
+        if pairs is not None and len(pairs) != len(texts):
+            raise TokenizerError(
+                "not one second text for each", where="text_pair", got=len(pairs), expected=f"{len(texts)} texts"
+            )
+        encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
+        with reporting("cannot encode these texts", self._where, texts):
+            for one in [*texts, *(pairs or [])]:
+                self._check_text(one)
+            if pairs is None and truncation is None:
+                return encode(texts, add_special_tokens=add_special_tokens)
+            first = encode(texts, add_special_tokens=False)
+            second = None if pairs is None else encode(pairs, add_special_tokens=False)
+        if second is not None:
+            self._check_pair_template()
+        if truncation is not None:
+            if max_length is None:
+                raise TokenizerError(
+                    "truncation without a length", where="max_length", got="None, and tokenizer_config.json has none",
+                    remedy="Pass max_length.",
+                )  # fmt: skip
+            special = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            for i, encoding in enumerate(first):
+                pair = None if second is None else second[i]
+                truncate(encoding, pair, truncation, max_length - special, self.truncation_side)
+        rows = [(encoding, None) for encoding in first] if second is None else zip(first, second, strict=True)
+        return [self._backend.post_process(one, other, add_special_tokens) for one, other in rows]
+
+    def _check_pair_template(self) -> None:
+        """Raises TokenizerError if the post-processor repeats the texts of a pair many times."""
+        with reporting("cannot join two texts", self._where):
+            first, second = (self._backend.encode("a", add_special_tokens=False) for _ in range(2))
+            length, joined = len(first) + len(second), len(self._backend.post_process(first, second, True))
+        if joined > MAX_GROWTH * max(1, length):
+            raise TokenizerError(
+                "the post-processor for two texts exceeds the limit", where=f"{self._where}/tokenizer.json",
+                got=f"{joined} tokens from {length}", expected=f"at most {MAX_GROWTH} times as many",
+            )  # fmt: skip
+
+    def _known_max_length(self) -> int | None:
+        return None if self.model_max_length >= _NO_MAX_LENGTH else self.model_max_length
+
+    def _check_text(self, text: object) -> None:
+        if not isinstance(text, str):
+            raise TokenizerError(
+                "cannot encode this text: it is not a string", where=self._where, got=reprlib.repr(text),
+                remedy="Call tokenizer([...]) for several texts." if isinstance(text, list | tuple) else None,
+            )  # fmt: skip
+        self._limits.check_text(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                "cannot encode this text: it contains half of a surrogate pair",
+                where=self._where,
+                got=f"{error.object[error.start]!r} as character {error.start}",
+                remedy='Decode the original bytes as UTF-8, with errors="replace" if they are invalid.',
+            ) from error
+
+    def _padding_id(self) -> int:
+        for token_id in (self.pad_token_id, self.eos_token_id):
+            if token_id is not None:
+                return token_id
+        raise TokenizerError(
+            "texts of different lengths need padding, but there is neither a pad_token nor an eos_token",
+            where=self._where,
+            remedy="Encode the texts one by one.",
+        )
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name in options:
+        accepted = [option for option in inspect.signature(TextEncoder.__call__).parameters if option != "self"]
+        remedy = did_you_mean(name, accepted)
+        raise TokenizerError(
+            "not an option of the tokenizer", where=name, expected=None if remedy else ", ".join(accepted[:-1]),
+            remedy=remedy,
+        )  # fmt: skip
+
+
+def _model_max_length(config: Mapping[str, Any]) -> int:
+    value = config.get("model_max_length")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _NO_MAX_LENGTH
+    return int(value) if is_number and value is not None else _NO_MAX_LENGTH
+
+
+def _as_lists(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, Sequence) else value

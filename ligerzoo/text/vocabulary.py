@@ -1,0 +1,304 @@
+"""The vocabulary of a tokenizer: tokens and their ids, special tokens and their names, added tokens."""
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, SupportsIndex, overload
+
+import torch
+from tokenizers import AddedToken
+
+from ligerzoo.errors import TokenizerError, did_you_mean
+from ligerzoo.text.tokenizer_files import (
+    NAMED_TOKENS,
+    extra_tokens,
+    listed_tokens,
+    load_backend,
+    named_tokens,
+    read_json,
+    reporting,
+    with_tokens,
+)
+
+
+class _SpecialToken:
+    """A special token of a tokenizer by name; None if the tokenizer has no such token."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, tokenizer: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, tokenizer: "Vocabulary", owner: type) -> str | None: ...
+    def __get__(self, tokenizer: "Vocabulary | None", owner: type) -> Self | str | None:
+        return self if tokenizer is None else tokenizer.special_tokens.get(self.name)
+
+    def __set__(self, tokenizer: "Vocabulary", token: str | None) -> None:
+        tokenizer.set_special_token(self.name, token)
+
+
+class _SpecialTokenId:
+    """The id of a special token; None if the tokenizer has no such token."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name.removesuffix("_id")
+
+    @overload
+    def __get__(self, tokenizer: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, tokenizer: "Vocabulary", owner: type) -> int | None: ...
+    def __get__(self, tokenizer: "Vocabulary | None", owner: type) -> Self | int | None:
+        if tokenizer is None:
+            return self
+        token = tokenizer.special_tokens.get(self.name)
+        return None if token is None else tokenizer.token_to_id(token)
+
+    def __set__(self, tokenizer: "Vocabulary", token_id: int | None) -> None:
+        token = None if token_id is None else tokenizer.id_to_token(token_id)
+        if token is None and token_id is not None:
+            raise TokenizerError("no token has this id", where=f"{self.name}_id", got=token_id)
+        tokenizer.set_special_token(self.name, token)
+
+
+class Vocabulary:
+    """Tokens and their ids.
+
+    Args:
+        files: see `Tokenizer`.
+        where: see `Tokenizer`.
+
+    Attributes:
+        special_tokens, additional_special_tokens: see `Tokenizer`.
+
+    Raises:
+        TokenizerError: tokenizer.json is missing, or a file is malformed.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], where: str) -> None:
+        self._files, self._where = dict(files), where
+        self._backend, self._limits = load_backend(files, where)
+        config, source = read_json(files, "tokenizer_config.json", where), f"{where}/tokenizer_config.json"
+        listed = listed_tokens(config, source)
+        named, extra = named_tokens(config, source), extra_tokens(config, source)
+        if not listed:  # the older format: special_tokens_map.json takes precedence
+            special_tokens_map = read_json(files, "special_tokens_map.json", where)
+            source = f"{where}/special_tokens_map.json"
+            named |= named_tokens(special_tokens_map, source)
+            extra = extra or extra_tokens(special_tokens_map, source)
+        self._append_tokens(listed, [*named.values(), *extra])
+        self.special_tokens = {name: token.content for name, token in named.items()}
+        self.additional_special_tokens = [token.content for token in extra]
+
+    bos_token = _SpecialToken()  # `encode` adds it only if tokenizer.json says so
+    eos_token = _SpecialToken()  # generation_config.json may list more ids that end a sequence
+    unk_token = _SpecialToken()
+    sep_token = _SpecialToken()
+    pad_token = _SpecialToken()  # without one, padding uses `eos_token`
+    cls_token = _SpecialToken()
+    mask_token = _SpecialToken()
+
+    bos_token_id = _SpecialTokenId()
+    eos_token_id = _SpecialTokenId()
+    unk_token_id = _SpecialTokenId()
+    sep_token_id = _SpecialTokenId()
+    pad_token_id = _SpecialTokenId()
+    cls_token_id = _SpecialTokenId()
+    mask_token_id = _SpecialTokenId()
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids that `decode(..., skip_special_tokens=True)` leaves out, in ascending order."""
+        return [token_id for token_id, token in self._added_tokens().items() if token.special]
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The tokens of `all_special_ids`, in the same order."""
+        return [token.content for token in self._added_tokens().values() if token.special]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the base vocabulary of tokenizer.json. `len` counts the added tokens too."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Returns the id of a token, or None if the vocabulary does not contain it."""
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: SupportsIndex) -> str | None:
+        """Returns the vocabulary's spelling of an id, or None if there is no such token."""
+        with reporting("cannot look up this id", self._where, token_id):
+            return self._backend.id_to_token(token_id.__index__())
+
+    def get_vocab(self) -> dict[str, int]:
+        """Returns the ids of all tokens, added ones included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
+        """Returns the id of a token, or the ids of several. Unknown tokens have `unk_token_id`, or else None."""
+        if isinstance(tokens, str):
+            token_id = self.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: SupportsIndex | Iterable[SupportsIndex]) -> Any:
+        """Returns the vocabulary's spelling of an id, or of several. Ids without a token have None."""
+        if isinstance(ids, SupportsIndex) and not (isinstance(ids, torch.Tensor) and ids.ndim):
+            return self.id_to_token(ids)
+        return [self.id_to_token(token_id) for token_id in ids]
+
+    def set_special_token(self, name: str, token: str | None) -> None:
+        """Gives a token of the vocabulary a name, as `tokenizer.pad_token = "<pad>"` does.
+
+        Args:
+            name: "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token" or "mask_token".
+            token: a token of the vocabulary. None removes the name.
+
+        Raises:
+            TokenizerError: the vocabulary does not contain the token.
+        """
+        if token is not None and self.token_to_id(token) is None:
+            raise TokenizerError(
+                "the vocabulary does not contain this token", where=name, got=repr(token),
+                remedy=f"Call add_special_tokens({{{name!r}: {token!r}}}).",
+            )  # fmt: skip
+        self.special_tokens = {other: named for other, named in self.special_tokens.items() if other != name}
+        if token is not None:
+            self.special_tokens[name] = token
+        self._update_files()
+
+    def add_special_tokens(
+        self,
+        special_tokens_dict: Mapping[str, Any] | Sequence[str | AddedToken],
+        replace_extra_special_tokens: bool = True,
+    ) -> int:
+        """Adds special tokens, which are never split and which decoding may skip.
+
+        Resize the embedding of the model to `len(tokenizer)` rows if it is smaller. The post-processor stays the same:
+        a new BOS token is not added to texts.
+
+        Args:
+            special_tokens_dict: tokens by name, such as `{"pad_token": "<pad>"}`, and a list under
+                "additional_special_tokens" or "extra_special_tokens"; or only such a list.
+            replace_extra_special_tokens: whether the list replaces `additional_special_tokens`, or extends it by the
+                tokens that it lacks. The others then keep their flags.
+
+        Returns:
+            The number of tokens that are new.
+
+        Raises:
+            TokenizerError: a name is unknown, or a token is not a string or an `AddedToken`.
+        """
+        if not isinstance(special_tokens_dict, Mapping):
+            special_tokens_dict = {"extra_special_tokens": special_tokens_dict}
+        lists = ("extra_special_tokens", "additional_special_tokens")
+        for name in special_tokens_dict:
+            if name not in (*NAMED_TOKENS, *lists):
+                names = (*NAMED_TOKENS, *lists)
+                remedy = did_you_mean(name, names)
+                raise TokenizerError(
+                    "not a name of special tokens", where="special_tokens_dict", got=repr(name),
+                    expected=None if remedy else ", ".join(names), remedy=remedy,
+                )  # fmt: skip
+            if name in lists and not isinstance(special_tokens_dict[name], list | tuple):
+                raise TokenizerError(
+                    "not a list of tokens", where=f"special_tokens_dict, {name}",
+                    got=reprlib.repr(special_tokens_dict[name]), expected="a list",
+                )  # fmt: skip
+        kept = [] if replace_extra_special_tokens else self.additional_special_tokens
+        tokens = {
+            name: [token for token in value if str(token) not in kept] if name in lists else [value]
+            for name, value in special_tokens_dict.items()
+        }
+        added = self._add([token for listed in tokens.values() for token in listed], special=True)
+        named = {name: str(token) for name, token in special_tokens_dict.items() if name not in lists}
+        self.special_tokens = {**self.special_tokens, **named}
+        if extra := [token for name in lists for token in tokens.get(name, [])]:
+            self.additional_special_tokens = list(dict.fromkeys([*kept, *map(str, extra)]))
+        self._update_files()
+        return added
+
+    def add_tokens(
+        self, new_tokens: str | AddedToken | Sequence[str | AddedToken], special_tokens: bool = False
+    ) -> int:
+        """Adds tokens, which are never split.
+
+        Args:
+            new_tokens: a token or several.
+            special_tokens: whether decoding with `skip_special_tokens=True` leaves them out.
+
+        Returns:
+            The number of tokens that are new.
+
+        Raises:
+            TokenizerError: a token is not a string or an `AddedToken`, or is too long.
+        """
+        tokens = [new_tokens] if isinstance(new_tokens, str | AddedToken) else list(new_tokens)
+        added = self._add(tokens, special=special_tokens)
+        self._update_files()
+        return added
+
+    def _add(self, tokens: list[str | AddedToken], *, special: bool) -> int:
+        for token in tokens:
+            if not (isinstance(token, str | AddedToken) and str(token)):
+                raise TokenizerError(
+                    "not a token",
+                    where=self._where,
+                    got=reprlib.repr(token),
+                    expected="a non-empty string or AddedToken",
+                )
+        present = [token.content for token in self._added_tokens().values()]
+        self._limits.check_added({*present, *map(str, tokens)})
+        with reporting("cannot add these tokens", self._where, tokens):
+            if not special:
+                return self._backend.add_tokens(tokens)
+            return self._backend.add_special_tokens(
+                [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False, special=True)
+                 for token in tokens]
+            )  # fmt: skip
+
+    def _update_files(self) -> None:
+        self._files = with_tokens(
+            self._files, self._where, self._added_tokens(), self.special_tokens, self.additional_special_tokens
+        )
+
+    def check_ids(self, ids: torch.Tensor, vocab_size: int) -> None:
+        """Raises TokenizerError if a token id has no row in the model's embedding.
+
+        A tokenizer may have more tokens than its model, so this must be checked for each prompt.
+
+        Args:
+            ids: token ids, integers of any shape.
+            vocab_size: number of rows of the model's embedding.
+
+        Raises:
+            TokenizerError: an id is `vocab_size` or more.
+        """
+        if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+            token = self.id_to_token(largest)
+            raise TokenizerError(
+                "no such token" if token is None else f"the token {token!r} is not in the model's vocabulary",
+                where=self._where,
+                got=f"id {largest}",
+                expected=f"an id below {vocab_size}, the rows of the model's embedding",
+                remedy="Use the tokenizer that the model was trained with, or remove this token from the text.",
+            )
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        return dict(sorted(self._backend.get_added_tokens_decoder().items()))
+
+    def _append_tokens(self, listed: list[AddedToken], special: list[AddedToken]) -> None:
+        """Adds the tokens that tokenizer.json lacks, or has with other flags, at the next free ids."""
+        present = self._added_tokens().values()
+        descriptions = {repr(token) for token in present}
+        new = [token for token in listed if repr(token) not in descriptions]
+        contents = {token.content for token in [*present, *new]}
+        for token in special:
+            if token.content not in contents:
+                new.append(token)
+                contents.add(token.content)
+        self._limits.check_added(contents)
+        with reporting("cannot add the tokens of this file", f"{self._where}/tokenizer_config.json"):
+            self._backend.add_tokens(new)
