@@ -164,7 +164,9 @@ def adamw_update(
     is_dense = all(t.is_contiguous() for t in (parameter, exp_avg, exp_avg_sq))
     if not (uses_triton(*together, backend=backend) and is_dense) or needs_dispatch(*together):
         with torch.no_grad():
-            reference(*together, step, lr, betas, eps, weight_decay, key, first_group, skip)
+            reference(
+                parameter, gradient, exp_avg, exp_avg_sq, step, lr, betas, eps, weight_decay, key, first_group, skip
+            )  # fmt: skip
     elif parameter.numel():
         with torch.cuda.device(parameter.device if parameter.is_cuda else -1):
             _kernel[cdiv(parameter.numel(), _BLOCK)](

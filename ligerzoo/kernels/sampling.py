@@ -5,10 +5,10 @@
 has the distribution softmax(x / T): the token with the smallest e_i / p_i wins a race of exponential variables (Gumbel
 1954). The token of the largest x_i is chosen for T = 0.
 
-The u_i come from Philox (see `philox`), a function of the row's seed, the number of tokens that the row
-has drawn before, and i. So a row draws the same tokens in any batch, and a captured CUDA graph draws new ones in each
-replay. The reference computes the same bits. Words w of 32 bits become u = 1 - (w + 0.5) / 2^32, and log(u) is computed
-from 1 - u where that is small: the least likely tokens keep their probabilities.
+The u_i come from Philox (see `philox`), a function of the row's seed, the number of tokens that the row has drawn
+before, and i. So a row draws the same tokens in any batch, and a captured CUDA graph draws new ones in each replay. The
+reference computes the same bits. Words w of 32 bits become u = 1 - (w + 0.5) / 2^32, and log(u) is computed from 1 - u
+where that is small: the least likely tokens keep their probabilities.
 
 The columns of a row are split among programs by the vocabulary size alone, so that one row is read by many
 multiprocessors, and the results do not depend on the batch, to the bit. A second kernel combines the parts.

@@ -92,6 +92,20 @@ def test_the_random_bits_are_those_of_the_reference(state_dtype: torch.dtype, de
         torch.testing.assert_close(actual, reference_result)
 
 
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+def test_the_parameter_and_its_moments_have_independent_bits(backend: Any, device: str) -> None:
+    """All are halfway between two bf16 numbers, so each is rounded up with probability 1/2."""
+    p, m, v = (torch.full((10_000,), 1.0, dtype=BF16, device=device) for _ in range(3))
+    half = 1 + 2.0**-8
+    gradient = torch.full_like(p, half, dtype=FP32)
+    step = torch.ones((), device=device)
+    lr = torch.tensor(-(2.0**-8) * math.sqrt(1 + half**2) / half, device=device)
+    adamw_update(p, gradient, m, v, step, lr, betas=(0.0, 0.5), eps=0.0, key=FIRST_KEY, backend=backend)
+    draws = torch.stack([(t > 1).double() for t in (p, m, v)])
+    assert draws.mean(1).sub(0.5).abs().max() < 0.05
+    assert torch.corrcoef(draws).sub(torch.eye(3, device=device)).abs().max() < 0.05
+
+
 @needs_triton
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_without_a_key_it_rounds_to_the_nearest(dtype: torch.dtype, device: str) -> None:
