@@ -30,6 +30,7 @@ ARROWS = {
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
     "parallel": ("kernels", ""),
+    "train": ("kernels layers", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
     "hub": ("convert device errors files kernels models", "vision"),
@@ -54,7 +55,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
 EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["optional-dependencies"].items()}
-OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"]
+OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"] | EXTRAS["low-bit"]
 
 
 class Import(NamedTuple):

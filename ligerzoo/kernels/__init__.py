@@ -5,6 +5,7 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 """
 
 from ligerzoo.kernels.activation import Activation, activation_linear
+from ligerzoo.kernels.adamw import adamw_update
 from ligerzoo.kernels.cache_write import write_to_cache
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
@@ -28,6 +29,7 @@ from ligerzoo.kernels.rope import rope
 from ligerzoo.kernels.route import Routing, route
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
+from ligerzoo.kernels.stochastic_rounding import round_stochastically
 
 __all__ = [
     "Activation",
@@ -38,6 +40,7 @@ __all__ = [
     "SampledTokens",
     "TokenStatistics",
     "activation_linear",
+    "adamw_update",
     "add_rms_norm",
     "cross_entropy",
     "decode_attention",
@@ -60,6 +63,7 @@ __all__ = [
     "residual_rms_norm",
     "rms_norm",
     "rope",
+    "round_stochastically",
     "route",
     "sample_tokens",
     "set_logits_budget",

@@ -5,10 +5,10 @@
 has the distribution softmax(x / T): the token with the smallest e_i / p_i wins a race of exponential variables (Gumbel
 1954). The token of the largest x_i is chosen for T = 0.
 
-The u_i come from Philox 4x32-10 (Salmon et al. 2011), a function of the row's seed, the number of tokens that the row
-has drawn before, and i. So a row draws the same tokens in any batch, and a captured CUDA graph draws new ones in each
-replay. The reference computes the same bits. Words w of 32 bits become u = 1 - (w + 0.5) / 2^32, and log(u) is computed
-from 1 - u where that is small: the least likely tokens keep their probabilities.
+The u_i come from Philox (see `philox`), a function of the row's seed, the number of tokens that the row has drawn
+before, and i. So a row draws the same tokens in any batch, and a captured CUDA graph draws new ones in each replay. The
+reference computes the same bits. Words w of 32 bits become u = 1 - (w + 0.5) / 2^32, and log(u) is computed from 1 - u
+where that is small: the least likely tokens keep their probabilities.
 
 The columns of a row are split among programs by the vocabulary size alone, so that one row is read by many
 multiprocessors, and the results do not depend on the batch, to the bit. A second kernel combines the parts.
@@ -27,14 +27,10 @@ from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, as_rows, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import fast_log
+from ligerzoo.kernels.philox import WORD_MASK, random_block, random_words
 from ligerzoo.kernels.registration import register
 
 _BLOCK = 2048  # columns of a program
-_WORDS = 4  # random words of one Philox counter
-_BITS = 0xFFFFFFFF
-_ROUNDS = 10
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 class SampledTokens(NamedTuple):
@@ -51,36 +47,10 @@ class SampledTokens(NamedTuple):
     sampling_logps: Tensor
 
 
-def random_words(seeds: Tensor, steps: Tensor, columns: int) -> Tensor:
-    """Random words of 32 bits by Philox 4x32-10, as `triton.language.randint4x` computes them.
-
-    Column i of a row is word i % 4 for the key `seed` and the counter (i // 4, step, 0, 0).
-
-    Args:
-        seeds: (R,) int64.
-        steps: (R,) int64, from 0 to 2^32 - 1.
-        columns: number of words of each row.
-
-    Returns:
-        (R, columns) int64, from 0 to 2^32 - 1.
-    """
-    groups = torch.arange(cdiv(columns, _WORDS), device=seeds.device)
-    c0, c1 = groups.expand(len(seeds), -1), steps[:, None].expand(-1, len(groups))
-    c2 = c3 = torch.zeros_like(c0)
-    key0, key1 = (seeds & _BITS)[:, None], (seeds >> 32 & _BITS)[:, None]
-    for _ in range(_ROUNDS):
-        # The products wrap around 2^64, which leaves their bits unchanged; the sign enters above them.
-        product0, product2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = (product2 >> 32 & _BITS) ^ c1 ^ key0, (product0 >> 32 & _BITS) ^ c3 ^ key1
-        c1, c3 = product2 & _BITS, product0 & _BITS
-        key0, key1 = key0 + _KEY_STEPS[0] & _BITS, key1 + _KEY_STEPS[1] & _BITS
-    return torch.stack([c0, c1, c2, c3], -1).flatten(1)[:, :columns]
-
-
 def gumbel_noise(seeds: Tensor, steps: Tensor, columns: int) -> Tensor:
     """Returns (R, columns) fp32 Gumbel variables, finite, of `random_words`."""
     words = random_words(seeds, steps, columns)
-    one_minus_u, u = ((w.float() + 0.5) * 2.0**-32 for w in (words, _BITS - words))
+    one_minus_u, u = ((w.float() + 0.5) * 2.0**-32 for w in (words, WORD_MASK - words))
     log_u = torch.where(one_minus_u < 0.5, torch.log1p(-one_minus_u), u.log())
     return -(-log_u).log()
 
@@ -129,9 +99,7 @@ def _log_sum_exp(x):
 @jit
 def _gumbel(seed, step, first_group, BLOCK: tl.constexpr):
     """Gumbel variables of BLOCK adjacent columns, see `gumbel_noise`."""
-    groups = first_group + tl.arange(0, BLOCK // 4)
-    w0, w1, w2, w3 = tl.randint4x(seed, (step << 32) | groups.to(tl.int64))
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+    words = random_block(seed, step, first_group, BLOCK)
     one_minus_u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     return -tl.log(-fast_log(u, -one_minus_u))

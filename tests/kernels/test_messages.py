@@ -18,6 +18,9 @@ LOGITS = torch.randn(4, 9)
 
 ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "activation_linear": {"x": X, "weight": HEAD, "bias": torch.randn(9)},
+    "adamw_update": {
+        "parameter": X.clone(), "gradient": X, "exp_avg": torch.zeros(4, 6), "exp_avg_sq": torch.zeros(4, 6),
+    },
     "add_rms_norm": {"x": X, "residual": X, "weight": W},
     "cross_entropy": {"logits": LOGITS, "target": TARGET, "class_weight": torch.ones(9), "token_weight": torch.ones(4)},
     "experts_mlp": {
@@ -63,6 +66,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "residual_rms_norm": {"x": X, "weight": W},
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
+    "round_stochastically": {"source": X},
     "route": {"logits": LOGITS},
     "sample_tokens": {
         "logits": LOGITS, "scores": LOGITS, "seeds": torch.arange(4), "steps": torch.arange(4),
@@ -79,8 +83,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     },
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
+    "adamw_update": {"step": torch.ones(()), "lr": torch.ones(())},
     "decode_experts": {"routing": kernels.route(torch.randn(4, 3), 2)},
     "linears": {"weights": [HEAD]},
+    "round_stochastically": {"target": X.bfloat16(), "step": torch.ones(()), "key": 2**32},
     "route": {"num_experts_per_token": 2},
 }
 """Required arguments that are not tensors."""

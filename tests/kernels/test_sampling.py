@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ligerzoo.kernels import sample_tokens
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.sampling import gumbel_noise, random_words, reference
+from ligerzoo.kernels.philox import random_words
+from ligerzoo.kernels.sampling import gumbel_noise, reference
 from tests.covering import covering
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as

@@ -1,0 +1,1 @@
+"""Training: optimizers, data, the loop, and the checkpoints of a run."""

@@ -1,0 +1,149 @@
+"""`make_optimizer`: an optimizer by its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels.checks import nearest_hint
+from ligerzoo.train.optimizers.groups import parameter_groups
+from ligerzoo.train.optimizers.low_bit import low_bit_adamw
+from ligerzoo.train.optimizers.muon import Muon, muon_groups
+from ligerzoo.train.optimizers.stochastic_adamw import StochasticAdamW, check_adamw
+
+Parameters = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+
+def _adamw(
+    groups: Any,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    stochastic_rounding: bool = False,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> torch.optim.Optimizer:
+    arguments: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if stochastic_rounding:
+        return StochasticAdamW(groups, **arguments, state_dtype=state_dtype, seed=seed)
+    if state_dtype is not None or seed:
+        raise ValueError(
+            f'make_optimizer: state_dtype={state_dtype}, seed={seed} with "adamw"; expected stochastic_rounding=True'
+        )
+    return torch.optim.AdamW(groups, **arguments, fused=True)
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw-8bit": partial(low_bit_adamw, state_format="8bit"),
+    "adamw-4bit": partial(low_bit_adamw, state_format="4bit"),
+    "adamw-fp8": partial(low_bit_adamw, state_format="fp8"),
+    "muon": Muon,
+}
+
+OPTIMIZER_NAMES = tuple(_OPTIMIZERS)
+"""The names that `make_optimizer` accepts."""
+
+
+def make_optimizer(
+    parameters: Parameters,
+    name: str = "adamw",
+    *,
+    lr: float,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Returns an optimizer.
+
+    - "adamw": torch's fused AdamW. With `stochastic_rounding=True`, `StochasticAdamW`, with its options `state_dtype`
+      and `seed`.
+    - "adamw-8bit", "adamw-4bit", "adamw-fp8": AdamW of torchao with quantized moments, see `low_bit_adamw`; option
+      `stochastic_rounding`.
+    - "muon": `Muon` with AdamW for what is not a matrix; options `momentum`, `scale`, `state_dtype`,
+      `stochastic_rounding`, `seed`.
+
+    Args:
+        parameters: a model, whose norms, biases and embeddings do not decay (see `parameter_groups`); or parameters,
+            named parameters, or groups of either, as torch's optimizers take.
+        name: the optimizer.
+        lr: learning rate, also remembered for `set_lr`.
+        weight_decay: decoupled weight decay, of groups that do not set it.
+        betas: decay of the moments of AdamW.
+        eps: added to the root of AdamW's second moment.
+        options: of the optimizer.
+
+    Returns:
+        An optimizer of `torch.optim`. Its `load_state_dict` refuses states of other parameters.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the name or an option is unknown, a number is out of range, there is nothing to train, or a
+            parameter is on the meta device.
+        ImportError: torchao is not installed.
+    """
+    make = _OPTIMIZERS.get(name)
+    if make is None:
+        raise ValueError(
+            f"make_optimizer: name={name!r}; expected one of {', '.join(OPTIMIZER_NAMES)}"
+            f"{nearest_hint(name, OPTIMIZER_NAMES)}"
+        )
+    accepted = set(inspect.signature(make).parameters) - {"params", "groups", "state_format"}
+    if unknown := sorted(options.keys() - accepted):
+        expected = ", ".join(sorted(accepted - {"lr", "betas", "eps", "weight_decay"}))
+        raise ValueError(
+            f"make_optimizer: {name!r} has no option {unknown[0]!r}; expected {expected}"
+            f"{nearest_hint(unknown[0], accepted)}"
+        )
+    check_adamw("make_optimizer", lr, betas, eps, weight_decay)
+    groups: Any = parameters
+    if isinstance(parameters, nn.Module):
+        groups = (muon_groups if name == "muon" else parameter_groups)(parameters, weight_decay)
+    groups = _refuse_meta(groups)
+    optimizer = make(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = float(group["lr"])
+    optimizer.register_load_state_dict_pre_hook(_refuse_other_parameters)
+    return optimizer
+
+
+def _refuse_meta(groups: Any) -> list[Any]:
+    """Returns parameters or groups as a list, after checking that all have data."""
+    listed = [{**g, "params": list(g["params"])} if isinstance(g, dict) else g for g in groups]
+    parameters = chain.from_iterable(g["params"] if isinstance(g, dict) else [g] for g in listed)
+    for index, entry in enumerate(parameters):
+        name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
+        if isinstance(parameter, Tensor) and parameter.is_meta:
+            raise ValueError(
+                f"make_optimizer: parameter {name} is on the meta device and has no data; load the weights first"
+            )
+    return listed
+
+
+def _refuse_other_parameters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raises ValueError if a state belongs to other parameters: torch matches them by their order alone."""
+    for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        names = own.get("param_names") or [f"number {i}" for i in range(len(own["params"]))]
+        for i, (name, parameter) in enumerate(zip(names, own["params"], strict=True)):
+            saved_name = saved.get("param_names", names)[i : i + 1]
+            if saved_name != [name]:
+                raise ValueError(
+                    f"load_state_dict: the optimizer's parameter {name} has the state of "
+                    f"{saved_name[0] if saved_name else 'none'}; expected a state of the same parameters, in the same "
+                    "groups"
+                )
+            for key, value in state_dict["state"].get(saved["params"][i], {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"load_state_dict: {key} of parameter {name} has shape {tuple(value.shape)}; expected "
+                        f"{tuple(parameter.shape)}"
+                    )

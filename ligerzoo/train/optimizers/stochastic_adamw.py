@@ -1,0 +1,106 @@
+"""AdamW for bf16 weights, with stochastic rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ligerzoo.kernels import adamw_update
+from ligerzoo.kernels.adamw import BETA
+from ligerzoo.kernels.checks import NOT_NEGATIVE, check_integer, check_numbers
+from ligerzoo.train.optimizers.device_optimizer import DTYPES, DeviceOptimizer, Update, first_group, local
+
+
+class StochasticAdamW(DeviceOptimizer):
+    """AdamW (Loshchilov & Hutter 2019) with fp32 arithmetic, and stochastic rounding of what is stored in bf16.
+
+    bf16 weights have 8 significant bits. Rounded to the nearest, updates below 2^-9 of a weight are lost, and lr=1e-5
+    does not change weights above 0.005. Rounded stochastically, every update counts in expectation, at 2 bytes per
+    weight and 4 of state instead of 4 and 8, without a copy of the weights in fp32 (Zamirai et al. 2020). bf16 moments
+    are rounded stochastically too: rounded to the nearest, the second would never decrease with beta2 = 0.999.
+
+    fp32 parameters, such as norms, are updated as by `torch.optim.AdamW`.
+
+    Args:
+        params: parameters, named parameters or groups of either.
+        lr: learning rate; a number or a 0-d tensor.
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay; see `parameter_groups`.
+        state_dtype: dtype of the moments, fp32 or bf16. None for the dtype of each parameter.
+        seed: of the random bits, from 0 to 2^30.
+
+    Raises:
+        ValueError: a number is out of range, or a parameter is neither fp32 nor bf16 or is on the meta device.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_adamw("StochasticAdamW", lr, betas, eps, weight_decay)
+        check_rounding("StochasticAdamW", state_dtype, seed)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": state_dtype,
+            "seed": seed, "stochastic_rounding": True,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return adamw_state(parameter, group)
+
+    def update_group(self, group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+        update_adamw(group, updates, lr, skip)
+
+
+def check_adamw(name: str, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raises unless the arguments are those of AdamW."""
+    numbers = {"eps": eps, "weight_decay": weight_decay} | ({} if isinstance(lr, Tensor) else {"lr": lr})
+    check_numbers(name, NOT_NEGATIVE, **numbers)
+    if not (isinstance(betas, tuple | list) and len(betas) == 2):
+        raise ValueError(f"{name}: betas={betas!r}; expected two numbers from 0 to 1, not 1")
+    check_numbers(name, BETA, **{"betas[0]": betas[0], "betas[1]": betas[1]})
+
+
+def check_rounding(name: str, state_dtype: torch.dtype | None, seed: int) -> None:
+    """Raises unless the arguments are a dtype of moments and a seed."""
+    if state_dtype not in (None, *DTYPES):
+        raise ValueError(f"{name}: state_dtype={state_dtype}; expected torch.float32, torch.bfloat16 or None")
+    check_integer(name, "seed", seed, 0)
+    if seed > 2**30:
+        raise ValueError(f"{name}: seed={seed}; expected an integer from 0 to 2**30")
+
+
+def adamw_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the moments of AdamW, zero."""
+    dtype = group["state_dtype"] or parameter.dtype
+    return {name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def update_adamw(group: dict[str, Any], updates: list[Update], lr: Tensor, skip: Tensor | None) -> None:
+    """Updates parameters by AdamW, with the group's `betas`, `eps`, `weight_decay` and `stochastic_rounding`."""
+    for parameter, gradient, state, key in updates:
+        adamw_update(
+            local(parameter),
+            local(gradient),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
+            state["step"],
+            lr,
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            key=key if group["stochastic_rounding"] else None,
+            first_group=first_group(parameter) if group["stochastic_rounding"] else 0,
+            skip=skip,
+        )
