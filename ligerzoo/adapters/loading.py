@@ -33,7 +33,7 @@ def load_adapter(
 
     Args:
         model: the adapter's base model, without adapters.
-        name_or_path: directory with adapter_config.json and adapter_model.safetensors, or id of a repository on the hub.
+        name_or_path: directory with adapter_config.json and adapter_model.safetensors, or id of a hub repository.
         dtype: dtype of the updates. Modules that were trained in full get that of the model.
         hub_options: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
@@ -142,7 +142,9 @@ class _Plan:
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         path, found = self._file.path, self._file.tensors
         if not self.updates:
-            raise CheckpointError("no updates of this model's weights", where=path, got=first_names(list(found)) or None)
+            raise CheckpointError(
+                "no updates of this model's weights", where=path, got=first_names(list(found)) or None
+            )
         if unexpected := [name for name in found if name not in expected]:
             raise CheckpointError(
                 "unexpected tensors", where=path, got=first_names(unexpected, 4),

@@ -29,7 +29,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Entries of which we read some values only. Of an unknown entry we read None, False and empty values."""
 
-_NAME = re.compile(r"\^?[\w.-]+")
+_NAME = re.compile(r"\^?(?:\.\*\\\.)?(?:[\w.-]|\\\.|\\-)+")
+"""Keys of patterns: a name, or the regular expression that PEFT writes for one, such as `.*\\.gate_up_proj`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ def _numbers_by_name(value: object, where: str) -> dict[str, Any]:
                 expected="names of modules, or their last parts",
             )  # fmt: skip
         _number(number, where)
-    return value
+    return {name.replace(".*\\.", "", 1).replace("\\", ""): number for name, number in value.items()}
 
 
 _READERS: Mapping[str, Any] = {

@@ -19,7 +19,6 @@ from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint import write_safetensors
-from ligerzoo.kernels.lora import row_norms
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.models import SequenceClassifier
 from ligerzoo.models.language_model import LanguageModel
@@ -61,7 +60,9 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         "bias": "none",
         "use_dora": uses_dora,
         **_options_entries(updates, options),
-        "target_modules": _target_names([u for u in updates if not u.targets[0].is_parameter], model, is_parameter=False),
+        "target_modules": _target_names(
+            [u for u in updates if not u.targets[0].is_parameter], model, is_parameter=False
+        ),
         "target_parameters": _target_names([u for u in updates if u.targets[0].is_parameter], model, is_parameter=True)
         or None,
         "modules_to_save": saved_modules or None,
@@ -158,9 +159,10 @@ def _plain(number: float) -> int | float:
 
 def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_parameter: bool) -> list[str]:
     """Returns short names where these name no other weight, else whole names."""
-    names = {update.name for update in updates}
-    others = {StoredUpdate((t,)).name for t in targets_of(model) if t.is_parameter == is_parameter} - names
-    parts = 2 if is_parameter else 1
+    names, targets = {update.name for update in updates}, targets_of(model)
+    others = {StoredUpdate((t,)).name for t in targets if t.is_parameter == is_parameter} - names
+    # Of models with experts, PEFT takes "gate_proj" for a part of each expert's `gate_up_proj`.
+    parts = 2 if is_parameter or any(t.is_experts for t in targets) else 1
 
     def short(name: str) -> str:
         return ".".join(name.split(".")[-parts:])

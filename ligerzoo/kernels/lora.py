@@ -105,12 +105,13 @@ class _LoRALinears(FusedFunction):
 
         ranks = [b.shape[1] for b in all_b if b is not None]
         parts = iter(h.split(ranks, 1))
-        low, db = [], []
-        for dy, b, scale, needs in zip(rows, all_b, ctx.scales, needs_b, strict=True):
-            part = None if b is None else next(parts)
+        low: list[Tensor] = []
+        db: list[Tensor | None] = [None] * len(rows)
+        for i, (dy, b, scale) in enumerate(zip(rows, all_b, ctx.scales, strict=True)):
             if b is not None:
+                part = next(parts)
                 low.append(scale * (dy @ b.to(dy.dtype)))
-            db.append((scale * (dy.T @ part)).to(b.dtype) if needs else None)
+                db[i] = (scale * (dy.T @ part)).to(b.dtype) if needs_b[i] else None
         dh = torch.cat(low, 1)
 
         dx = dropped = None

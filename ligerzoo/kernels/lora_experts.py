@@ -191,8 +191,8 @@ class _LoRAExperts(FusedFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, expert_weights: Tensor, gate_up: Tensor, gate_up_a: Tensor | None,
-        gate_up_b: Tensor | None, down: Tensor, down_a: Tensor | None, down_b: Tensor | None, scales: tuple[float, float],
-        expert_ids: Tensor, activation: Activation, triton: bool,
+        gate_up_b: Tensor | None, down: Tensor, down_a: Tensor | None, down_b: Tensor | None,
+        scales: tuple[float, float], expert_ids: Tensor, activation: Activation, triton: bool,
     ) -> Tensor:  # fmt: skip
         projections = Projection(gate_up, gate_up_a, gate_up_b, scales[0]), Projection(down, down_a, down_b, scales[1])
         y, hidden, rows, bounds, *low = _forward(x, expert_ids, expert_weights, *projections, activation, triton)
@@ -207,12 +207,13 @@ class _LoRAExperts(FusedFunction):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, expert_weights, gate_up, gate_up_a, gate_up_b, down, down_a, down_b, *saved = ctx.saved_tensors
+        hidden, gate_up_h, down_h, rows, bounds = saved
         scales, activation, triton = ctx.options
         needs_x, needs_weights, _, *needs_gate_up, _, needs_a, needs_b = ctx.needs_input_grad[:8]
         gradients = _gradients(
             dy, dy if x is None else x, expert_weights, Projection(gate_up, gate_up_a, gate_up_b, scales[0]),
-            Projection(down, down_a, down_b, scales[1]), *saved, activation, triton, needs_x,
-            gate_up_a is not None and any(needs_gate_up), down_a is not None and (needs_a or needs_b),
+            Projection(down, down_a, down_b, scales[1]), hidden, gate_up_h, down_h, rows, bounds, activation, triton,
+            needs_x, gate_up_a is not None and any(needs_gate_up), down_a is not None and (needs_a or needs_b),
         )  # fmt: skip
         needs = [needs_x, needs_weights, *(t is not None for t in (gate_up_a, gate_up_b, down_a, down_b))]
         dx, dweights, *updates = (g if needed else None for g, needed in zip(gradients, needs, strict=True))

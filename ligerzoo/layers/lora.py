@@ -127,8 +127,8 @@ class LoRAMatrixLayer(LoRALayer):
 
     a_name: ClassVar[str] = "lora_A"
     b_name: ClassVar[str] = "lora_B"
-    weight: Tensor
-    lora_magnitude_vector: Tensor | None
+    weight: Any
+    lora_magnitude_vector: nn.Parameter | None
 
     @property
     def matrix(self) -> Tensor:
@@ -138,7 +138,9 @@ class LoRAMatrixLayer(LoRALayer):
     def add_update(self, parameter: str, options: LoRAOptions, *, dora: bool, dtype: torch.dtype) -> None:
         device, (rows, columns) = self.weight.device, self.matrix_shape
         self.lora = {parameter: options}
-        self.register_parameter(self.a_name, nn.Parameter(torch.empty(options.rank, columns, device=device, dtype=dtype)))
+        self.register_parameter(
+            self.a_name, nn.Parameter(torch.empty(options.rank, columns, device=device, dtype=dtype))
+        )
         self.register_parameter(self.b_name, nn.Parameter(torch.empty(rows, options.rank, device=device, dtype=dtype)))
         magnitude = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if dora else None
         self.register_parameter("lora_magnitude_vector", magnitude)
@@ -175,7 +177,8 @@ class LoRAMatrixLayer(LoRALayer):
         """Returns DoRA's factors of the rows of W + s B A, (O,) in at least fp32; None without DoRA."""
         if self.lora_magnitude_vector is None or not self.lora_enabled:
             return None
-        return self.lora_magnitude_vector / row_norms(self.matrix, self._update)
+        factors: Tensor = self.lora_magnitude_vector / row_norms(self.matrix, self._update)
+        return factors
 
     def dropped(self, x: Tensor) -> Tensor | None:
         """Returns x after dropout; None without dropout."""
@@ -245,7 +248,7 @@ class LoRAHead(LoRAMatrixLayer, LMHead):
 class LoRAEmbedding(LoRAMatrixLayer, Embedding):
     """`Embedding` with a low-rank update of the transposed weight, (H, V), as in PEFT."""
 
-    plain_class = Embedding
+    plain_class: ClassVar[type[nn.Module]] = Embedding
     a_name = "lora_embedding_A"
     b_name = "lora_embedding_B"
 
@@ -282,7 +285,7 @@ class LoRAEmbedding(LoRAMatrixLayer, Embedding):
 class LoRAScaledEmbedding(ScaledEmbedding, LoRAEmbedding):
     """`ScaledEmbedding` with a low-rank update, which is scaled too."""
 
-    plain_class = ScaledEmbedding
+    plain_class: ClassVar[type[nn.Module]] = ScaledEmbedding
 
 
 class LoRAExperts(LoRALayer, Experts):
@@ -384,7 +387,9 @@ def adapt(
     """
     if unknown := set(parameters) - set(adaptable_parameters(layer)):
         expected = ", ".join(adaptable_parameters(layer)) or f"one of {', '.join(c.__name__ for c in _CLASSES)}"
-        raise ValueError(f"LoRA: {type(layer).__name__} has no update of {', '.join(sorted(unknown))}; expected {expected}")
+        raise ValueError(
+            f"LoRA: {type(layer).__name__} has no update of {', '.join(sorted(unknown))}; expected {expected}"
+        )
     adapted: Any = layer
     plain = layer.__class__
     adapted.__class__ = _CLASSES[plain]
@@ -468,7 +473,7 @@ def _project(x: Tensor, layers: Sequence[nn.Module], backend: Backend) -> tuple[
     """Computes linear layers, at least one of them with an update, and all such with the same dropout."""
     first = next(layer for layer in layers if isinstance(layer, LoRALinear))
     weights: list[Any] = [layer.weight for layer in layers]
-    biases, updates, dropped = [inner_bias(l) for l in layers], [update_of(l) for l in layers], first.dropped(x)
+    biases, updates, dropped = [inner_bias(y) for y in layers], [update_of(y) for y in layers], first.dropped(x)
     if torch.is_grad_enabled() and is_plain_tensor(*weights, *biases):
         outputs = lora_linears(x, weights, biases, updates, dropped, backend=backend)
     else:  # `linear` reads quantized weights, and has a kernel for few rows

@@ -49,8 +49,9 @@ class GatedMLP(nn.Module):
         is_fusible = is_plain(down, Linear, nn.Linear, LoRALinear) and not has_dropped_input(down)
         if not (torch.is_grad_enabled() and is_fusible):
             return down(self.gated(x))  # type: ignore[no-any-return]
+        gate, up = self.project(x)
         y = glu_linear(
-            *self.project(x), down.weight, inner_bias(down), update=update_of(down), activation=self.activation,
+            gate, up, down.weight, inner_bias(down), update=update_of(down), activation=self.activation,
             backend=self.backend,
         )  # fmt: skip
         return rescale(y, down)
