@@ -141,7 +141,8 @@ class _GLULinear(FusedFunction):
         z, h = F.linear(y, weight, bias), None
         if a is not None and b is not None:
             h = F.linear(y.view(-1, y.shape[-1]), a.to(y.dtype))
-            z.view(-1, z.shape[-1]).addmm_(h, b.to(y.dtype).T, alpha=scale)
+            z_rows = z.view(-1, z.shape[-1])
+            torch.addmm(z_rows, h, b.to(y.dtype).T, alpha=scale, out=z_rows)
         ctx.save_for_backward(gate, up, weight, a, b, h)
         ctx.activation, ctx.scale = activation, scale
         return z
@@ -157,7 +158,8 @@ class _GLULinear(FusedFunction):
         if needs_gate or needs_up:
             dy = dz @ weight
             if dh is not None:
-                dy.view(-1, dy.shape[-1]).addmm_(dh, a.to(dz.dtype))
+                dy_rows = dy.view(-1, dy.shape[-1])
+                torch.addmm(dy_rows, dh, a.to(dz.dtype), out=dy_rows)
             dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_y)
         elif needs_y:
             y = _forward(gate, up, ctx.activation, weight.dtype)

@@ -81,7 +81,8 @@ class _LoRALinears(FusedFunction):
         parts = iter(h.split([len(a) for a in all_a if a is not None], 1))
         for y, b, scale in zip(outputs, all_b, scales, strict=True):
             if scale is not None:
-                y.view(-1, y.shape[-1]).addmm_(next(parts), b.to(x.dtype).T, alpha=scale)
+                y = y.view(-1, y.shape[-1])
+                torch.addmm(y, next(parts), b.to(x.dtype).T, alpha=scale, out=y)
         ctx.save_for_backward(
             x if any(needs_weights) else None,
             source if any(needs_a) else None,
