@@ -33,7 +33,7 @@ ARROWS = {
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
     "hub": ("convert device errors files models", "vision"),
-    "adapters": ("convert errors files hub kernels layers models", ""),
+    "adapters": ("convert errors files hub layers models", ""),
     "generate": ("errors kernels layers models", ""),
     "info": ("convert errors files models text", ""),
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),

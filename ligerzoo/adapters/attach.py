@@ -123,7 +123,7 @@ def freeze_all_but(model: nn.Module, patterns: str | Sequence[str]) -> list[str]
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern is a sequence of parts of a dotted name; in a pattern, * stands for any characters."""
+    """Whether a pattern is a sequence of parts of a dotted name; its * matches any characters."""
     return any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)
 
 

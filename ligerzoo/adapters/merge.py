@@ -109,6 +109,7 @@ def _updated_layers(model: nn.Module, where: str) -> dict[str, LoRALayer]:
             if not is_plain_tensor(weight):
                 raise LigerzooError(
                     "the weight is quantized or sharded", where=f"{where}, {name}.{parameter}",
-                    got=type(weight).__name__, expected="a plain tensor", remedy="Save the adapter, and merge it into the unquantized model.",
+                    got=type(weight).__name__, expected="a plain tensor",
+                    remedy="Save the adapter, and merge it into the unquantized model.",
                 )  # fmt: skip
     return layers

@@ -87,7 +87,7 @@ class PeftConfig:
         return index is not None and int(index[1]) in self.layers_to_transform
 
     def has_parameter(self, name: str) -> bool:
-        """Whether a parameter of transformers has an update of its own."""
+        """Whether the config names a parameter of transformers."""
         return _ends_with_any(name, self.target_parameters)
 
     def has_saved_module(self, name: str) -> bool:

@@ -194,7 +194,8 @@ class LoRAMatrixLayer(LoRALayer):
         matrix = torch.addmm(self.matrix.to(dtype), b, a, alpha=scale)
         if self.lora_magnitude_vector is None:
             return matrix
-        return matrix * (self.lora_magnitude_vector.to(dtype) / torch.linalg.vector_norm(matrix, dim=1))[:, None]
+        factors: Tensor = self.lora_magnitude_vector.to(dtype) / torch.linalg.vector_norm(matrix, dim=1)
+        return matrix * factors[:, None]
 
 
 class LoRALinear(LoRAMatrixLayer, Linear):
@@ -255,7 +256,8 @@ class LoRAEmbedding(LoRAMatrixLayer, Embedding):
     @property
     def matrix(self) -> Tensor:
         """The transposed weight, (H, V)."""
-        return self.weight.T
+        transposed: Tensor = self.weight.T
+        return transposed
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

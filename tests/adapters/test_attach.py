@@ -138,7 +138,7 @@ def test_freeze_all_but() -> None:
     mlp = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     assert names == [*mlp, "model.norm.weight"]
     assert list(gradients(model, ids)) == names
-    with pytest.raises(LigerzooError, match="freeze_all_but: matches nothing; got 'layers.7'"):
+    with pytest.raises(LigerzooError, match=r"freeze_all_but: matches nothing; got 'layers.7'"):
         adapters.freeze_all_but(model, "layers.7")
 
 
@@ -227,11 +227,11 @@ def test_dropout_changes_training_only() -> None:
 
 def saved_sizes(function: Any, *without: Tensor) -> list[tuple[int, ...]]:
     """Returns the shapes of the tensors that a forward saves, each memory once, without parameters."""
-    known = {t.untyped_storage().data_ptr() for t in without}
+    parameters = {t.untyped_storage().data_ptr() for t in without}
     saved: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), id):
         function()
-    return sorted(tuple(t.shape) for memory, t in saved.items() if memory not in known)
+    return sorted(tuple(t.shape) for memory, t in saved.items() if memory not in parameters)
 
 
 def test_frozen_weights_save_no_input() -> None:

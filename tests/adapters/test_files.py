@@ -156,7 +156,7 @@ def test_what_peft_cannot_express(tmp_path: Path) -> None:
     model = llama()
     adapters.add_lora(model, targets="q_proj")
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
-    with pytest.raises(CheckpointError, match="an update of a weight or the weight itself.*Freeze the weight"):
+    with pytest.raises(CheckpointError, match=r"an update of a weight or the weight itself.*Freeze the weight"):
         adapters.save_adapter(model, tmp_path)
 
 
