@@ -26,7 +26,7 @@ from ligerzoo.models import CausalLM, Llama, LlamaConfig
 
 ROOT = Path(__file__).parent.parent
 VISION_MODEL = ROOT / "ligerzoo/demo/assets/tiny-shapes-qwen2-vl"
-COMMANDS = ("info", "generate", "chat", "serve", "convert", "demo")
+COMMANDS = ("info", "generate", "chat", "serve", "convert", "fuse", "demo")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ligerzoo import cli
+from ligerzoo import AutoModel, adapters, cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -125,6 +125,10 @@ def test_commands(page: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) 
     endless_or_slow = ("ligerzoo serve", "ligerzoo demo")
     commands = [line for line in lines if line.startswith("ligerzoo ") and not line.startswith(endless_or_slow)]
     assert commands
+    if any("my-adapter" in line for line in commands):
+        model = AutoModel.from_pretrained(LLAMA)
+        adapters.add_lora(model)
+        adapters.save_adapter(model, "my-adapter")
     for line in commands:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))  # ends a chat
         _, *arguments = shlex.split(with_small_models(line), comments=True)

@@ -80,7 +80,7 @@ environment:
     )
     parser.add_argument("--version", action="version", version=f"ligerzoo {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_demo):
+    for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_fuse, add_demo):
         add_command(subparsers)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -268,6 +268,27 @@ Also copies the tokenizer and the processor. The model's files appear at once, w
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a weight file (default: %(default)s)"
     )
     add_dtype_option(parser)
+
+
+def add_fuse(subparsers: Subparsers) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.fuse,
+        "merge a LoRA adapter into its base model",
+        epilog="""\
+examples:
+  ligerzoo fuse meta-llama/Llama-3.2-1B path/to/adapter my-model
+  ligerzoo fuse path/to/base org/adapter my-model --max-shard-size 1GB
+
+The adapter has PEFT's files, adapter_config.json and adapter_model.safetensors. The sums are computed in fp32 and
+rounded once, to the dtype of the base. Also copies the tokenizer and the processor of the base.""",
+    )
+    parser.add_argument("base", metavar="BASE", help=MODEL_HELP)
+    parser.add_argument("adapter", metavar="ADAPTER", help="directory or hub id of an adapter of PEFT")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="new or empty directory")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a weight file (default: %(default)s)"
+    )
 
 
 def add_demo(subparsers: Subparsers) -> None:

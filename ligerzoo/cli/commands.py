@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ligerzoo.serve.prompts import PromptEncoder
     from ligerzoo.text.conversation import Conversation
     from ligerzoo.text.tokenizer import Tokenizer
+    from ligerzoo.vision.processor import Processor
 
     Inputs = dict[str, torch.Tensor]
 
@@ -167,23 +168,54 @@ def chat(options: argparse.Namespace) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Writes a checkpoint to a new directory."""
     from ligerzoo import hub
-    from ligerzoo.files.locate import locate_files
-    from ligerzoo.vision.processor import load_processor_or_tokenizer
 
     target: Path = options.target
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        remedy = "Choose another directory; convert never overwrites files."
-        raise LigerzooError("already exists", where=target, expected="a new or empty directory", remedy=remedy)
-    preprocessor = None
-    if (locate_files(options.model, ["tokenizer.json"], revision=options.revision) / "tokenizer.json").exists():
-        preprocessor = load_processor_or_tokenizer(options.model, revision=options.revision)
+    refuse_existing_files(target, "convert")
+    preprocessor = find_preprocessor(options.model, options.revision)
     model = hub.AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype)
     hub.save(model, target, max_shard_size=options.max_shard_size, native=options.to == "native")
     if preprocessor is not None:
         preprocessor.save_pretrained(target)
-    size = sum(path.stat().st_size for path in target.iterdir())
-    print(f"{target}: {len(list(target.iterdir()))} files, {size:,} bytes")
+    print_size(target)
     return 0
+
+
+def fuse(options: argparse.Namespace) -> int:
+    """Merges an adapter into its base model, and writes a checkpoint to a new directory."""
+    from ligerzoo.adapters import fuse as fuse_adapter
+
+    target: Path = options.output
+    refuse_existing_files(target, "fuse")
+    preprocessor = find_preprocessor(options.base, None)
+    merged = fuse_adapter(options.base, options.adapter, target, max_shard_size=options.max_shard_size)
+    if preprocessor is not None:
+        preprocessor.save_pretrained(target)
+    print(f"{len(merged)} merged weights")
+    print_size(target)
+    return 0
+
+
+def refuse_existing_files(target: Path, command: str) -> None:
+    """Raises LigerzooError unless the target of a command is a new or empty directory."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        remedy = f"Choose another directory; {command} never overwrites files."
+        raise LigerzooError("already exists", where=target, expected="a new or empty directory", remedy=remedy)
+
+
+def find_preprocessor(model: str, revision: str | None) -> Processor | Tokenizer | None:
+    """Returns the processor or tokenizer of a checkpoint; None if it has none."""
+    from ligerzoo.files.locate import locate_files
+    from ligerzoo.vision.processor import load_processor_or_tokenizer
+
+    if not (locate_files(model, ["tokenizer.json"], revision=revision) / "tokenizer.json").exists():
+        return None
+    return load_processor_or_tokenizer(model, revision=revision)
+
+
+def print_size(directory: Path) -> None:
+    """Prints the number and size of the files in a new checkpoint."""
+    size = sum(path.stat().st_size for path in directory.iterdir())
+    print(f"{directory}: {len(list(directory.iterdir()))} files, {size:,} bytes")
 
 
 def demo(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import Layout, Shape
+from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Shape
 from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")
@@ -124,6 +124,15 @@ class Architecture:
         for prefix, (stored_prefix, *_) in self.prefixes.items():
             layout = layout.with_prefix(prefix, stored_prefix)
         return layout
+
+    @property
+    def module_layout(self) -> Layout:
+        """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
+
+        Of the rules of checkpoints, those of fused projections and of parts such as a vision tower hold. The names of
+        other modules are ours, which follow transformers.
+        """
+        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, Fused | ModuleRules)))
 
     def build(
         self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None

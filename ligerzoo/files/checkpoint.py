@@ -136,14 +136,7 @@ class Checkpoint:
         if name not in self.tensors:
             raise CheckpointError(f"no tensor {quote(name)}", where=self.directory)
         info = self.tensors[name]
-        dtype = info.dtype
-        try:
-            tensor: torch.Tensor = self._files[info.file].get_tensor(name)
-        except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
-            where = f"{self.directory / info.file}, tensor {quote(name)}"
-            raise CheckpointError("cannot be read", where=where, got=quote(error)) from error
-        assert (tensor.shape, tensor.dtype) == (info.shape, dtype)
-        return tensor.to(device)
+        return _read_tensor(self._files[info.file], self.directory / info.file, info).to(device)
 
     def close(self) -> None:
         """Closes the files. Tensors that were read stay valid."""
@@ -154,6 +147,48 @@ class Checkpoint:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class SafetensorsFile:
+    """One safetensors file. Opening it reads the header, and no tensors.
+
+    Args:
+        path: the file, which may be a symbolic link.
+
+    Attributes:
+        path: the file.
+        tensors: entries of the header by tensor name.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _refuse_missing_files(path.parent, [path.name])
+        self.path, self._file = path, _open_safetensors(path)
+        self.tensors = {info.name: info for info in _read_header(self._file, path.name)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads a tensor, as `Checkpoint.read`."""
+        return _read_tensor(self._file, self.path, self.tensors[name])
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.__exit__(*exception)
+
+
+def _read_tensor(file: Any, path: Path, info: TensorInfo) -> torch.Tensor:
+    dtype = info.dtype
+    try:
+        tensor: torch.Tensor = file.get_tensor(info.name)
+    except (SafetensorError, TypeError) as error:  # TypeError: a shape such as [2**63, 0]
+        where = f"{path}, tensor {quote(info.name)}"
+        raise CheckpointError("cannot be read", where=where, got=quote(error)) from error
+    assert (tensor.shape, tensor.dtype) == (info.shape, dtype)
+    return tensor
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -267,6 +302,18 @@ def write_checkpoint(
                 "weight_map": {name: file for file, names in shards.items() for name in names},
             }
             (temporary / INDEX_FILE).write_bytes(json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes dense tensors to one file, with at most one copy on the host at a time.
+
+    Raises:
+        CheckpointError: A name or dtype is invalid, or a tensor is not dense. Nothing has been written then.
+    """
+    for name, tensor in tensors.items():
+        _refuse_unwritable(name, tensor)
+        _refuse_unnamable(name, tensor.dtype)
+    _write_safetensors(path, {name: t.detach().to("meta") for name, t in tensors.items()}, tensors, lambda _: None)
 
 
 def writing_order(meta: Mapping[str, torch.Tensor], max_shard_size: int | str) -> list[str]:

@@ -24,6 +24,7 @@ from ligerzoo.generate.step import DecodeStep
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
 from ligerzoo.kernels.sampling import SampledTokens
 from ligerzoo.layers import Experts, Linear, LMHead
+from ligerzoo.layers.lora import LoRAHead, LoRALinear
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
 from ligerzoo.layers.quantized import is_quantized, stored_tensors
 
@@ -226,13 +227,14 @@ def can_capture(model: nn.Module) -> bool:
 def _is_known(module: nn.Module) -> bool:
     if isinstance(module, Experts) and not uses_triton(module.gate_up_proj, backend=module.backend):
         return False  # plain torch needs a host sync to group the tokens by expert
-    is_random = module.training and getattr(module, "jitter_noise", None)
+    is_random = (module.training and getattr(module, "jitter_noise", None)) or getattr(module, "lora_dropout", 0.0)
+    is_disabled = not getattr(module, "lora_enabled", True)  # for a while only, see `adapters_disabled`
     weights: Iterable[Tensor | None] = module._parameters.values()
-    if type(module) in (nn.Linear, Linear, LMHead):
+    if type(module) in (nn.Linear, Linear, LMHead, LoRALinear, LoRAHead):
         weights = [weight for weight in weights if not is_quantized(weight)]
     return (
         is_unmodified(module, type(module))
         and is_plain_tensor(*weights)
         and type(module).__module__.split(".")[0] in _PACKAGES
-        and not is_random
+        and not (is_random or is_disabled)
     )

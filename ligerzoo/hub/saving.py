@@ -14,6 +14,7 @@ from torch import Tensor
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
+from ligerzoo.convert.weights import StoredTensors
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
@@ -32,6 +33,7 @@ def save(
     native: bool = False,
     state_dict: Mapping[str, Tensor] | None = None,
     is_main_process: bool | None = None,
+    tensors_class: type[StoredTensors] | None = None,
 ) -> None:
     """Writes config.json, generation_config.json and the weights in Hugging Face format. Other files are kept.
 
@@ -51,6 +53,8 @@ def save(
             DTensors, the processes that do not write may pass an empty one, as accelerate's `get_state_dict` returns.
         is_main_process: whether this process writes the files. None means yes, or the lowest rank if weights are
             DTensors.
+        tensors_class: computes parameters when they are written, from those of the state dict, in the same shapes and
+            dtypes. Not for DTensors.
 
     Raises:
         ConfigError: The model's class or its config class is not registered.
@@ -69,11 +73,12 @@ def save(
     files = {CONFIG_FILE: _json(config_entries(model, origin, next(iter(state.values())).dtype))}
     if model.generation_config:
         files[GENERATION_FILE] = _json(model.generation_config)
-    tensors = stored_tensors(model, origin, state)
+    tensors = stored_tensors(model, origin, state, tensors_class)
     if isinstance(tensors, GatheredTensors):
         write_gathered(directory, tensors, files, max_shard_size=max_shard_size, is_main_process=is_main_process)
     else:
-        write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size)
+        meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
+        write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)
 
 
 def _with_both_tied_weights(state: Mapping[str, Tensor], model: LanguageModel) -> Mapping[str, Tensor]:

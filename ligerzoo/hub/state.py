@@ -122,7 +122,12 @@ def refuse_other_names(state: Mapping[str, Tensor], model: LanguageModel, where:
             )
 
 
-def stored_tensors(model: LanguageModel, origin: Origin | None, state: Mapping[str, Tensor]) -> StoredTensors:
+def stored_tensors(
+    model: LanguageModel,
+    origin: Origin | None,
+    state: Mapping[str, Tensor],
+    tensors_class: type[StoredTensors] | None = None,
+) -> StoredTensors:
     """Returns the tensors to save by their stored names, in the layout of the origin, or else that of a new model.
 
     A tied weight is saved once, unless the origin stored it twice. Other parameters that share memory are saved under
@@ -132,6 +137,7 @@ def stored_tensors(model: LanguageModel, origin: Origin | None, state: Mapping[s
         model: the model.
         origin: the checkpoint that determines the layout; None for the layout of a new model.
         state: all tensors of the model, by parameter name.
+        tensors_class: class of the result. Default: the one that gathers DTensors, if there are any.
     """
     architecture = architecture_of_model(model)
     if not is_of(origin, architecture):
@@ -143,7 +149,7 @@ def stored_tensors(model: LanguageModel, origin: Origin | None, state: Mapping[s
             del tensors[name]
     extra_tensors = origin.extra_tensors if origin else {}
     slices = [*layout.slices(shapes_of(tensors)), *Layout().slices(shapes_of(extra_tensors))]
-    kind = GatheredTensors if is_sharded(tensors) else StoredTensors
+    kind = tensors_class or (GatheredTensors if is_sharded(tensors) else StoredTensors)
     return kind(slices, {**tensors, **extra_tensors})
 
 

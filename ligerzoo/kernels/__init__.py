@@ -21,6 +21,8 @@ from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_lo
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from ligerzoo.kernels.linears import linears
 from ligerzoo.kernels.logit_filter import FilterBounds, filter_bounds
+from ligerzoo.kernels.lora import LowRank, lora_linears
+from ligerzoo.kernels.lora_experts import lora_experts_mlp
 from ligerzoo.kernels.loss.chunked_head import set_logits_budget
 from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
@@ -35,6 +37,7 @@ __all__ = [
     "Activation",
     "Backend",
     "FilterBounds",
+    "LowRank",
     "Reduction",
     "Routing",
     "SampledTokens",
@@ -60,6 +63,8 @@ __all__ = [
     "linear_kl_div",
     "linear_tvd",
     "linears",
+    "lora_experts_mlp",
+    "lora_linears",
     "residual_rms_norm",
     "rms_norm",
     "rope",

@@ -11,7 +11,8 @@ The T * k slots become the rows of matrices, sorted by expert. `routing` permute
 computes the matrix products, and `weighted_glu` the activation between them. The sums over slots run in fp32, in the
 order of the slots.
 
-Saved: the inputs, h, and the row of each slot. Recomputed in backward: a, and the copies of x and dy for each slot.
+Saved: the inputs (x only for dgate_up), h, and the row of each slot. Recomputed in backward: a, and the copies of x and
+dy for each slot.
 An expert id outside [0, E) makes its token's output NaN on a GPU. On a CPU or with LIGERZOO_DEBUG=1 it is an error.
 """
 
@@ -76,7 +77,7 @@ def _forward(
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns y, the hidden rows, and the rows and bounds of `sort_by_expert`."""
-    _check_ids(expert_ids, gate_up.shape[0])
+    check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
     hidden = grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
     active = weighted_glu(hidden, expert_weights, rows, activation, triton)
@@ -144,7 +145,8 @@ class _ExpertsMLP(FusedFunction):
         triton: bool,
     ) -> Tensor:
         y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, activation, triton)
-        ctx.save_for_backward(x, expert_weights, gate_up, down, hidden, rows, bounds)
+        needs_gate_up = ctx.needs_input_grad[2]
+        ctx.save_for_backward(x if needs_gate_up else None, expert_weights, gate_up, down, hidden, rows, bounds)
         ctx.options = activation, triton
         return y
 
@@ -155,13 +157,13 @@ class _ExpertsMLP(FusedFunction):
         activation, triton = ctx.options
         needs_x, needs_weights, needs_gate_up, needs_down = needs = ctx.needs_input_grad[:4]
         gradients = _backward(
-            dy, x, expert_weights, gate_up, down, hidden, rows, bounds, activation, triton,
+            dy, dy if x is None else x, expert_weights, gate_up, down, hidden, rows, bounds, activation, triton,
             needs_x, needs_weights, needs_gate_up, needs_down,
         )  # fmt: skip
         return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
 
 
-def _check_ids(expert_ids: Tensor, n_experts: int) -> None:
+def check_ids(expert_ids: Tensor, n_experts: int) -> None:
     if DEBUG or expert_ids.device.type == "cpu":
         invalid = (expert_ids < 0) | (expert_ids >= n_experts)
         if bool(invalid.any()):

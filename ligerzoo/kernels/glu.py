@@ -7,7 +7,8 @@ Backward:  dup = dy * a(gate),   dgate = dy * up * a'(gate).
 
 `glu` saves gate and up. `glu_linear(gate, up, W)` computes `glu(gate, up) @ W.T` and saves gate, up and W. Its backward
 kernel recomputes y at the cost of one more store. A linear layer after `glu` saves y too, which is a fifth of what a
-Llama layer saves for backward.
+Llama layer saves for backward. With a low-rank update of W it also saves the update's matrices and its product with y,
+which has few columns; see `lora_linears`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.lora import LowRank, low_rank_product
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
@@ -34,10 +36,17 @@ def reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tens
 
 
 def linear_reference(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "silu"
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation = "silu",
+    update: LowRank | None = None,
 ) -> Tensor:
     """`glu_linear` in plain torch."""
-    return F.linear(reference(gate, up, activation).to(weight.dtype), weight, bias)
+    y = reference(gate, up, activation).to(weight.dtype)
+    z = F.linear(y, weight, bias)
+    return z if update is None else z + low_rank_product(y, update)
 
 
 @kernel
@@ -126,26 +135,43 @@ class _GLU(FusedFunction):
 class _GLULinear(FusedFunction):
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.activation = activation
-        return linear(_forward(gate, up, activation, weight.dtype), weight, bias)
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation,
+        a: Tensor | None, b: Tensor | None, scale: float,
+    ) -> Tensor:  # fmt: skip
+        y = _forward(gate, up, activation, weight.dtype)
+        z, h = linear(y, weight, bias), None
+        if a is not None and b is not None:
+            h = F.linear(y.view(-1, y.shape[-1]), a.to(y.dtype))
+            z_rows = z.view(-1, z.shape[-1])
+            torch.addmm(z_rows, h, b.to(y.dtype).T, alpha=scale, out=z_rows)
+        ctx.save_for_backward(gate, up, weight, a, b, h)
+        ctx.activation, ctx.scale = activation, scale
+        return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
-        needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dgate, dup, dweight, dz_rows = None, None, None, dz.reshape(-1, dz.shape[-1])
+        gate, up, weight, a, b, h = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _ = ctx.needs_input_grad
+        dgate, dup, dweight, da, db, dz_rows = None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
+        needs_y = needs_weight or needs_a
+        dh = None if a is None else ctx.scale * (dz_rows @ b.to(dz.dtype))
         if needs_gate or needs_up:
-            dgate, dup, y = _backward(dz @ weight, gate, up, ctx.activation, needs_gate, needs_up, needs_weight)
-        elif needs_weight:
+            dy = dz @ weight
+            if dh is not None:
+                dy_rows = dy.view(-1, dy.shape[-1])
+                torch.addmm(dy_rows, dh, a.to(dz.dtype), out=dy_rows)
+            dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_y)
+        elif needs_y:
             y = _forward(gate, up, ctx.activation, weight.dtype)
         if needs_weight:
             dweight = dz_rows.T @ y.view(-1, y.shape[-1])
+        if dh is not None and needs_a:
+            da = (dh.T @ y.view(-1, y.shape[-1])).to(a.dtype)
+        if needs_b:
+            db = (ctx.scale * (dz_rows.T @ h)).to(b.dtype)
         dbias = dz_rows.sum(0) if needs_bias else None
-        return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None
+        return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None, da, db, None
 
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:
@@ -200,6 +226,7 @@ def glu_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    update: LowRank | None = None,
     activation: Activation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
@@ -211,6 +238,7 @@ def glu_linear(
         weight: (H, I), like `torch.nn.Linear.weight`. The product of gate and up is rounded to its dtype, or to
             autocast's dtype under autocast.
         bias: (H,) or None.
+        update: low-rank update of the weight, with matrices (r, I) and (H, r) of any floating-point dtype; or None.
         activation: see `activation_linear`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
@@ -218,8 +246,8 @@ def glu_linear(
         (..., H).
 
     Raises:
-        ValueError: the shapes or dtypes of `gate` and `up` differ, `weight` or `bias` has the wrong shape, or the
-            activation is unknown.
+        ValueError: the shapes or dtypes of `gate` and `up` differ, `weight`, `bias` or `update` has the wrong shape,
+            or the activation is unknown.
     """
     _check("glu_linear", gate, up, activation)
     check_floats("glu_linear", weight=weight)
@@ -229,7 +257,13 @@ def glu_linear(
             f"glu_linear: gate is {tuple(gate.shape)}, weight {tuple(weight.shape)} and bias "
             f"{None if bias is None else tuple(bias.shape)}; expected shapes (..., I), (H, I) and (H,)"
         )
+    a, b, scale = (None, None, 1.0) if update is None else update
+    if a is not None and b is not None and (a.shape[1:] != weight.shape[1:] or b.shape != (len(weight), len(a))):
+        raise ValueError(
+            f"glu_linear: weight is {tuple(weight.shape)}, the matrices of update {tuple(a.shape)} and "
+            f"{tuple(b.shape)}; expected shapes (H, I), (r, I) and (H, r)"
+        )
     weight, bias = autocast(weight, bias)
     if uses_triton(gate, up, weight, backend=backend):
-        return _GLULinear.apply(gate, up, weight, bias, activation)
-    return linear_reference(gate, up, weight, bias, activation)
+        return _GLULinear.apply(gate, up, weight, bias, activation, a, b, scale)
+    return linear_reference(gate, up, weight, bias, activation, update)

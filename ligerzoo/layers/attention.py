@@ -21,7 +21,8 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.fp8 import from_storage
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features, project_jointly
+from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.lora import project_jointly
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import StaticLayerCache

@@ -86,21 +86,28 @@ class LMHead(nn.Module):
         """
         check_features(self, hidden, self.hidden_size)
         if target is None:
-            logits = linear(hidden, self.weight)
+            logits = self.product(hidden)
             if self.logit_scale != 1.0:
                 logits = logits * self.logit_scale
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if objective is None:
             objective = partial(linear_cross_entropy, num_items=num_items)
         return objective(
-            hidden,
-            dequantized(self.weight),
+            *self.loss_inputs(hidden),
             target,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
             logits_budget=self.logits_budget,
             backend=self.backend,
         )
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Computes the logits before scale and soft cap, (..., H) -> (..., V)."""
+        return linear(hidden, self.weight)
+
+    def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns hidden states (..., K) and a weight (V, K) whose product the loss computes."""
+        return hidden, dequantized(self.weight)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, vocab_size={self.weight.shape[0]}"

@@ -92,12 +92,3 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Calls `init_weights`; the constructor of `torch.nn.Linear` calls this method."""
         self.init_weights()
-
-
-def project_jointly(x: Tensor, *layers: nn.Module, backend: Backend = "auto") -> tuple[Tensor, ...]:
-    """Returns the outputs of several linear layers for one input, (..., H) -> (..., O) each.
-
-    By `ligerzoo.kernels.linears` where it can, see `fusible_parameters`.
-    """
-    parameters = fusible_parameters(x, *layers, backend=backend)
-    return tuple(layer(x) for layer in layers) if parameters is None else linears(x, *parameters, backend=backend)

@@ -7,7 +7,8 @@ from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features, fusible_parameters, project_jointly
+from ligerzoo.layers.linear import Linear, check_features, fusible_parameters
+from ligerzoo.layers.lora import LoRALinear, has_dropped_input, inner_bias, project_jointly, rescale, update_of
 from ligerzoo.layers.plain import is_plain
 
 
@@ -44,11 +45,16 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
         check_features(self, x, self.hidden_size)
-        if torch.is_grad_enabled() and is_plain(self.down_proj, Linear, nn.Linear):
-            gate, up = self.project(x)
-            weight, bias = self.down_proj.weight, self.down_proj.bias
-            return glu_linear(gate, up, weight, bias, activation=self.activation, backend=self.backend)
-        return self.down_proj(self.gated(x))  # type: ignore[no-any-return]
+        down = self.down_proj
+        is_fusible = is_plain(down, Linear, nn.Linear, LoRALinear) and not has_dropped_input(down)
+        if not (torch.is_grad_enabled() and is_fusible):
+            return down(self.gated(x))  # type: ignore[no-any-return]
+        gate, up = self.project(x)
+        y = glu_linear(
+            gate, up, down.weight, inner_bias(down), update=update_of(down), activation=self.activation,
+            backend=self.backend,
+        )  # fmt: skip
+        return rescale(y, down)
 
     def gated(self, x: Tensor) -> Tensor:
         """(..., H) -> activation(gate) * up, (..., I)."""

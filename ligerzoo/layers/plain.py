@@ -43,5 +43,7 @@ def dequantized(weight: Tensor) -> Tensor:
 
     Other tensors are returned unchanged.
     """
+    if hasattr(weight, "get_original_weight"):  # torchao's NF4, whose `dequantize` is another function
+        return weight.get_original_weight()  # type: ignore[no-any-return]
     is_quantized = type(weight).dequantize is not Tensor.dequantize
     return weight.dequantize() if is_quantized else weight

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import kernels
+from ligerzoo.kernels import LowRank
 from tests.kernels.machine import DTYPES, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.oracles import (
     angles,
@@ -96,6 +97,50 @@ def _linears(
 def _linears_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     x = numbers(batch, 3, 33, dtype=dtype, device=device)
     return [x, *(numbers(*shape, dtype=dtype, device=device) for shape in ((17, 33), (8, 33), (17,)))]
+
+
+def _lora_linears(
+    x: Tensor, first: Tensor, second: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor,
+    function: Callable[..., Any] = kernels.lora_linears,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    updates = [LowRank(a, b, 0.5), LowRank(c, d, 2.0)]
+    result: tuple[Tensor, ...] = function(x, [first, second], [bias, None], updates)
+    return result
+
+
+def _lora_linears_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = (4, 33), (17, 4), (2, 33), (8, 2)
+    updates = [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
+    return [*_linears_inputs(batch, dtype, device), *updates]
+
+
+def _lora_glu_linear(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor,
+    function: Callable[..., Any] = kernels.glu_linear,
+) -> Tensor:  # fmt: skip
+    result: Tensor = function(gate, up, weight, bias, update=LowRank(a, b, 0.5))
+    return result
+
+
+def _lora_glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    updates = [numbers(*shape, dtype=dtype, device=device) for shape in ((4, 33), (17, 4))]
+    return [*_glu_linear_inputs(batch, dtype, device), *updates]
+
+
+def _lora_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, a: Tensor, b: Tensor,
+    c: Tensor, d: Tensor, function: Callable[..., Any] = kernels.lora_experts_mlp,
+) -> Tensor:  # fmt: skip
+    updates = LowRank(a, b, 0.5), LowRank(c, d, 2.0)
+    result: Tensor = function(x, expert_ids, expert_weights, gate_up, down, *updates)
+    return result
+
+
+def _lora_experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    inputs = _experts_inputs(batch, dtype, device)
+    shapes = (3, 4, 17), (3, 18, 4), (3, 2, 9), (3, 17, 2)
+    updates = [numbers(*shape, dtype=inputs[0].dtype, device=device, scale=0.3) for shape in shapes]
+    return [*inputs[:3], *(weight.detach() for weight in inputs[3:]), *updates]
 
 
 def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -195,6 +240,25 @@ OPERATIONS = [
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
     ),
     Operation("linears", _linears, partial(_linears, function=kernel_file("linears").reference), _linears_inputs),
+    Operation(
+        "lora_linears",
+        _lora_linears,
+        partial(_lora_linears, function=kernel_file("lora").reference),
+        _lora_linears_inputs,
+    ),
+    Operation(
+        "lora_glu_linear",
+        _lora_glu_linear,
+        partial(_lora_glu_linear, function=kernel_file("glu").linear_reference),
+        _lora_glu_linear_inputs,
+    ),
+    Operation(
+        "lora_experts_mlp",
+        _lora_experts,
+        partial(_lora_experts, function=kernel_file("lora_experts").reference),
+        _lora_experts_inputs,
+        always_fused=True,
+    ),
     Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
     Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
@@ -276,7 +340,7 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
-    "token_statistics", "softmax", "jsd", "linear_jsd",
+    "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
 }  # fmt: skip
 """One operation of each kernel, and of each autograd function that returns an input."""
 

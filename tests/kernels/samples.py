@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligerzoo.kernels import route
 from ligerzoo.kernels.jit import INTERPRETING
+from ligerzoo.kernels.lora_experts import Projection
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import angles, numbers
 
@@ -254,6 +255,30 @@ def _experts_backward(device: str) -> Samples:
     ]
 
 
+def _lora_projections(device: str) -> dict[str, Any]:
+    t = partial(new, device=device)
+    return {
+        "gate_up": Projection(t(3, 8, 7), t(3, 2, 7), t(3, 8, 2), 0.5),
+        "down": Projection(t(3, 7, 4), t(3, 1, 4), t(3, 7, 1), 2.0),
+    }
+
+
+def _lora_experts_forward(device: str) -> Samples:
+    common = _experts_forward(device)[0] | _lora_projections(device)
+    gate_up = Projection(common["gate_up"].weight, None, None, 1.0)
+    return [common, common | {"gate_up": gate_up}]
+
+
+def _lora_experts_backward(device: str) -> Samples:
+    common = _experts_backward(device)[0] | _lora_projections(device)
+    common = {name: value for name, value in common.items() if not name.startswith("needs_")}
+    common |= {"gate_up_h": new(10, 2, device=device), "down_h": new(10, 1, device=device)}
+    return [
+        common | {"needs_x": True, "needs_gate_up": True, "needs_down": True},
+        common | {"needs_x": False, "needs_gate_up": False, "needs_down": True, "dy": transposed(common["dy"])},
+    ]
+
+
 def _route(device: str) -> Samples:
     t = partial(new, device=device)
     return [
@@ -301,6 +326,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "softmax_backward": _softmax_backward,
     "experts_forward": _experts_forward,
     "experts_backward": _experts_backward,
+    "lora_experts_forward": _lora_experts_forward,
+    "lora_experts_backward": _lora_experts_backward,
     "route": _route,
     "decode_experts": _decode_experts,
 }

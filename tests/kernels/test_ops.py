@@ -24,6 +24,8 @@ ON_ANY_MACHINE = {
     "experts_forward",
     "linear_cross_entropy_sweep",
     "linear_divergence_sweep",
+    "lora_experts_backward",
+    "lora_experts_forward",
     "scaled",
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ligerzoo.integrations.kernels.replace import KernelModule, Replacement, random_like
 from ligerzoo.kernels import activation_linear, glu, glu_linear
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation
-from ligerzoo.layers.linear import project_jointly
+from ligerzoo.layers.lora import project_jointly
 from ligerzoo.layers.plain import is_plain
 
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")

@@ -13,7 +13,7 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
-from ligerzoo.integrations.transformers.names import apply_names, rules_of
+from ligerzoo.integrations.transformers.names import apply_names
 from ligerzoo.layers import LayerNorm, RMSNorm
 from ligerzoo.models.language_model import LanguageModel, tokens_or_embeddings
 from ligerzoo.models.output import layer_outputs
@@ -63,7 +63,7 @@ class Backbone(nn.Module, Generic[Model]):
         self.__dict__["zoo_model"] = headless = _sharing_weights(model)
         for name in headless._modules.keys() & _HEADS:
             del headless._modules[name]
-        rules = rules_of(architecture_of_model(model))
+        rules = architecture_of_model(model).module_layout.rules
         apply_names(headless, rules)
         _order_as_transformers(headless.model)
         self.config = config

@@ -7,19 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.weights import Fused, ModuleRules, Rename, Rule
 from ligerzoo.integrations.transformers.fused import fuse, fused_path
 from ligerzoo.integrations.transformers.patches import separate_convolution
-
-
-def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
-    """Returns the rules of the architecture's checkpoints that hold for transformers' modules too.
-
-    These are fused projections, and the names in parts such as a vision tower. The names of other modules are those of
-    ligerzoo, which follow transformers.
-    """
-    return tuple(rule for rule in architecture.layouts[0].rules if isinstance(rule, Fused | ModuleRules))
 
 
 def apply_names(model: nn.Module, rules: tuple[Rule, ...]) -> None:
@@ -29,7 +19,7 @@ def apply_names(model: nn.Module, rules: tuple[Rule, ...]) -> None:
 
     Args:
         model: the model.
-        rules: what `rules_of` returned.
+        rules: those of `Architecture.module_layout`.
     """
     for rule in rules:
         match rule:

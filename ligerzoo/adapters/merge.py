@@ -1,0 +1,115 @@
+"""Merges updates into the weights: W + s B A, computed in fp32 and rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.adapters.attach import untie
+from ligerzoo.adapters.loading import load_adapter
+from ligerzoo.convert.weights import StoredTensors, TensorSlice
+from ligerzoo.errors import LigerzooError
+from ligerzoo.hub import AutoModel, save
+from ligerzoo.layers.lora import LoRALayer
+from ligerzoo.layers.plain import is_plain_tensor
+from ligerzoo.models.language_model import LanguageModel
+
+
+def merge_lora(model: LanguageModel) -> list[str]:
+    """Replaces each updated weight by W + s B A (with DoRA, normalized), and removes the updates.
+
+    The model is then one without adapters: `save_pretrained` writes it. If an embedding or head with an update shares
+    its weight with the other, it gets its own, and `config.tie_word_embeddings` becomes False. Frozen parameters stay
+    frozen.
+
+    Returns:
+        The names of the merged weights.
+
+    Raises:
+        LigerzooError: the model has no updates, or a weight is quantized or sharded.
+    """
+    layers = _updated_layers(model, "merge_lora")
+    merged = []
+    for name, layer in layers.items():
+        untie(model, name)
+        for parameter in layer.lora:
+            with torch.no_grad():
+                layer.get_parameter(parameter).copy_(layer.merged_weight(parameter))
+            merged.append(f"{name}.{parameter}")
+        layer.remove_updates()
+    return merged
+
+
+def remove_lora(model: LanguageModel) -> None:
+    """Removes all updates: the model is the base model again."""
+    for module in list(model.modules()):
+        if isinstance(module, LoRALayer):
+            module.remove_updates()
+
+
+def fuse(
+    base: str | Path, adapter: str | Path, output: str | Path, *, max_shard_size: int | str = "5GB", **hub_options: Any
+) -> list[str]:
+    """Writes the checkpoint of a base model with the weights that `merge_lora` computes, in the dtype of the base.
+
+    Merges one weight at a time, while it is written. The base's files are mapped, not read into memory.
+
+    Args:
+        base: directory or hub id of the base model.
+        adapter: directory or hub id of an adapter of PEFT.
+        output: directory of the new checkpoint; created if it does not exist.
+        max_shard_size: maximum bytes of tensors per file.
+        hub_options: `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    Returns:
+        The names of the merged weights.
+
+    Raises:
+        LigerzooError: as `from_pretrained`, `load_adapter` and `save_pretrained`.
+    """
+    model = AutoModel.from_pretrained(base, **hub_options)
+    load_adapter(model, adapter, **hub_options)
+    layers = _updated_layers(model, "fuse")
+    for name in layers:
+        untie(model, name)
+    owners = {f"{name}.{parameter}": layer for name, layer in layers.items() for parameter in layer.lora}
+    own = {f"{name}.{key}" for name, layer in layers.items() for key in layer.update_parameters()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
+
+    class MergedTensors(StoredTensors):
+        """Stored tensors that are merged at each access."""
+
+        def __init__(self, slices: Iterable[TensorSlice], tensors: Any) -> None:
+            super().__init__(slices, tensors)
+            self._last: tuple[str, Tensor] | None = None  # experts are many stored tensors of one parameter
+
+        def parameter(self, name: str) -> Tensor:
+            if name not in owners:
+                return super().parameter(name)
+            if self._last is None or self._last[0] != name:
+                self._last = None
+                self._last = name, owners[name].merged_weight(name.rpartition(".")[2])
+            return self._last[1]
+
+    save(model, output, max_shard_size=max_shard_size, state_dict=state, tensors_class=MergedTensors)
+    return list(owners)
+
+
+def _updated_layers(model: nn.Module, where: str) -> dict[str, LoRALayer]:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALayer)}
+    if not layers:
+        raise LigerzooError("the model has no adapter", where=where)
+    for name, layer in layers.items():
+        for parameter in layer.lora:
+            weight = getattr(layer, parameter)
+            if not is_plain_tensor(weight):
+                raise LigerzooError(
+                    "the weight is quantized or sharded", where=f"{where}, {name}.{parameter}",
+                    got=type(weight).__name__, expected="a plain tensor",
+                    remedy="Save the adapter, and merge it into the unquantized model.",
+                )  # fmt: skip
+    return layers

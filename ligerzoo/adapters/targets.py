@@ -1,0 +1,104 @@
+"""The weights that can have low-rank updates, with the names of transformers' modules, which PEFT's files have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ligerzoo.convert import architecture_of_model
+from ligerzoo.convert.weights import Shape
+from ligerzoo.layers import Experts
+from ligerzoo.layers.lora import LoRALayer, adaptable_parameters
+from ligerzoo.layers.moe import Router
+from ligerzoo.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight that can have an update.
+
+    Attributes:
+        module: name of our module.
+        parameter: name of its parameter.
+        shape: shape of the parameter.
+        stored_parameter: name of transformers' parameter, of which ours may be some rows.
+        stored_shape: its shape.
+        rows: first and last row, exclusive, of our parameter in it.
+        kind: the layer's class without update.
+    """
+
+    module: str
+    parameter: str
+    shape: Shape
+    stored_parameter: str
+    stored_shape: Shape
+    rows: tuple[int, int]
+    kind: type
+
+    @property
+    def name(self) -> str:
+        """The name that patterns match: the module's; of experts, the parameter's."""
+        return f"{self.module}.{self.parameter}" if self.is_experts else self.module
+
+    @property
+    def stored_module(self) -> str:
+        """Name of transformers' module."""
+        return self.stored_parameter.rpartition(".")[0]
+
+    @property
+    def stored_name(self) -> str:
+        """As `name`, in transformers."""
+        return self.stored_parameter if self.is_experts else self.stored_module
+
+    @property
+    def is_part(self) -> bool:
+        """Whether transformers fuses the weight with others."""
+        return self.shape != self.stored_shape
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the weight stacks those of experts."""
+        return issubclass(self.kind, Experts)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the weight is that of an embedding."""
+        return issubclass(self.kind, nn.Embedding)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether PEFT lists the weight in `target_parameters`: transformers' module is not a linear layer."""
+        return self.is_experts or issubclass(self.kind, Router)
+
+
+def targets_of(model: LanguageModel) -> list[Target]:
+    """Returns all weights of a model that have updates or can have some, in the order of its modules."""
+    layout = architecture_of_model(model).module_layout
+    shapes = base_shapes(model)
+    found = []
+    for module_name, module in model.named_modules():
+        kind = module.plain_class if isinstance(module, LoRALayer) else type(module)
+        parameters = ("gate_up_proj", "down_proj") if issubclass(kind, Experts) else ("weight",)
+        if not (isinstance(module, LoRALayer) or adaptable_parameters(module)):
+            continue
+        for parameter in parameters:
+            name = f"{module_name}.{parameter}"
+            [part] = layout.slices_of(name, shapes)
+            first = part.stored_index[0].start if part.stored_index else 0
+            rows = first, first + shapes[name][0]
+            found.append(
+                Target(module_name, parameter, shapes[name], part.stored_name, part.stored_shape, rows, kind)
+            )  # fmt: skip
+    return found
+
+
+def base_shapes(model: LanguageModel) -> dict[str, Shape]:
+    """Returns the shapes of the model's tensors without those of updates, by name."""
+    own = {
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if isinstance(module, LoRALayer)
+        for parameter in module.update_parameters()
+    }
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in own}

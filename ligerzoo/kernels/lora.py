@@ -1,0 +1,212 @@
+"""Linear layers of one input whose weights have low-rank updates (LoRA, Hu et al. 2021).
+
+Forward:   h_i = x' @ A_i.T,   y_i = x @ W_i.T + b_i + s_i h_i @ B_i.T.
+Backward:  dh_i = s_i dy_i @ B_i,   dx = sum over i of dy_i @ W_i,   dx' = sum over i of dh_i @ A_i,
+           dA_i = dh_i.T @ x',   dB_i = s_i dy_i.T @ h_i,   dW_i = dy_i.T @ x,   db_i = sum over rows of dy_i.
+
+x' is x, or x after dropout. If they are one tensor, all products of dx accumulate into it. One product computes h_i of
+all layers, another dA_i of all layers. B_i is multiplied by s_i within the products. A and B may have another dtype
+than x, such as fp32 for bf16: they are rounded to the dtype of x.
+
+Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+
+
+class LowRank(NamedTuple):
+    """A low-rank update of a weight, scale * b @ a.
+
+    Attributes:
+        a: (r, H), of stacked weights (E, r, H).
+        b: (O, r), of stacked weights (E, O, r).
+        scale: factor of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        """Returns the update with matrices of this dtype."""
+        return LowRank(self.a.to(dtype), self.b.to(dtype), self.scale)
+
+
+def low_rank_product(x: Tensor, update: LowRank) -> Tensor:
+    """Computes scale * x @ a.T @ b.T in the dtype of x, (..., H) -> (..., O)."""
+    a, b, scale = update.to(x.dtype)
+    return scale * F.linear(F.linear(x, a), b)
+
+
+def reference(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    updates: Sequence[LowRank | None],
+    dropped: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """`lora_linears` in plain torch: the specification, the CPU path and the test oracle."""
+    outputs = []
+    for weight, bias, update in zip(weights, biases, updates, strict=True):
+        y = F.linear(x, weight, bias)
+        outputs.append(y if update is None else y + low_rank_product(x if dropped is None else dropped, update))
+    return tuple(outputs)
+
+
+class _LoRALinears(FusedFunction):
+    """The arguments are x, x' or None, the scales of the updates (None for no update), then all W, b, A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, scales: tuple[float | None, ...], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases, all_a, all_b = _quarters(parameters)
+        needs_x, needs_dropped, _, *needed = ctx.needs_input_grad
+        needs_weights, _, needs_a, _ = _quarters(needed)
+        source = x if dropped is None else dropped
+        outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        a = torch.cat([a for a in all_a if a is not None]).to(x.dtype)
+        h = F.linear(source.reshape(-1, x.shape[-1]), a)
+        parts = iter(h.split([len(a) for a in all_a if a is not None], 1))
+        for y, b, scale in zip(outputs, all_b, scales, strict=True):
+            if scale is not None:
+                y = y.view(-1, y.shape[-1])
+                torch.addmm(y, next(parts), b.to(x.dtype).T, alpha=scale, out=y)
+        ctx.save_for_backward(
+            x if any(needs_weights) else None,
+            source if any(needs_a) else None,
+            h,
+            a if needs_x or needs_dropped else None,
+            *(weights if needs_x else [None] * len(weights)),
+            *all_b,
+        )
+        ctx.scales, ctx.shape, ctx.is_dropped = scales, x.shape, dropped is not None
+        ctx.dtypes_of_a = [None if a is None else a.dtype for a in all_a]
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, source, h, a, *rest = ctx.saved_tensors
+        weights, all_b = rest[: len(upstream)], rest[len(upstream) :]
+        needs_x, needs_dropped, _, *needed = ctx.needs_input_grad
+        needs_weights, needs_biases, needs_a, needs_b = _quarters(needed)
+        rows = [dy.reshape(-1, dy.shape[-1]) for dy in upstream]
+
+        ranks = [b.shape[1] for b in all_b if b is not None]
+        parts = iter(h.split(ranks, 1))
+        low: list[Tensor] = []
+        db: list[Tensor | None] = [None] * len(rows)
+        for i, (dy, b, scale) in enumerate(zip(rows, all_b, ctx.scales, strict=True)):
+            if b is not None:
+                part = next(parts)
+                low.append(scale * (dy @ b.to(dy.dtype)))
+                db[i] = (scale * (dy.T @ part)).to(b.dtype) if needs_b[i] else None
+        dh = torch.cat(low, 1)
+
+        dx = dropped = None
+        if needs_x:
+            dx = rows[0] @ weights[0]
+            for dy, weight in zip(rows[1:], weights[1:], strict=True):
+                torch.addmm(dx, dy, weight, out=dx)
+            if not ctx.is_dropped:
+                torch.addmm(dx, dh, a, out=dx)
+            dx = dx.view(ctx.shape)
+        if needs_dropped:
+            dropped = (dh @ a).view(ctx.shape)
+
+        da: list[Tensor | None] = [None] * len(rows)
+        if any(needs_a):
+            stacked = iter((dh.T @ source.reshape(-1, source.shape[-1])).split(ranks))
+            for i, dtype in enumerate(ctx.dtypes_of_a):
+                part = None if dtype is None else next(stacked)
+                da[i] = part.to(dtype) if part is not None and needs_a[i] else None
+        dw = [
+            dy.T @ x.reshape(-1, x.shape[-1]) if needs else None for dy, needs in zip(rows, needs_weights, strict=True)
+        ]
+        dbiases = [dy.sum(0) if needs else None for dy, needs in zip(rows, needs_biases, strict=True)]
+        return dx, dropped, None, *dw, *dbiases, *da, *db
+
+
+def _quarters(values: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    count = len(values) // 4
+    return tuple(values[i * count : (i + 1) * count] for i in range(4))
+
+
+def lora_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    updates: Sequence[LowRank | None],
+    dropped: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, ...]:
+    """Computes `x @ weight.T + bias + scale * (dropped @ a.T) @ b.T` for each weight.
+
+    The gradient of a frozen weight costs neither time nor memory.
+
+    Args:
+        x: (..., H), any strides.
+        weights: (O_i, H) each.
+        biases: (O_i,) each, or None for no bias.
+        updates: low-rank updates of the weights, with matrices of any floating-point dtype; None for no update.
+        dropped: (..., H), input of the low-rank updates; None for x.
+        backend: "auto" (the accumulating backward where Triton is supported), "triton" (always) or "torch" (the
+            reference).
+
+    Returns:
+        (..., O_i) for each weight.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    check_floats("lora_linears", x=x)
+    for i, (weight, bias, update) in enumerate(zip(weights, biases, updates, strict=True)):
+        a, b, _ = (None, None, 1.0) if update is None else update
+        shapes = [None if t is None else tuple(t.shape) for t in (weight, bias, a, b)]
+        outputs, features = len(weight), x.shape[-1]
+        rank = 0 if a is None else len(a)
+        if shapes != [
+            (outputs, features), None if bias is None else (outputs,), None if a is None else (rank, features),
+            None if b is None else (outputs, rank),
+        ]:  # fmt: skip
+            raise ValueError(
+                f"lora_linears: x is {tuple(x.shape)}, weight {i} {shapes[0]}, its bias {shapes[1]}, its a {shapes[2]} "
+                f"and b {shapes[3]}; expected shapes (..., H), (O, H), (O,) or None, (r, H) and (O, r)"
+            )
+    x, *parameters = autocast(x, *weights, *biases)
+    weights, biases = parameters[: len(weights)], parameters[len(weights) :]
+    present = [t for t in parameters if t is not None]
+    if all(update is None for update in updates) or not uses_triton(x, *present, backend=backend):
+        return reference(x, weights, biases, updates, None if dropped is None else dropped.to(x.dtype))
+    scales = tuple(None if update is None else update.scale for update in updates)
+    matrices = zip(*((None, None) if update is None else update[:2] for update in updates), strict=True)
+    flat = [matrix for group in matrices for matrix in group]
+    dropped = None if dropped is None else dropped.to(x.dtype)
+    return _LoRALinears.apply(x, dropped, scales, *weights, *biases, *flat)
+
+
+def row_norms(weight: Tensor, update: LowRank) -> Tensor:
+    """Returns the norms of the rows of W + s B A, (O,) in fp32 or fp64, without this matrix. Not differentiable.
+
+    ||w + s b A||^2 = ||w||^2 + 2 s (w A^T) b^T + s^2 (b A A^T) b^T for each row w of W and b of B.
+    """
+    with torch.no_grad():
+        dtype = accumulation_dtype(weight.dtype)
+        a, b, _ = update.to(dtype)
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+        cross = F.linear(weight, update.a.to(weight.dtype)).to(dtype)
+        inner = 2 * update.scale * cross + update.scale**2 * (b @ (a @ a.T))
+        return (squares + (inner * b).sum(1)).clamp(min=0).sqrt()

@@ -1,0 +1,488 @@
+"""Layers whose frozen weights have low-rank updates: LoRA (Hu et al. 2021), rsLoRA (Kalajdzievski 2023), DoRA.
+
+    LoRA:  W' = W + s B A,  s = alpha / r  (rsLoRA: alpha / sqrt(r))
+    DoRA:  W' = m * (W + s B A) / ||W + s B A||,  norms of rows, which are constants for the gradient (Liu et al. 2024)
+
+`adapt` adds an update to a layer in place: as FSDP2's `fully_shard`, it changes the layer's class. So the layer stays
+the same module with the same parameters, ties and names, and `state_dict()` has the update's matrices in addition:
+`q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. They are fp32 by default, whatever the dtype of the weight, since
+steps of a typical size would vanish in bf16. Products run in the dtype of the input.
+
+Dropout applies to the input of A. Layers that project one input, such as q, k and v, share its mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligerzoo.kernels import linears
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
+from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms
+from ligerzoo.kernels.lora_experts import lora_experts_mlp
+from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.head import LMHead
+from ligerzoo.layers.linear import Linear, fusible_parameters, linear
+from ligerzoo.layers.moe import Experts, Router
+from ligerzoo.layers.plain import dequantized, is_plain_tensor, is_unmodified
+
+_HEAD_MULTIPLE = 64
+"""The kernels of the loss head are fastest for a multiple of this number of features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions:
+    """Options of one low-rank update.
+
+    Attributes:
+        rank: r, number of rows of A and of columns of B.
+        alpha: the update is multiplied by alpha / rank.
+        use_rslora: multiply it by alpha / sqrt(rank) instead, which suits high ranks.
+        dropout: probability with which training drops input features of A.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    rank: int = 16
+    alpha: float = 32
+    use_rslora: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"LoRA: rank={self.rank!r}; expected an integer, 1 or more")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 < self.alpha < math.inf:
+            raise ValueError(f"LoRA: alpha={self.alpha!r}; expected a positive number")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA: dropout={self.dropout!r}; expected a number in [0, 1)")
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class LoRALayer(nn.Module):
+    """Base class of layers with low-rank updates; `adapt` makes them.
+
+    Attributes:
+        lora: options by the name of the updated parameter.
+        lora_enabled: False computes without the updates, see `adapters_disabled`.
+    """
+
+    plain_class: ClassVar[type[nn.Module]]
+    lora: dict[str, LoRAOptions]
+    lora_enabled: bool
+
+    def add_update(self, parameter: str, options: LoRAOptions, *, dora: bool, dtype: torch.dtype) -> None:
+        """Adds matrices A and B, initialized so that the layer computes what it did before."""
+        raise NotImplementedError
+
+    def init_update(self, parameter: str) -> None:
+        """Initializes A and B, of which one is 0, and the magnitudes of DoRA."""
+        raise NotImplementedError
+
+    def init_weights(self, std: float = 0.02) -> None:
+        """Initializes the weights and the updates."""
+        super().init_weights(std)  # type: ignore[misc]
+        for parameter in self.lora:
+            self.init_update(parameter)
+
+    def merged_weight(self, parameter: str) -> Tensor:
+        """Returns W' in the dtype of W: computed in fp32 (fp64 for fp64) and rounded once."""
+        raise NotImplementedError
+
+    def update_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns A, B and magnitudes by name."""
+        return {name: p for name, p in self._parameters.items() if "lora_" in name and p is not None}
+
+    def remove_updates(self) -> None:
+        """Makes the layer plain again, with the unchanged weights."""
+        for name in [name for name in self._parameters if "lora_" in name]:
+            del self._parameters[name]
+        del self.lora, self.lora_enabled
+        self.__class__ = self.plain_class  # type: ignore[assignment]
+
+    @property
+    def lora_dropout(self) -> float:
+        """Probability of dropping an input feature of A in this call."""
+        dropout = max(options.dropout for options in self.lora.values())
+        return dropout if self.training and self.lora_enabled else 0.0
+
+    def extra_repr(self) -> str:
+        updates = ", ".join(f"{name}: rank {o.rank}, alpha {o.alpha:g}" for name, o in self.lora.items())
+        return f"{super().extra_repr()}, lora=({updates})"
+
+
+class LoRAMatrixLayer(LoRALayer):
+    """Base class of layers with one weight matrix (O, K), whose names are `lora_A` (r, K) and `lora_B` (O, r)."""
+
+    a_name: ClassVar[str] = "lora_A"
+    b_name: ClassVar[str] = "lora_B"
+    weight: Any
+    lora_magnitude_vector: nn.Parameter | None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight, (O, K), dequantized."""
+        return dequantized(self.weight)
+
+    def add_update(self, parameter: str, options: LoRAOptions, *, dora: bool, dtype: torch.dtype) -> None:
+        device, (rows, columns) = self.weight.device, self.matrix_shape
+        self.lora = {parameter: options}
+        self.register_parameter(
+            self.a_name, nn.Parameter(torch.empty(options.rank, columns, device=device, dtype=dtype))
+        )
+        self.register_parameter(self.b_name, nn.Parameter(torch.empty(rows, options.rank, device=device, dtype=dtype)))
+        magnitude = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if dora else None
+        self.register_parameter("lora_magnitude_vector", magnitude)
+        self.init_update(parameter)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(O, K)."""
+        rows, columns = self.weight.shape
+        return rows, columns
+
+    def init_update(self, parameter: str) -> None:
+        a, b = getattr(self, self.a_name), getattr(self, self.b_name)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        nn.init.zeros_(b)
+        self._init_magnitude()
+
+    def _init_magnitude(self) -> None:
+        if self.lora_magnitude_vector is not None and not self.lora_magnitude_vector.is_meta:
+            with torch.no_grad():
+                self.lora_magnitude_vector.copy_(row_norms(self.matrix, self._update))
+
+    @property
+    def _update(self) -> LowRank:
+        [options] = self.lora.values()
+        return LowRank(getattr(self, self.a_name), getattr(self, self.b_name), options.scale)
+
+    @property
+    def update(self) -> LowRank | None:
+        """A, B and s; None if the updates are disabled."""
+        return self._update if self.lora_enabled else None
+
+    def row_factors(self) -> Tensor | None:
+        """Returns DoRA's factors of the rows of W + s B A, (O,) in at least fp32; None without DoRA."""
+        if self.lora_magnitude_vector is None or not self.lora_enabled:
+            return None
+        factors: Tensor = self.lora_magnitude_vector / row_norms(self.matrix, self._update)
+        return factors
+
+    def dropped(self, x: Tensor) -> Tensor | None:
+        """Returns x after dropout; None without dropout."""
+        return F.dropout(x, self.lora_dropout) if self.lora_dropout else None
+
+    def merged_weight(self, parameter: str) -> Tensor:
+        with torch.no_grad():
+            return self._merged_matrix().to(self.weight.dtype)
+
+    def _merged_matrix(self) -> Tensor:
+        dtype = accumulation_dtype(self.weight.dtype)
+        a, b, scale = self._update.to(dtype)
+        matrix = torch.addmm(self.matrix.to(dtype), b, a, alpha=scale)
+        if self.lora_magnitude_vector is None:
+            return matrix
+        factors: Tensor = self.lora_magnitude_vector.to(dtype) / torch.linalg.vector_norm(matrix, dim=1)
+        return matrix * factors[:, None]
+
+
+class LoRALinear(LoRAMatrixLayer, Linear):
+    """`Linear` with a low-rank update."""
+
+    plain_class = Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., K) -> (..., O)."""
+        return _project(x, [self], "auto")[0]
+
+
+class LoRARouter(LoRAMatrixLayer, Router):
+    """`Router` with a low-rank update."""
+
+    plain_class = Router
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E)."""
+        return _with_update(super().logits(x), x, self)
+
+
+class LoRAHead(LoRAMatrixLayer, LMHead):
+    """`LMHead` with a low-rank update.
+
+    The loss computes logits as [h, s h A^T] [W, B]^T: as exact as the logits without update, and without the matrix
+    W + s B A, whose rounding to bf16 would lose small updates. [W, B] is a copy of the weight that exists during the
+    loss, and so does its gradient, of which only the columns of B are kept.
+    """
+
+    plain_class = LMHead
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """(..., H) -> (..., V)."""
+        return _with_update(super().product(hidden), hidden, self)
+
+    def loss_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns hidden states and a weight whose product are the logits."""
+        hidden, weight = super().loss_inputs(hidden)
+        update, factors = self.update, self.row_factors()
+        if update is None:
+            return hidden, weight
+        a, b, scale = update.to(weight.dtype)
+        dropped, padding = self.dropped(hidden), -len(a) % _HEAD_MULTIPLE
+        inner = scale * F.linear(hidden if dropped is None else dropped, a)
+        weight = torch.cat([weight, F.pad(b, (0, padding))], 1)
+        weight = weight if factors is None else (weight * factors[:, None]).to(weight.dtype)
+        return torch.cat([hidden, F.pad(inner, (0, padding)).to(hidden.dtype)], -1), weight
+
+
+class LoRAEmbedding(LoRAMatrixLayer, Embedding):
+    """`Embedding` with a low-rank update of the transposed weight, (H, V), as in PEFT."""
+
+    plain_class: ClassVar[type[nn.Module]] = Embedding
+    a_name = "lora_embedding_A"
+    b_name = "lora_embedding_B"
+
+    @property
+    def matrix(self) -> Tensor:
+        """The transposed weight, (H, V)."""
+        transposed: Tensor = self.weight.T
+        return transposed
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(H, V)."""
+        rows, columns = self.weight.shape
+        return columns, rows
+
+    def init_update(self, parameter: str) -> None:
+        nn.init.zeros_(getattr(self, self.a_name))
+        nn.init.normal_(getattr(self, self.b_name))
+        self._init_magnitude()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: token ids, (...) -> (..., H)."""
+        embeddings, update, factors = super().forward(input), self.update, self.row_factors()
+        if update is None:
+            return embeddings
+        delta = update.scale * (F.embedding(input, update.a.T, self.padding_idx) @ update.b.T)
+        embeddings = embeddings + delta.to(embeddings.dtype)
+        return embeddings if factors is None else (embeddings * factors).to(embeddings.dtype)
+
+    def merged_weight(self, parameter: str) -> Tensor:
+        with torch.no_grad():
+            return self._merged_matrix().T.to(self.weight.dtype, memory_format=torch.contiguous_format)
+
+
+class LoRAScaledEmbedding(ScaledEmbedding, LoRAEmbedding):
+    """`ScaledEmbedding` with a low-rank update, which is scaled too."""
+
+    plain_class: ClassVar[type[nn.Module]] = ScaledEmbedding
+
+
+class LoRAExperts(LoRALayer, Experts):
+    """`Experts` with low-rank updates of `gate_up_proj`, `down_proj` or both: one pair of matrices for each expert.
+
+    Parameters are named `gate_up_proj_lora_A` (E, r, H) and `gate_up_proj_lora_B` (E, 2I, r), and in the same way for
+    `down_proj`. No matrix of the size of the weights is computed. There is no dropout and no DoRA.
+    """
+
+    plain_class = Experts
+
+    def add_update(self, parameter: str, options: LoRAOptions, *, dora: bool, dtype: torch.dtype) -> None:
+        if dora or options.dropout:
+            raise ValueError(
+                f"LoRA: experts with {'dora=True' if dora else f'dropout={options.dropout}'}; expected dora=False and "
+                "dropout=0. Leave the experts out of the targets, or train without it"
+            )
+        weight = getattr(self, parameter)
+        experts, rows, columns = weight.shape
+        self.lora = {**getattr(self, "lora", {}), parameter: options}
+        for name, shape in (("A", (options.rank, columns)), ("B", (rows, options.rank))):
+            matrices = torch.empty(experts, *shape, device=weight.device, dtype=dtype)
+            self.register_parameter(f"{parameter}_lora_{name}", nn.Parameter(matrices))
+        self.init_update(parameter)
+
+    def init_update(self, parameter: str) -> None:
+        a, b = (getattr(self, f"{parameter}_lora_{name}") for name in "AB")
+        bound = a.shape[-1] ** -0.5  # as kaiming_uniform_ with a = sqrt(5), of each matrix
+        nn.init.uniform_(a, -bound, bound)
+        nn.init.zeros_(b)
+
+    def update(self, parameter: str) -> LowRank | None:
+        """Returns A, B and s of a parameter; None if it has no update, or updates are disabled."""
+        if parameter not in self.lora or not self.lora_enabled:
+            return None
+        a, b = (getattr(self, f"{parameter}_lora_{name}") for name in "AB")
+        return LowRank(a, b, self.lora[parameter].scale)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
+        if not self.lora_enabled:
+            return super().forward(x, expert_ids, expert_weights)
+        return lora_experts_mlp(
+            x, expert_ids, expert_weights, dequantized(self.gate_up_proj), dequantized(self.down_proj),
+            self.update("gate_up_proj"), self.update("down_proj"), activation=self.activation, backend=self.backend,
+        )  # fmt: skip
+
+    def merged_weight(self, parameter: str) -> Tensor:
+        weight, options = dequantized(getattr(self, parameter)), self.lora[parameter]
+        dtype, merged = accumulation_dtype(weight.dtype), torch.empty_like(weight)
+        a, b = (getattr(self, f"{parameter}_lora_{name}").detach() for name in "AB")
+        for expert in range(len(weight)):  # one at a time, for the memory of the fp32 copy
+            product = b[expert].to(dtype), a[expert].to(dtype)
+            merged[expert] = torch.addmm(weight[expert].detach().to(dtype), *product, alpha=options.scale)
+        return merged
+
+
+_CLASSES: dict[type[nn.Module], type[LoRALayer]] = {
+    nn.Linear: LoRALinear,
+    Linear: LoRALinear,
+    Router: LoRARouter,
+    LMHead: LoRAHead,
+    nn.Embedding: LoRAEmbedding,
+    Embedding: LoRAEmbedding,
+    ScaledEmbedding: LoRAScaledEmbedding,
+    Experts: LoRAExperts,
+}
+
+
+def adaptable_parameters(layer: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters that `adapt` can update: none for other classes and their subclasses."""
+    if type(layer) is Experts:
+        return "gate_up_proj", "down_proj"
+    return ("weight",) if type(layer) in _CLASSES else ()
+
+
+def adapt(
+    layer: nn.Module,
+    options: LoRAOptions,
+    parameters: Sequence[str] = ("weight",),
+    *,
+    dora: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> LoRALayer:
+    """Adds low-rank updates to a layer in place, and freezes its other parameters.
+
+    Args:
+        layer: a linear layer, router, language-model head, embedding or experts; see `adaptable_parameters`.
+        options: rank, alpha, scaling and dropout.
+        parameters: names of the parameters to update; of experts, any of "gate_up_proj" and "down_proj".
+        dora: decompose the updated weight into magnitudes and directions (DoRA).
+        dtype: dtype of the updates.
+
+    Returns:
+        The same layer, with another class.
+
+    Raises:
+        ValueError: the layer's class or a parameter cannot be updated, or experts have dropout or DoRA.
+    """
+    if unknown := set(parameters) - set(adaptable_parameters(layer)):
+        expected = ", ".join(adaptable_parameters(layer)) or f"one of {', '.join(c.__name__ for c in _CLASSES)}"
+        raise ValueError(
+            f"LoRA: {type(layer).__name__} has no update of {', '.join(sorted(unknown))}; expected {expected}"
+        )
+    adapted: Any = layer
+    plain = layer.__class__
+    adapted.__class__ = _CLASSES[plain]
+    adapted.lora, adapted.lora_enabled = {}, True
+    try:
+        for parameter in parameters:
+            adapted.add_update(parameter, options, dora=dora, dtype=dtype)
+    except ValueError:
+        adapted.remove_updates()
+        raise
+    for name, weight in layer.named_parameters(recurse=False):
+        weight.requires_grad_("lora_" in name)
+    return adapted  # type: ignore[no-any-return]
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Computes without the low-rank updates within the context: the base model, such as the reference of DPO."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LoRALayer)]
+    before = [layer.lora_enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.lora_enabled = False
+        yield
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.lora_enabled = enabled
+
+
+def _with_update(y: Tensor, x: Tensor, layer: LoRAMatrixLayer) -> Tensor:
+    """Adds the update's product with x to y = x @ W.T, and applies DoRA's factors."""
+    update, factors, dropped = layer.update, layer.row_factors(), layer.dropped(x)
+    if update is None:
+        return y
+    y = y + low_rank_product(x if dropped is None else dropped, update).to(y.dtype)
+    return y if factors is None else (y * factors).to(y.dtype)
+
+
+def has_dropped_input(layer: nn.Module) -> bool:
+    """Whether a linear layer applies dropout to the input of its update in this call."""
+    return isinstance(layer, LoRALayer) and layer.lora_dropout > 0
+
+
+def update_of(layer: nn.Module) -> LowRank | None:
+    """Returns the active update of a linear layer; None for a plain one."""
+    return layer.update if isinstance(layer, LoRAMatrixLayer) else None
+
+
+def rescale(y: Tensor, layer: nn.Module) -> Tensor:
+    """Applies DoRA's factors to the output of a linear layer without its bias, and adds the bias."""
+    factors = layer.row_factors() if isinstance(layer, LoRAMatrixLayer) else None
+    if factors is None:
+        return y
+    y = (y * factors).to(y.dtype)
+    return y if layer.bias is None else y + layer.bias  # type: ignore[operator]
+
+
+def inner_bias(layer: nn.Module) -> Tensor | None:
+    """Returns the bias that is added before `rescale`: that of a layer without DoRA."""
+    has_factors = isinstance(layer, LoRAMatrixLayer) and layer.lora_enabled and layer.lora_magnitude_vector is not None
+    return None if has_factors else layer.bias  # type: ignore[return-value]
+
+
+def project_jointly(x: Tensor, *layers: nn.Module, backend: Backend = "auto") -> tuple[Tensor, ...]:
+    """Returns the outputs of several linear layers for one input, (..., H) -> (..., O) each.
+
+    By `ligerzoo.kernels.linears` or `lora_linears` where these can, see `fusible_parameters`.
+    """
+    parameters = fusible_parameters(x, *layers, backend=backend)
+    if parameters is not None:
+        return linears(x, *parameters, backend=backend)
+    kinds = Linear, nn.Linear, LoRALinear
+    if torch.is_grad_enabled() and all(is_unmodified(layer, *kinds) for layer in layers):
+        dropouts = {layer.lora_dropout for layer in layers if isinstance(layer, LoRALinear)}
+        if len(dropouts) == 1 and all(is_plain_tensor(*layer._parameters.values()) for layer in layers):
+            return _project(x, layers, backend)
+    return tuple(layer(x) for layer in layers)
+
+
+def _project(x: Tensor, layers: Sequence[nn.Module], backend: Backend) -> tuple[Tensor, ...]:
+    """Computes linear layers, at least one of them with an update, and all such with the same dropout."""
+    first = next(layer for layer in layers if isinstance(layer, LoRALinear))
+    weights: list[Any] = [layer.weight for layer in layers]
+    biases, updates, dropped = [inner_bias(y) for y in layers], [update_of(y) for y in layers], first.dropped(x)
+    if torch.is_grad_enabled() and is_plain_tensor(*weights, *biases):
+        outputs = lora_linears(x, weights, biases, updates, dropped, backend=backend)
+    else:  # `linear` reads quantized weights, and has a kernel for few rows
+        outputs = tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        source = x if dropped is None else dropped
+        outputs = tuple(
+            y if update is None else y + low_rank_product(source.to(y.dtype), update)
+            for y, update in zip(outputs, updates, strict=True)
+        )
+    return tuple(rescale(y, layer) for y, layer in zip(outputs, layers, strict=True))
