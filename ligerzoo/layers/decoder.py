@@ -102,13 +102,12 @@ def run_blocks(
             cache, which has no backward pass.
     """
     layers = list(layers)
-    if isinstance(recompute, Recompute) or not recompute:
-        recompute = [recompute or Recompute.NOTHING] * len(layers)
-    if not torch.is_grad_enabled() or context.cache is not None:
-        recompute = [Recompute.NOTHING] * len(layers)
+    levels = [recompute] * len(layers) if isinstance(recompute, Recompute) else recompute
+    if not (levels and torch.is_grad_enabled() and context.cache is None):
+        levels = [Recompute.NOTHING] * len(layers)
     if context.hidden_states is not None:
         context.hidden_states.append(x)
-    for index, (layer, level) in enumerate(zip(layers, recompute, strict=True)):
+    for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
         if level is Recompute.BLOCK:
             x, outputs = checkpoint(_forward, layer, x, context, use_reentrant=False)
             for name, tensors in outputs.items():

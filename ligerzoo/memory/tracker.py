@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,33 +21,46 @@ def allocated_bytes(nbytes: int) -> int:
     return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts the bytes of meta tensors that exist, and the operations of matrix products.
 
-    A storage exists until its last tensor is freed, as on a GPU: Python and autograd free meta tensors at the same time.
+    A storage exists until its last tensor is freed: Python and autograd free meta tensors when they free those on GPUs.
 
     Args:
         existing: tensors that are not counted, such as parameters.
+        on_peak: called whenever `peak` has grown.
 
     Attributes:
         live: bytes that exist.
         flops: operations of matrix products so far, two for each multiplication and addition.
-        on_peak: called whenever `live`, or `live` plus what an operation holds at its peak, exceeds `peak`.
-        peak: the largest number of bytes that existed at a time.
+        peak: the largest number of bytes that existed at a time, including what operations hold internally.
+        marked: bytes that existed when `mark` was called and still exist; `live` before `mark` was called.
     """
 
     def __init__(self, existing: Iterable[Tensor] = (), on_peak: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self.flops = 0
         self.on_peak = on_peak
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
+        self._marked: set[int] | None = None
+        self._marked_bytes = 0
         for tensor in existing:
             self._add(tensor, counted=False)
 
-    def storages(self) -> dict[int, int]:
-        """Returns the bytes of each storage that exists, by its address."""
-        return dict(self._sizes)
+    def mark(self) -> None:
+        """Starts to count `marked`, with what exists now."""
+        self._marked = set(self._sizes)
+        self._marked_bytes = self.live
+
+    @property
+    def marked(self) -> int:
+        return self.live if self._marked is None else self._marked_bytes
+
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes that no meta tensor represents."""
+        self.live += nbytes
+        self._record(self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +90,11 @@ class Tracker(TorchDispatchMode):
 
     def _free(self, address: int) -> None:
         del self._storages[address]
-        self.live -= self._sizes.pop(address)
+        size = self._sizes.pop(address)
+        self.live -= size
+        if self._marked is not None and address in self._marked:
+            self._marked.remove(address)
+            self._marked_bytes -= size
 
     def _record(self, nbytes: int) -> None:
         if nbytes > self.peak:
