@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_classifier, is_rotary_buffer
+from ligerzoo.convert.fields import parse_dtype, stored_dtype
 from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
@@ -23,6 +24,9 @@ from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import MoEConfig
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
+
+if TYPE_CHECKING:
+    import torch
 
 PARTS = {
     "visual.": "vision tower",
@@ -136,6 +140,42 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         ("tokenizer", tokenizer),
     ]
     return "\n".join([str(name_or_path), *(f"  {label:<14}{text}" for label, text in lines)])
+
+
+def describe_training(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    gpu_memory: float | None = None,
+    revision: str | None = None,
+    **setting: Any,
+) -> str:
+    """Returns a page of text about training a checkpoint: parameters, FLOPs, memory per GPU, and what fits.
+
+    Reads config.json only, and counts on the meta device; see `ligerzoo.memory`.
+
+    Args:
+        name_or_path: directory with a config.json, or id of a repository on the hub.
+        dtype: dtype of the weights; "auto" means that of config.json, or else bfloat16.
+        gpu_memory: GiB that a step may use of each GPU; None to show the memory only.
+        revision: branch, tag or commit on the hub.
+        setting: fields of `ligerzoo.memory.TrainingSetting`.
+
+    Raises:
+        ConfigError: config.json is malformed, or describes no causal language model in ligerzoo.models.
+        CheckpointError: config.json is missing.
+        LigerzooError: a setting is invalid.
+    """
+    from ligerzoo.memory import TrainingSetting, predict_training
+
+    directory = locate_files(name_or_path, [CONFIG_FILE], revision=revision)
+    with reading_directory(directory):
+        raw = read_json(directory / CONFIG_FILE)
+    architecture = architecture_of(raw.get("model_type"))
+    weights_dtype = stored_dtype(raw) or "bfloat16" if dtype == "auto" else dtype
+    model = architecture.build_on_meta(architecture.config_from_hf(raw))
+    model = model.to(parse_dtype(weights_dtype, where="argument dtype"))
+    return f"{name_or_path}\n{predict_training(model, TrainingSetting(**setting), gpu_memory)}"
 
 
 def _find_architecture(raw: Mapping[str, Any]) -> Architecture | None:

@@ -279,6 +279,13 @@ SERVER_NUMBERS = {
     "--max-context": ["0", "x"],
     "--max-body-mib": ["0", "1.5"],
 }
+TRAINING_NUMBERS = {
+    "--batch": ["0", "-1", "2.5", str(2**31)],
+    "--seq": ["0", "x"],
+    "--gpus": ["0", "1.5"],
+    "--lora-rank": ["0", "-2"],
+    "--gpu-memory": ["0", "-1", "nan", "inf", "x"],
+}
 OPTIONS = [
     (command, option, value)
     for command in ("generate model --prompt x", "chat model", "demo --vision")
@@ -286,6 +293,7 @@ OPTIONS = [
     for value in values
     if option == "--seed" or "demo" not in command
 ]
+OPTIONS += [("info model --train", option, value) for option, values in TRAINING_NUMBERS.items() for value in values]
 OPTIONS += [("serve model", option, value) for option, values in SERVER_NUMBERS.items() for value in values]
 
 
@@ -313,7 +321,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
     assert {
         action.option_strings[0] for action in options if action.type not in (None, Path, cli.arguments.stop_text)
-    } == {*NUMBERS, *SERVER_NUMBERS}
+    } == {*NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS}
 
 
 STREAMS = [

@@ -51,6 +51,24 @@ POSITIVE = number_in_range(float, "a positive number", lambda number: 0 < number
 TOP_P = number_in_range(float, "a number greater than 0 and at most 1", lambda number: 0 < number <= 1)
 MIN_P = number_in_range(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
 
+TRAINING_OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
+    "batch": ({"metavar": "B", "type": AT_LEAST_1, "help": "rows of a batch on one GPU (default {})"}, 1),
+    "seq": ({"metavar": "T", "type": AT_LEAST_1, "help": "tokens of a row (default {})"}, 2048),
+    "gpus": ({"metavar": "N", "type": AT_LEAST_1, "help": "GPUs that share the weights, by FSDP2 (default {})"}, 1),
+    "method": ({"choices": ["full", "lora"], "help": "train all weights, or adapters (default {})"}, "full"),
+    "lora-rank": ({"metavar": "R", "type": AT_LEAST_1, "help": "rank of the adapters (default {})"}, 16),
+    "optimizer": (
+        {"metavar": "NAME", "help": "adamw, adamw-8bit, adamw-4bit, muon or sgd (default {})"}, "adamw",
+    ),
+    "dtype": (
+        {"metavar": "DTYPE", "help": "dtype of the weights (default: that of config.json, or else bfloat16)"}, "auto",
+    ),
+    "gpu-memory": (
+        {"metavar": "GIB", "type": POSITIVE, "help": "memory of a GPU: also show the setting that fits it"}, None,
+    ),
+}  # fmt: skip
+"""Options of `info --train`: arguments of argparse, and defaults."""
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line. `run` of the result is the function that runs the command.
@@ -91,6 +109,8 @@ environment:
         options.parser.error("argument --seed: only allowed with --vision")
     if options.run is commands.generate:
         check_batch(options)
+    if options.run is commands.info:
+        check_training(options)
     return options
 
 
@@ -137,14 +157,33 @@ def add_info(subparsers: Subparsers) -> None:
 examples:
   ligerzoo info HuggingFaceTB/SmolLM2-135M
   ligerzoo info path/to/checkpoint
+  ligerzoo info path/to/checkpoint --train --batch 4 --seq 8192 --gpu-memory 80
+  ligerzoo info path/to/checkpoint --train --batch 1 --seq 4096 --gpus 8 --method lora
   ligerzoo info --architectures
 
-Reads the configs, the tokenizer and the headers of the weight files only.""",
+Reads the configs, the tokenizer and the headers of the weight files only. With --train, it reads config.json only, and
+counts the memory of a training step on an H100 or H200; see docs/memory.md.""",
     )
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     subject.add_argument("--architectures", action="store_true", help="list all supported architectures instead")
     add_revision_option(parser)
+    training = parser.add_argument_group("training")
+    training.add_argument("--train", action="store_true", help="predict the FLOPs and memory of training instead")
+    for name, (options, default) in TRAINING_OPTIONS.items():
+        training.add_argument(f"--{name}", **{**options, "help": options["help"].format(default)})
+
+
+def check_training(options: argparse.Namespace) -> None:
+    """Completes the options of --train. Raises SystemExit if one is given without it."""
+    for name, (_, default) in TRAINING_OPTIONS.items():
+        attribute = name.replace("-", "_")
+        if getattr(options, attribute) is None:
+            setattr(options, attribute, default)
+        elif not options.train:
+            options.parser.error(f"argument --{name}: only allowed with --train")
+    if options.train and options.model is None:
+        options.parser.error("argument --train: only allowed with MODEL")
 
 
 def add_generate(subparsers: Subparsers) -> None:

@@ -39,10 +39,23 @@ def standard_input() -> TextIO:
 
 
 def info(options: argparse.Namespace) -> int:
-    """Prints what a checkpoint contains and needs, or all architectures."""
-    from ligerzoo.info import describe, describe_architectures
+    """Prints what a checkpoint contains and needs, or what training it needs, or all architectures."""
+    from ligerzoo.info import describe, describe_architectures, describe_training
 
-    print(describe_architectures() if options.architectures else describe(options.model, revision=options.revision))
+    if options.train:
+        setting = {
+            "batch_size": options.batch, "seq_length": options.seq, "gpus": options.gpus, "method": options.method,
+            "lora_rank": options.lora_rank, "optimizer": options.optimizer,
+        }  # fmt: skip
+        print(
+            describe_training(
+                options.model, dtype=options.dtype, gpu_memory=options.gpu_memory, revision=options.revision, **setting
+            )
+        )
+    elif options.architectures:
+        print(describe_architectures())
+    else:
+        print(describe(options.model, revision=options.revision))
     return 0
 
 

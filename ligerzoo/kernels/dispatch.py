@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +38,35 @@ def check_backend(backend: Backend) -> Backend:
     return backend
 
 
+class GPU(NamedTuple):
+    """A GPU's properties that choose kernels and sizes.
+
+    Attributes:
+        capability: the major compute capability.
+        multiprocessors: the number of multiprocessors.
+    """
+
+    capability: int
+    multiprocessors: int
+
+
+HOPPER = GPU(9, 132)
+"""H100 and H200."""
+
+_simulated_gpu: GPU | None = None
+
+
+@contextlib.contextmanager
+def simulated_gpu(gpu: GPU) -> Iterator[None]:
+    """Within this context, meta tensors take the path of tensors on this GPU: fused operations, its tile sizes."""
+    global _simulated_gpu
+    outer, _simulated_gpu = _simulated_gpu, gpu
+    try:
+        yield
+    finally:
+        _simulated_gpu = outer
+
+
 def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
     """Whether the Triton kernels run on these tensors: "auto" runs them for fp32, bf16 and fp16 on a GPU.
 
@@ -43,7 +74,10 @@ def uses_triton(*tensors: Tensor, backend: Backend = "auto") -> bool:
         ValueError: `backend` is unknown, or is "triton" and the kernels do not support the tensors.
     """
     check_backend(backend)
-    supported = all((t.is_cuda or INTERPRETING) and t.dtype in _FUSED_DTYPES for t in tensors)
+    supported = all(
+        (t.is_cuda or INTERPRETING or (t.is_meta and _simulated_gpu is not None)) and t.dtype in _FUSED_DTYPES
+        for t in tensors
+    )
     if backend == "auto":
         return supported
     if backend == "triton" and not supported:
@@ -94,6 +128,8 @@ def next_power_of_2(n: int) -> int:
 
 def multiprocessors(tensor: Tensor) -> int:
     """The number of multiprocessors of the tensor's GPU; 2 on a CPU, for the interpreter."""
+    if tensor.is_meta and _simulated_gpu is not None:
+        return _simulated_gpu.multiprocessors
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
@@ -104,6 +140,8 @@ def _multiprocessors(index: int) -> int:
 
 def is_hopper(tensor: Tensor) -> bool:
     """Whether the tensor is on a Hopper GPU, whose matrix and tensor-copy units our tile sizes are chosen for."""
+    if tensor.is_meta and _simulated_gpu is not None:
+        return _simulated_gpu.capability == 9
     return tensor.is_cuda and _capability(tensor.get_device())[0] == 9
 
 

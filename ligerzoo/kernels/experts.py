@@ -36,6 +36,7 @@ from ligerzoo.kernels.dispatch import (
     uses_triton,
 )
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
+from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
 from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
@@ -71,7 +72,13 @@ def _flops(expert_ids: Tensor, gate_up: Tensor, down: Tensor) -> int:
     return 2 * expert_ids.numel() * (gate_up[0].numel() + down[0].numel())
 
 
-@register("experts_forward", fake=_forward_fake, flops=_flops)
+def _forward_peak(x: Tensor, expert_ids: Tensor, down: Tensor) -> int:
+    """At the last step: hidden and active rows, their products, and y."""
+    _, n_features, n_inner = down.shape
+    return x.element_size() * (expert_ids.numel() * (3 * n_inner + n_features) + x.numel()) + 4 * expert_ids.numel()
+
+
+@register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak)
 def _forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
     triton: bool,
@@ -79,9 +86,20 @@ def _forward(
     """Returns y, the hidden rows, and the rows and bounds of `sort_by_expert`."""
     check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
-    hidden = grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
+    hidden = _gate_and_up(x, gate_up, rows, bounds, triton)
     active = weighted_glu(hidden, expert_weights, rows, activation, triton)
     return unpermute(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton), hidden, rows, bounds
+
+
+@register(
+    "experts_gate_up",
+    fake=lambda x, gate_up, rows: x.new_empty((rows.numel(), gate_up.shape[1])),
+    flops=lambda gate_up, rows: 2 * rows.numel() * gate_up[0].numel(),
+    peak=lambda x, gate_up, rows: x.element_size() * rows.numel() * (x.shape[1] + gate_up.shape[1]),
+)
+def _gate_and_up(x: Tensor, gate_up: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
+    """Returns the hidden rows."""
+    return grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
 
 
 def _backward_fake(
@@ -104,7 +122,24 @@ def _backward_flops(
     return 2 * rows.numel() * ((needs_x + needs_gate_up) * gate_up[0].numel() + down_products * down[0].numel())
 
 
-@register("experts_backward", fake=_backward_fake, flops=_backward_flops)
+def _backward_peak(
+    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, rows: Tensor,
+    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
+) -> int:  # fmt: skip
+    n_rows, n_features, n_inner = rows.numel(), down.shape[1], down.shape[2]
+    needs_hidden = needs_x or needs_weights or needs_gate_up
+    dhidden, active = 2 * n_inner * needs_hidden, n_inner * (needs_down or not needs_hidden)
+    dactive = n_inner * needs_hidden
+    ddown, dx, dgate_up = down.numel() * needs_down, x.numel() * needs_x, gate_up.numel() * needs_gate_up
+    steps = [
+        n_rows * (n_features + dactive + dhidden + active),  # gradients of the activation
+        n_rows * (n_features + dhidden + active) + ddown,
+        (n_rows * (dhidden + n_features) + ddown + dx) * (needs_x or needs_gate_up) + dgate_up,
+    ]
+    return x.element_size() * max(steps) + expert_weights.element_size() * n_rows * needs_weights
+
+
+@register("experts_backward", fake=_backward_fake, flops=_backward_flops, peak=_backward_peak)
 def _backward(
     dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
     bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
@@ -146,6 +181,10 @@ class _ExpertsMLP(FusedFunction):
     ) -> Tensor:
         y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, activation, triton)
         needs_gate_up = ctx.needs_input_grad[2]
+        # A checkpointed block computes the hidden rows again anyway, with the output.
+        recomputable(
+            (hidden,), _gate_and_up, x, gate_up, rows, bounds, triton, level=Recompute.MLP, in_checkpoints=False
+        )
         ctx.save_for_backward(x if needs_gate_up else None, expert_weights, gate_up, down, hidden, rows, bounds)
         ctx.options = activation, triton
         return y

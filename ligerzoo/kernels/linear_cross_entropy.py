@@ -29,6 +29,7 @@ from ligerzoo.kernels.loss.chunked_head import (
     gradient_dtype,
     head_flops,
     head_type,
+    head_workspace,
     rows_per_chunk,
 )
 from ligerzoo.kernels.loss.precomputed_grad import attach_gradients, precomputes_gradients
@@ -105,7 +106,13 @@ def _sweep_flops(head: HeadInputs, needs: Needs) -> int:
     return head_flops(head.hidden, head.weight, needs)
 
 
-@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops)
+def _sweep_peak(head: HeadInputs, target: Tensor, options: SweepOptions, needs: Needs) -> int:
+    rows = rows_per_chunk(head.hidden, head.weight.shape[0], head.hidden.element_size(), options.budget)
+    results = sum(result.numel() * result.element_size() for result in _sweep_fake(head, target, options, needs))
+    return results + head_workspace(head.hidden, head.weight, rows, needs)
+
+
+@register("linear_cross_entropy_sweep", fake=_sweep_fake, flops=_sweep_flops, peak=_sweep_peak)
 def _sweep(
     head: HeadInputs, target: Tensor, class_weight: Tensor | None, upstream: Upstream, terms: Terms,
     options: SweepOptions, needs: Needs,

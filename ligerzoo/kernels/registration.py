@@ -54,7 +54,11 @@ OPS: dict[str, Op[*tuple[Any, ...], Any]] = {}
 
 
 def register(
-    name: str, *, fake: Callable[..., Any], flops: Callable[..., int] | None = None
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+    peak: Callable[..., int] | None = None,
 ) -> Callable[[Callable[[*Ts], R]], Op[*Ts, R]]:
     """Registers the decorated function as the op `ligerzoo::<name>`, for tensors on every device but meta.
 
@@ -64,8 +68,10 @@ def register(
             function's, matched by name.
         flops: counts the operations of the matrix products, for `torch.utils.flop_counter.FlopCounterMode`. Its
             parameters are a subset of the function's too. None if there are no products.
+        peak: counts the bytes that the function allocates and holds at its peak on a GPU, results included, likewise.
+            None if these are its results.
     """
-    return lambda function: Op(name, function, fake, flops)
+    return lambda function: Op(name, function, fake, flops, peak)
 
 
 class Op(Generic[*Ts, R]):
@@ -77,10 +83,17 @@ class Op(Generic[*Ts, R]):
 
     Attributes:
         overload: the op as the dispatcher knows it, for tests and sharding rules.
+        flops: counts the operations of a call with these flat arguments; None if there are no products.
+        peak: counts the bytes of a call with these flat arguments, see `register`; None if these are its results.
     """
 
     def __init__(
-        self, name: str, function: Callable[[*Ts], R], fake: Callable[..., Any], flops: Callable[..., int] | None = None
+        self,
+        name: str,
+        function: Callable[[*Ts], R],
+        fake: Callable[..., Any],
+        flops: Callable[..., int] | None = None,
+        peak: Callable[..., int] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
@@ -97,8 +110,10 @@ class Op(Generic[*Ts, R]):
 
         torch.library.register_fake(f"{_library.ns}::{name}", self._of_flat(fake, f"{name}: the fake"), lib=_library)
         self.overload = getattr(getattr(torch.ops, _library.ns), name).default
-        if flops is not None:
-            _count_flops(self.overload, self._of_flat(flops, f"{name}: flops"))
+        self.flops = None if flops is None else self._of_flat(flops, f"{name}: flops")
+        self.peak = None if peak is None else self._of_flat(peak, f"{name}: peak")
+        if self.flops is not None:
+            _count_flops(self.overload, self.flops)
         OPS[name] = self
 
     def __call__(self, *args: *Ts) -> R:

@@ -19,11 +19,15 @@ from ligerzoo.kernels import decode_attention, exact_attention, rope
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.fp8 import from_storage
+from ligerzoo.kernels.recompute import is_recording, recomputable
+from ligerzoo.layers.attention_on_meta import attention_on_meta
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear, check_features
 from ligerzoo.layers.lora import project_jointly
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
+from ligerzoo.layers.norm import AllHeadsRMSNorm, RMSNorm
+from ligerzoo.layers.plain import is_plain
 from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import StaticLayerCache
 
@@ -129,6 +133,8 @@ def attend(
     is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
     if softcap is not None or (on_cpu and (transformed or not is_accurate_on_cpu)):
         return reference(q, k, v, mask, scale, softcap, is_causal)
+    if q.is_meta:
+        return attention_on_meta(q, k, v, is_causal)
     is_causal = is_causal and mask is None
     if tokens == 1:  # an `if`, since torch.compile would leave a comparison of the length symbolic
         is_causal = False
@@ -166,6 +172,8 @@ def _additive(mask: AttentionMask | Tensor | None, dtype: torch.dtype) -> Tensor
 def _flex_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, softcap: float | None
 ) -> Tensor:
+    if q.is_meta:
+        return attention_on_meta(q, k, v, is_causal=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out: Tensor = _compiled_flex_attention()(
         q, k, v, _softcapped(softcap), mask.block_mask(), scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -266,11 +274,7 @@ class Attention(nn.Module):
             features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
             for features in self.project(x)
         )
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        q, k = self.apply_rotary(q, k, context)
+        q, k = self.position(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
         mask = context.mask(
@@ -282,6 +286,21 @@ class Attention(nn.Module):
         )
         out = self.attend(q, k, v, mask, context)
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Returns queries (B, T, N, D) and keys (B, T, K, D), normalized and rotated."""
+
+        def normalize_and_rotate(q: Tensor, k: Tensor, *weights: Tensor | None) -> tuple[Tensor, Tensor]:
+            q = q if self.q_norm is None else self.q_norm(q)
+            k = k if self.k_norm is None else self.k_norm(k)
+            return self.apply_rotary(q, k, context)
+
+        rotated = normalize_and_rotate(q, k)
+        if is_recording():  # backward keeps the inputs of a norm; rotation alone keeps neither inputs nor outputs
+            norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+            if len(norms) == 2 and all(is_plain(norm, RMSNorm, AllHeadsRMSNorm) for norm in norms):
+                recomputable(rotated, normalize_and_rotate, q, k, *(norm.weight for norm in norms))
+        return rotated
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(B, T, H) -> queries (B, T, N * D), keys and values (B, T, K * D)."""

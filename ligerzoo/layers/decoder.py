@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ligerzoo.kernels.recompute import Recompute, recomputing
 from ligerzoo.kernels.row_sums import split_row_sums
 from ligerzoo.layers.context import LAYER_OUTPUTS, Context
 from ligerzoo.layers.exactness import check_exact
@@ -27,6 +28,8 @@ class Decoder(nn.Module):
 
     Attributes:
         gradient_checkpointing: save only the inputs of blocks for the backward pass, and recompute the blocks there.
+        activation_plan: what backward recomputes of each block, in order; empty for nothing. `gradient_checkpointing`
+            takes precedence. See `ligerzoo.memory.apply_activation_plan`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Decoder(nn.Module):
         self.input_scale = input_scale
         self.max_valid_cache_length = max_valid_cache_length
         self.gradient_checkpointing = False
+        self.activation_plan: tuple[Recompute, ...] = ()
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (B, T) token ids, or (B, T, H) embeddings -> (B, T, H).
@@ -62,9 +66,10 @@ class Decoder(nn.Module):
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
+        recompute = Recompute.BLOCK if self.gradient_checkpointing else self.activation_plan
         cache = context.cache  # decoding is faster where sums may be split
         with nullcontext() if cache is None or cache.exact else split_row_sums():
-            x = self.norm(run_blocks(self.layers, x, context, recompute=self.gradient_checkpointing))
+            x = self.norm(run_blocks(self.layers, x, context, recompute=recompute))
         if context.hidden_states is not None:
             context.hidden_states[-1] = x
         return x
@@ -93,7 +98,9 @@ class Decoder(nn.Module):
         return cache
 
 
-def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: bool) -> Tensor:
+def run_blocks(
+    layers: Iterable[nn.Module], x: Tensor, context: Context, *, recompute: Recompute | Sequence[Recompute]
+) -> Tensor:
     """Runs blocks in order, x: (B, T, H) -> (B, T, H).
 
     Args:
@@ -101,19 +108,23 @@ def run_blocks(layers: Iterable[nn.Module], x: Tensor, context: Context, *, reco
         x: input of the first block.
         context: positions, mask and cache of the tokens. Its `hidden_states`, if not None, get the input and the output
             of each block that changes them.
-        recompute: save only the inputs of blocks for the backward pass, and recompute the blocks there. Ignored with a
+        recompute: what backward recomputes of all blocks, or of each; an empty sequence for nothing. Ignored with a
             cache, which has no backward pass.
     """
-    recompute = recompute and torch.is_grad_enabled() and context.cache is None
+    layers = list(layers)
+    levels = [recompute] * len(layers) if isinstance(recompute, Recompute) else recompute
+    if not (levels and torch.is_grad_enabled() and context.cache is None):
+        levels = [Recompute.NOTHING] * len(layers)
     if context.hidden_states is not None:
         context.hidden_states.append(x)
-    for index, layer in enumerate(layers):
-        if recompute:
+    for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
+        if level is Recompute.BLOCK:
             x, outputs = checkpoint(_forward, layer, x, context, use_reentrant=False)
             for name, tensors in outputs.items():
                 getattr(context, name).extend(tensors)
         else:
-            x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
+            with recomputing(level):
+                x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
         if context.hidden_states is not None and not _is_skipped(layer, context):
             context.hidden_states.append(x)
     return x
@@ -143,9 +154,10 @@ class BlockStack(nn.Module):
         self, x: Tensor, context: Context, intermediate_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """x: (B, T, E) -> (B, T, E), and the outputs of the blocks with the indices `intermediate_layers`."""
+        recompute = Recompute.BLOCK if self.gradient_checkpointing else Recompute.NOTHING
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            x = run_blocks([layer], x, context, recompute=self.gradient_checkpointing)
+            x = run_blocks([layer], x, context, recompute=recompute)
             if index in intermediate_layers:
                 outputs[index] = x
         return x, [outputs[index] for index in intermediate_layers]
@@ -154,5 +166,6 @@ class BlockStack(nn.Module):
 def _forward(layer: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Returns the layer's output and what it appended to the context's lists; leaves `context` unchanged."""
     context = context.fork()
-    x = layer(x, context)
+    with recomputing(Recompute.BLOCK):  # recomputation stops before the MLP, see `kernels.recompute`
+        x = layer(x, context)
     return x, {name: tensors for name in LAYER_OUTPUTS if (tensors := getattr(context, name))}

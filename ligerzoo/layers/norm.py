@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ligerzoo.kernels import add_rms_norm, layer_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import is_plain
 
@@ -128,7 +129,9 @@ def normalize(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     `is_plain`).
     """
     if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
-        return residual_rms_norm(x, **norm.kernel_options())
+        normalized, x = residual_rms_norm(x, **norm.kernel_options())
+        _declare(norm, normalized, x)
+        return normalized, x
     return norm(x), x
 
 
@@ -138,6 +141,16 @@ def add_and_normalize(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Ten
     Runs as one kernel if `norm` is an `RMSNorm` without hooks or wrappers (see `is_plain`).
     """
     if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
-        return add_rms_norm(x, residual, **norm.kernel_options())
+        normalized, summed = add_rms_norm(x, residual, **norm.kernel_options())
+        _declare(norm, normalized, summed)
+        return normalized, summed
     summed = x + residual
     return norm(summed), summed
+
+
+def _declare(norm: RMSNorm, normalized: Tensor, x: Tensor) -> None:
+    """Declares that backward may recompute `normalized` from `x`, which it keeps for the norm."""
+    if is_recording():
+        options = norm.kernel_options()
+        weight = options.pop("weight")
+        recomputable((normalized,), lambda x, weight: rms_norm(x, weight, **options), x, weight)

@@ -234,6 +234,14 @@ def _experts_forward(device: str) -> Samples:
     ]
 
 
+def _experts_gate_up(device: str) -> Samples:
+    rows, bounds = torch.arange(10, device=device).int().view(5, 2), torch.tensor([0, 5, 5, 10], device=device).int()
+    names = ("gate_up", "triton")
+    common = {"x": new(5, 7, device=device), "rows": rows, "bounds": bounds}
+    common |= {name: _experts(device)[name] for name in names}
+    return [common, common | {"x": transposed(common["x"]).half(), "gate_up": common["gate_up"].half()}]
+
+
 def _experts_backward(device: str) -> Samples:
     t = partial(new, device=device)
     common = {
@@ -325,6 +333,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "softmax_forward": _softmax_forward,
     "softmax_backward": _softmax_backward,
     "experts_forward": _experts_forward,
+    "experts_gate_up": _experts_gate_up,
     "experts_backward": _experts_backward,
     "lora_experts_forward": _lora_experts_forward,
     "lora_experts_backward": _lora_experts_backward,

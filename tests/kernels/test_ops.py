@@ -22,6 +22,7 @@ OP_NAMES = sorted(ALL_SAMPLES)
 ON_ANY_MACHINE = {
     "experts_backward",
     "experts_forward",
+    "experts_gate_up",
     "linear_cross_entropy_sweep",
     "linear_divergence_sweep",
     "lora_experts_backward",
@@ -29,10 +30,13 @@ ON_ANY_MACHINE = {
     "scaled",
 }
 
+META_ONLY = {"ligerzoo::attention_on_meta", "ligerzoo::attention_on_meta_backward"}
+"""Ops that stand for torch's attention on meta tensors: they allocate, and compute nothing."""
+
 
 def test_every_op_is_checked() -> None:
-    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligerzoo::")]
-    assert sorted(registered) == [f"ligerzoo::{name}" for name in OP_NAMES]
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligerzoo::")}
+    assert sorted(registered - META_ONLY) == [f"ligerzoo::{name}" for name in OP_NAMES]
 
 
 @pytest.mark.no_poison  # opcheck compares what two runs write

@@ -92,6 +92,18 @@ def test_segments_do_not_attend_to_each_other(window: int | None, is_causal: boo
     assert contexts[0].position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_rows_with_different_segments(window: int | None, is_causal: bool) -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]])
+    mask = Context(torch.zeros(2, 9), position_ids=positions).mask(9, window=window, is_causal=is_causal)
+    assert isinstance(mask, Mask)
+    for row, visible in zip(positions, mask.visible(), strict=True):
+        alone = Context(torch.zeros(1, 9), position_ids=row[None]).mask(9, window=window, is_causal=is_causal)
+        assert isinstance(alone, Mask)
+        assert torch.equal(visible[None], alone.visible())
+
+
 SPANS = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0, 0, 0, 0, 1, 1]]) == 1
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ligerzoo.kernels.checks import check_integer
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, multiprocessors
 from ligerzoo.kernels.loss import ragged_gemm
-from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradAccumulator
+from ligerzoo.kernels.loss.wgrad_accumulator import COLUMN_MULTIPLE, WeightGradAccumulator, low_bytes
 
 
 class HeadInputs(NamedTuple):
@@ -108,6 +108,17 @@ def gradient_dtype(*weights: Tensor) -> torch.dtype:
 def head_type(n_rows: int, *weights: Tensor) -> type[DenseHead] | type[RaggedHead]:
     """Returns the class of head for `n_rows` rows. Heads that process the same rows together share a class."""
     return RaggedHead if n_rows and _supports_ragged(*weights) else DenseHead
+
+
+def head_workspace(hidden: Tensor, weight: Tensor, rows: int, needs: Needs) -> int:
+    """Counts the bytes of a chunk's rows and logits on a GPU, and of what accumulates dweight but is not returned."""
+    n_rows, (n_classes, width) = len(hidden), weight.shape
+    rows = min(rows, n_rows)
+    chunk = rows * (cdiv(n_classes, 8) * 8 + width) * hidden.element_size()
+    is_ragged = head_type(n_rows, weight) is RaggedHead
+    accumulator = low_bytes(weight) if is_ragged and needs.weight and rows < n_rows else 0
+    order = 6 * 8 * n_rows if is_ragged else 0  # int64: positions, the order of the rows and its sort, their source
+    return chunk + accumulator + order
 
 
 class HeadGradients(NamedTuple):

@@ -47,6 +47,8 @@ def _scaled_kernel(x_ptr, factor_ptr, y_ptr, n_elements, COPIES: tl.constexpr, B
 
 def _scale(x: Tensor, factor: Tensor, y: Tensor) -> Tensor:
     """Writes x * factor to y, which may be x. Both are contiguous."""
+    if y.is_meta:
+        return y
     if not (uses_triton(x) and factor.is_cuda == x.is_cuda):
         return reference(x, factor, y)
     programs = min(cdiv(y.numel(), _BLOCK), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
@@ -80,7 +82,8 @@ class _PrecomputedGradient(FusedFunction):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
-        is_last = not needs_dispatch(gradient, factor) and not torch._C._autograd._get_current_graph_task_keep_graph()
+        is_unobserved = gradient.is_meta or not needs_dispatch(gradient, factor)
+        is_last = is_unobserved and not torch._C._autograd._get_current_graph_task_keep_graph()
         if not (is_last and ctx.can_reuse) or isinstance(ctx, RecordedContext):  # for one of several samples
             return scaled(gradient, factor, ctx.dtype), None, None
         _scale(gradient, factor, gradient)

@@ -122,6 +122,15 @@ def _accumulate_kernel(
             )
 
 
+def _low_width(width: int) -> int:
+    return cdiv(width, 2 * COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def low_bytes(weight: Tensor) -> int:
+    """Counts the bytes of the low bits of dweight, which exist while chunks accumulate."""
+    return 2 * cdiv(weight.shape[0], _TILE_M) * _TILE_M * _low_width(weight.shape[1])
+
+
 class WeightGradAccumulator:
     """Accumulates dweight of a bf16 weight, (V, H) with H a multiple of `COLUMN_MULTIPLE`, on a Hopper GPU.
 
@@ -135,7 +144,7 @@ class WeightGradAccumulator:
         self.n_rows, (self.n_classes, width) = n_rows, weight.shape
         height = cdiv(self.n_classes, _TILE_M) * _TILE_M  # whole tiles, because their rows are permuted
         self._high = weight.new_empty((height, width))
-        low_shape = (height, cdiv(width, 2 * COLUMN_MULTIPLE) * COLUMN_MULTIPLE) if rows < n_rows else (0, 0)
+        low_shape = (height, _low_width(width)) if rows < n_rows else (0, 0)
         self._low = torch.empty(low_shape, dtype=torch.int16, device=weight.device)
 
     def add_(self, dlogits: Tensor, x: Tensor, count: Tensor, end: Tensor, first_row: int) -> None:

@@ -1,0 +1,19 @@
+"""Memory of training: activation plans that fit a budget, and the prediction of a step's memory and work."""
+
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.memory.plan import ActivationPlan, apply_activation_plan, plan_activations
+from ligerzoo.memory.prediction import TrainingSetting, predict_training
+from ligerzoo.memory.simulation import OPTIMIZERS, StepMemory, on_meta, simulate_step
+
+__all__ = [
+    "OPTIMIZERS",
+    "ActivationPlan",
+    "Recompute",
+    "StepMemory",
+    "TrainingSetting",
+    "apply_activation_plan",
+    "on_meta",
+    "plan_activations",
+    "predict_training",
+    "simulate_step",
+]

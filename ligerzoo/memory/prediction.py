@@ -1,0 +1,174 @@
+"""Predicts the parameters, FLOPs and memory of training a model, and the setting that fits a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.memory.plan import WORDS, ActivationPlan, choose_plan, efficient_levels
+from ligerzoo.memory.simulation import StepMemory, gib, on_meta, simulate_step
+from ligerzoo.models.causal_lm import CausalLM
+
+Method = Literal["full", "lora"]
+
+COUNTS = ("", " k", " M", " B")
+FLOPS = (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetting:
+    """What to train, and how.
+
+    Attributes:
+        batch_size: rows of a microbatch on one GPU.
+        seq_length: tokens of a row.
+        gpus: GPUs that share weights, gradients and optimizer states (FSDP2).
+        method: "full", or "lora": adapters on all linear layers of the blocks, with frozen weights.
+        lora_rank: rank of the adapters.
+        optimizer: a name in `ligerzoo.memory.OPTIMIZERS`.
+        accumulate: whether gradients accumulate over several microbatches.
+    """
+
+    batch_size: int = 1
+    seq_length: int = 2048
+    gpus: int = 1
+    method: Method = "full"
+    lora_rank: int = 16
+    optimizer: str = "adamw"
+    accumulate: bool = False
+
+
+class _Adapter(nn.Module):
+    """A frozen linear layer and a low-rank update of its weight (Hu et al. 2021), for shapes alone."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(base.weight.new_empty((rank, base.in_features)))
+        self.b = nn.Parameter(base.weight.new_empty((base.out_features, rank)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = nn.functional.linear(nn.functional.linear(x, self.a), self.b)
+        y: Tensor = self.base(x)
+        return y + update
+
+
+def add_adapters(model: CausalLM, rank: int) -> None:
+    """Freezes a model on meta and adapts all linear layers of its blocks. Experts stay frozen."""
+    model.requires_grad_(False)
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, _Adapter(child, rank))
+
+
+def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: float | None = None) -> str:
+    """Returns a page of text: parameters, FLOPs, memory per GPU with each level of recomputation, and what fits.
+
+    Args:
+        model: on any device; only shapes and dtypes are read.
+        setting: what to train, and how.
+        gpu_memory: GiB of a GPU that the step may use; None to show the memory only.
+
+    Raises:
+        LigerzooError: an argument is invalid.
+    """
+    if setting.method not in ("full", "lora"):
+        raise LigerzooError("unknown method", where="method", got=repr(setting.method), expected="full or lora")
+    simulated = on_meta(model)
+    if setting.method == "lora":
+        add_adapters(simulated, setting.lora_rank)
+    blocks = len(simulated.model.layers)
+
+    def simulate(batch_size: int) -> Callable[..., StepMemory]:
+        return lambda levels: simulate_step(
+            simulated, batch_size, setting.seq_length, levels, optimizer=setting.optimizer,
+            accumulate=setting.accumulate, gpus=setting.gpus,
+        )  # fmt: skip
+
+    uniform = {level: simulate(setting.batch_size)([level] * blocks) for level in Recompute}
+    lines = _describe_model(simulated, setting, uniform[Recompute.NOTHING])
+    lines += _describe_memory(uniform)
+    if gpu_memory is not None:
+        plan = _largest_fit(simulate, setting, blocks, int(gpu_memory * 2**30))
+        lines += ["", *_describe_fit(plan, setting, uniform, gpu_memory)]
+    return "\n".join(lines)
+
+
+def _describe_model(model: CausalLM, setting: TrainingSetting, step: StepMemory) -> list[str]:
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    tokens = setting.batch_size * setting.seq_length
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    gpus = "1 GPU" if setting.gpus == 1 else f"{setting.gpus} GPUs (FSDP2)"
+    return [
+        f"training with {setting.batch_size} x {setting.seq_length:,} tokens per GPU, {gpus}, {setting.method}, "
+        f"{setting.optimizer}, {' and '.join(dtypes)}",
+        f"  {'parameters':<16}{parameters:,} ({_round(parameters, COUNTS)})",
+        f"  {'trained':<16}{trained:,} ({trained / parameters:.3%})",
+        f"  {'per token':<16}{_round(step.flops / tokens, FLOPS)}",
+        f"  {'per step':<16}{_round(step.flops, FLOPS)} per GPU, for {tokens:,} tokens",
+    ]
+
+
+def _describe_memory(uniform: dict[Recompute, StepMemory]) -> list[str]:
+    """Returns a table: a row for each level that saves memory."""
+    whole = uniform[Recompute.NOTHING]
+    columns = ("weights", "states", "gradients", "activations", "workspace", "peak")
+    lines = ["", f"  {'GiB per GPU':<38}" + "".join(f"{name:>12}" for name in columns) + f"{'recomputed':>12}"]
+    for level in efficient_levels(uniform):
+        step = uniform[level]
+        sizes = step.weights, step.optimizer_states, step.gradients, step.activations, step.workspace, step.peak
+        lines.append(
+            f"  {WORDS[level]:<38}" + "".join(f"{gib(size):>12}" for size in sizes)
+            + f"{1 - whole.flops / step.flops:>12.1%}"
+        )  # fmt: skip
+    return [*lines, "  (each at its own peak; recomputed: share of the matrix products)"]
+
+
+def _largest_fit(
+    simulate: Callable[[int], Callable[..., StepMemory]], setting: TrainingSetting, blocks: int, limit: int
+) -> ActivationPlan | None:
+    """Returns a plan for the batch of the setting, or else for the largest smaller one that fits; None if none does."""
+    sizes = range(1, setting.batch_size + 1)
+
+    def fits(batch_size: int) -> bool:
+        steps = (simulate(batch_size)([level] * blocks) for level in reversed(Recompute))
+        return any(step.peak <= limit for step in steps)
+
+    low, high = 0, len(sizes)  # the first `low` sizes fit
+    if fits(setting.batch_size):
+        low = high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return choose_plan(simulate(low), blocks, low, setting.seq_length, limit) if low else None
+
+
+def _describe_fit(
+    plan: ActivationPlan | None, setting: TrainingSetting, uniform: dict[Recompute, StepMemory], gpu_memory: float
+) -> list[str]:
+    if plan is None:
+        return [
+            f"does not fit {gpu_memory:g} GiB, even with batch size 1 and everything recomputed; use shorter rows, "
+            "LoRA, an 8-bit optimizer, or more GPUs"
+        ]
+    smaller = plan.batch_size < setting.batch_size
+    fitting = f"batch size {plan.batch_size} fits {gpu_memory:g} GiB"
+    if smaller:
+        least = min(step.peak for step in uniform.values())
+        fitting = f"batch size {setting.batch_size} needs at least {gib(least)} GiB; {fitting}"
+    return [f"{fitting} with activation budget {gpu_memory:g}:", *str(plan).splitlines()]
+
+
+def _round(number: float, units: tuple[str, ...]) -> str:
+    """Formats a number with three digits and a unit: 1_234_567 with COUNTS is "1.23 M"."""
+    power = 0
+    while number >= 999.5 and power < len(units) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{units[power]}"

@@ -1,0 +1,232 @@
+"""Runs a training step on the meta device, and counts the memory and the matrix products that it takes on a GPU.
+
+Every tensor that a GPU would hold exists on meta too, without data, and is freed at the same time. So the peak is
+counted, not fitted. Stated as constants are only `CUBLAS_WORKSPACE`, the bytes per parameter of optimizers, and what
+FSDP2 holds. Not counted: fragmentation, the CUDA context, and buffers of NCCL.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.errors import LigerzooError, did_you_mean
+from ligerzoo.kernels.dispatch import HOPPER, simulated_gpu
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.memory.tracker import Tracker, allocated_bytes
+from ligerzoo.models.causal_lm import CausalLM
+
+CUBLAS_WORKSPACE = 2 * 32 * 2**20
+"""Bytes; PyTorch gives cuBLAS 32 MiB on Hopper GPUs for each thread: that of the forward and that of autograd."""
+
+FSDP_BLOCKS = 3
+"""Blocks of unsharded weights or gradients that FSDP2 holds: one that computes, one gathered ahead, one in a buffer."""
+
+_SCALES = 4 / 256, 4 / 128
+"""Bytes per number of torchao's 8-bit and 4-bit optimizer states for an fp32 scale of each 256 and 128 numbers."""
+
+OPTIMIZERS: dict[str, tuple[int, float]] = {
+    "adamw": (2, 0),
+    "adamw-8bit": (0, 2 * (1 + _SCALES[0])),
+    "adamw-4bit": (0, 2 * (0.5 + _SCALES[1])),
+    "muon": (1, 0),
+    "sgd": (0, 0),
+}
+"""States of each parameter: tensors of the parameter's dtype, and further bytes per number."""
+
+_ADAMW_STATES = OPTIMIZERS["adamw"][0]
+"""Muon updates vectors, embeddings and heads with AdamW."""
+
+
+def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
+    """Returns the bytes of an optimizer's states for all parameters that require gradients.
+
+    Raises:
+        LigerzooError: unknown optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise LigerzooError(
+            "unknown optimizer", where="optimizer", got=repr(optimizer), expected=", ".join(OPTIMIZERS),
+            remedy=did_you_mean(optimizer, OPTIMIZERS),
+        )  # fmt: skip
+    tensors, extra = OPTIMIZERS[optimizer]
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim > 1 and "embed_tokens" not in name and "lm_head" not in name
+            count = tensors if optimizer != "muon" or is_matrix else _ADAMW_STATES
+            total += parameter.numel() * (count * parameter.element_size() + extra)
+    return round(total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes per GPU at the peak of a training step, by kind of tensor, and the work of the step.
+
+    Attributes:
+        weights: parameters and buffers; with several GPUs, this GPU's shard and the unsharded ones that it needs.
+        optimizer_states: states of the optimizer.
+        gradients: gradients that exist at the peak.
+        activations: what blocks keep for backward and has not been freed yet.
+        workspace: everything else: temporary tensors, the loss head's logits and gradients, cuBLAS.
+        flops: operations of the matrix products and attention of forward and backward, recomputation included.
+        kept: what each block keeps for backward, its input included.
+    """
+
+    weights: int
+    optimizer_states: int
+    gradients: int
+    activations: int
+    workspace: int
+    flops: int
+    kept: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes in all, as `torch.cuda.max_memory_allocated` counts them."""
+        return self.weights + self.optimizer_states + self.gradients + self.activations + self.workspace
+
+    def __str__(self) -> str:
+        parts = ("weights", "optimizer_states", "gradients", "activations", "workspace")
+        listed = ", ".join(f"{name.replace('_', ' ')} {gib(getattr(self, name))}" for name in parts)
+        return f"{gib(self.peak)} GiB ({listed})"
+
+
+def gib(nbytes: float) -> str:
+    """Formats bytes in GiB."""
+    return f"{nbytes / 2**30:,.2f}"
+
+
+def on_meta(model: CausalLM) -> CausalLM:
+    """Returns a copy of the model on the meta device, with the same modules and trained parameters, but no data.
+
+    Raises:
+        LigerzooError: the model has no language-model head, or sharded weights.
+    """
+    if not isinstance(model, CausalLM):
+        raise LigerzooError(
+            "not a causal language model", where="model", got=type(model).__name__,
+            expected="a model of ligerzoo.models with a language-model head",
+        )  # fmt: skip
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if hasattr(tensor, "device_mesh"):
+            raise LigerzooError(
+                "the weights are sharded", where="model",
+                remedy="Plan before sharding; apply_activation_plan works on both.",
+            )  # fmt: skip
+        memo[id(tensor)] = _meta_tensor(tensor)
+    return copy.deepcopy(model, memo).train()
+
+
+def _meta_tensor(tensor: Tensor) -> Tensor:
+    meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def simulate_step(
+    model: CausalLM,
+    batch_size: int,
+    seq_length: int,
+    levels: Sequence[Recompute] = (),
+    *,
+    optimizer: str = "adamw",
+    accumulate: bool = False,
+    gpus: int = 1,
+) -> StepMemory:
+    """Counts the memory of a training step on an H100 or H200: forward, loss, backward and optimizer.
+
+    Gradients are assumed to be freed after each step (`zero_grad(set_to_none=True)`), and the optimizer to update
+    parameters in place (`fused=True`).
+
+    Args:
+        model: on meta, see `on_meta`.
+        batch_size: rows of a microbatch on one GPU, B.
+        seq_length: tokens of a row, T, all of them trained.
+        levels: what backward recomputes of each block; empty for nothing.
+        optimizer: a name in `OPTIMIZERS`.
+        accumulate: whether gradients of earlier microbatches exist.
+        gpus: shards of the weights, gradients and optimizer states (FSDP2, resharded after forward).
+    """
+    model.model.activation_plan = tuple(levels)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter) if accumulate and gpus == 1 else None
+    count = _Count(accumulated=_nbytes(trained) if accumulate else 0, gpus=gpus)
+    with simulated_gpu(HOPPER), Tracker((*model.parameters(), *model.buffers()), count.on_peak) as tracker:
+        count.tracker = tracker
+        tracker.hold(count.gradients)
+        handles = [model.model.register_forward_hook(lambda *_: tracker.mark())]
+        handles += [layer.register_forward_pre_hook(count.enter_block) for layer in model.model.layers]
+        handles += [model.model.norm.register_forward_pre_hook(count.enter_block)]
+        handles += [
+            parameter.register_post_accumulate_grad_hook(count.add_gradient)  # type: ignore[no-untyped-call]
+            for parameter in trained
+        ]
+        try:
+            ids = torch.zeros(batch_size, seq_length, dtype=torch.int64, device="meta")
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+            model.model.activation_plan = ()
+            for parameter in trained:
+                parameter.grad = None
+    gradients, activations, dynamic = count.peak
+    live = count.live[: len(model.model.layers) + 1]  # checkpointed blocks run again
+    return StepMemory(
+        weights=_weight_bytes(model, gpus), optimizer_states=optimizer_bytes(model, optimizer) // gpus,
+        gradients=gradients, activations=activations, workspace=dynamic - gradients - activations + CUBLAS_WORKSPACE,
+        flops=tracker.flops, kept=tuple(after - before for before, after in pairwise(live)),
+    )  # fmt: skip
+
+
+class _Count:
+    """Counts gradients, and remembers what existed at the peak.
+
+    Attributes:
+        gradients: bytes that exist; with several GPUs, of this GPU's shards.
+        peak: bytes of gradients, of activations and in all at the peak.
+        live: bytes that existed before each block ran, and after the last one.
+    """
+
+    tracker: Tracker
+
+    def __init__(self, accumulated: int, gpus: int) -> None:
+        self.gpus, self.gradients = gpus, accumulated // gpus
+        self.adds = accumulated == 0
+        self.peak = (0, 0, 0)
+        self.live: list[int] = []
+
+    def on_peak(self) -> None:
+        self.peak = self.gradients, min(self.tracker.marked, self.tracker.peak - self.gradients), self.tracker.peak
+
+    def enter_block(self, *_: Any) -> None:
+        self.live.append(self.tracker.live)
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        nbytes = allocated_bytes(parameter.numel() * parameter.element_size())
+        if self.gpus > 1:
+            parameter.grad = None
+            self.tracker.hold(nbytes // self.gpus if self.adds else 0)
+        self.gradients += nbytes // self.gpus if self.adds else 0
+
+
+def _weight_bytes(model: CausalLM, gpus: int) -> int:
+    """Returns the bytes of weights and buffers per GPU, and of what FSDP2 unshards for a while."""
+    total = _nbytes((*model.parameters(), *model.buffers()))
+    if gpus == 1:
+        return total
+    blocks = [_nbytes(layer.parameters()) for layer in model.model.layers]
+    return total // gpus + (total - sum(blocks)) + FSDP_BLOCKS * max(blocks)
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(allocated_bytes(tensor.numel() * tensor.element_size()) for tensor in tensors)

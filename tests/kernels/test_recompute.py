@@ -1,0 +1,81 @@
+"""What blocks keep for backward with the fused kernels: as many bytes as simulated, with the same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels.dispatch import INTERPRETING
+from ligerzoo.kernels.recompute import Recompute, recomputing
+from ligerzoo.layers import Context
+from ligerzoo.memory import on_meta, simulate_step
+from ligerzoo.memory.tracker import allocated_bytes
+from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
+
+pytestmark = pytest.mark.skipif(not (INTERPRETING or torch.cuda.is_available()), reason="needs the kernels")
+
+T = 128
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+MODELS = {
+    "dense": lambda device: Llama(LlamaConfig(**SIZES), device=device),
+    "mixture": lambda device: Mixtral(MixtralConfig(**SIZES, num_experts=4, sliding_window=None), device=device),
+    "mixture with normalized heads": lambda device: Qwen3Moe(
+        Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        device=device,
+    ),
+}
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu" if INTERPRETING else "cuda"
+
+
+def run_block(model: CausalLM, x: Tensor, level: Recompute) -> tuple[dict[int, Any], Tensor]:
+    """Returns the storages that backward keeps of the second block, and its output."""
+    storages: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor.detach()
+
+    context = Context(x)
+    context.router_logits = None
+    model.model.layers[0](x, context)  # creates the rotary angles
+    shared = [*model.parameters(), *(t for pair in context._rotations.values() for t in pair)]
+    excluded = {tensor.untyped_storage()._cdata for tensor in shared}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recomputing(level):
+        y = model.model.layers[1](x, context)
+    return {address: storage for address, storage in storages.items() if address not in excluded}, y
+
+
+@pytest.mark.parametrize("level", [Recompute.NOTHING, Recompute.ELEMENTWISE, Recompute.MLP])
+@pytest.mark.parametrize("kind", MODELS)
+def test_kept_bytes_are_as_simulated(kind: str, level: Recompute, device: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind](device)
+    storages, _ = run_block(model, torch.randn(1, T, 64, device=device, requires_grad=True), level)
+    kept = sum(allocated_bytes(storage.nbytes()) for storage in storages.values())
+    assert kept == simulate_step(on_meta(model), 1, T, [level] * 3).kept[1]
+
+
+@pytest.mark.parametrize("level", [Recompute.ELEMENTWISE, Recompute.MLP])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_have_the_same_bits(kind: str, level: Recompute, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind](device).to(dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    data = torch.randn(2, 7, 64, device=device, dtype=dtype)
+    gradients = []
+    for one in (Recompute.NOTHING, level):
+        x = data.clone().requires_grad_()
+        model.zero_grad()
+        run_block(model, x, one)[1].float().square().mean().backward()
+        gradients.append([x.grad, *(p.grad for p in model.model.layers[1].parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

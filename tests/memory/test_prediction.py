@@ -1,0 +1,185 @@
+"""The prediction of a training step's memory and work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ligerzoo import cli, info
+from ligerzoo.errors import LigerzooError
+from ligerzoo.hub.saving import save
+from ligerzoo.memory import Recompute, TrainingSetting, predict_training, simulate_step
+from ligerzoo.memory.simulation import optimizer_bytes
+from ligerzoo.models import CausalLM, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
+
+GIB = 2**30
+LLAMA_1B: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+LLAMA_8B = LLAMA_1B | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "vocab_size": 65, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(**config: Any) -> Llama:
+    return Llama(LlamaConfig(**config), device="meta", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "config, batch_size, seq_length, level, gpus, measured",
+    [
+        (LLAMA_1B, 8, 2048, Recompute.NOTHING, 1, 23.1),
+        (LLAMA_1B, 4, 8192, Recompute.NOTHING, 1, 38.7),
+        (LLAMA_8B, 1, 8192, Recompute.NOTHING, 1, 74.1),
+        (LLAMA_8B, 2, 8192, Recompute.NOTHING, 1, 101.9),
+        (LLAMA_8B, 1, 8192, Recompute.BLOCK, 1, 60.3),
+        (LLAMA_8B, 4, 8192, Recompute.BLOCK, 1, 65.6),
+        (LLAMA_8B, 1, 8192, Recompute.NOTHING, 2, 54.4),
+    ],
+)
+def test_peaks_measured_on_an_h200(
+    config: dict[str, Any], batch_size: int, seq_length: int, level: Recompute, gpus: int, measured: float
+) -> None:
+    """Steps with AdamW in bf16; GiB of `torch.cuda.max_memory_allocated`."""
+    levels = [level] * config["num_hidden_layers"]
+    step = simulate_step(llama(**config), batch_size, seq_length, levels, gpus=gpus)
+    assert abs(step.peak / GIB / measured - 1) < 0.03
+
+
+def test_a_block_of_llama_3_8b_keeps_what_its_layers_save() -> None:
+    hidden, intermediate, heads, kv_heads, head_dim = 4096, 14336, 32, 8, 128
+    residual, rstd, norm, logsumexp = 2 * 2 * hidden, 2 * 4, 2 * 2 * hidden, 4 * heads
+    heads_and_output = 2 * (2 * heads + 2 * kv_heads) * head_dim
+    gate_and_up = 2 * 2 * intermediate
+    always = residual + rstd + heads_and_output + logsumexp
+    expected = {
+        Recompute.NOTHING: always + norm + gate_and_up, Recompute.ELEMENTWISE: always + gate_and_up,
+        Recompute.MLP: always, Recompute.BLOCK: 2 * hidden,
+    }  # fmt: skip
+    for level, per_token in expected.items():
+        step = simulate_step(llama(**LLAMA_8B | {"num_hidden_layers": 3}), 2, 4096, [level] * 3)
+        assert step.kept[1] == 2 * 4096 * per_token
+
+
+def test_flops_are_those_of_the_products() -> None:
+    model, tokens = llama(**LLAMA_1B), 4096
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)  # with the tied head
+    attention = 4 * 16 * 2048 * (tokens * (tokens + 1) // 2)
+    assert simulate_step(model, 1, tokens).flops == 6 * tokens * matrices + attention * 7 // 2
+    block = simulate_step(model, 1, tokens, [Recompute.BLOCK] * 16).flops - simulate_step(model, 1, tokens).flops
+    down = 16 * 2048 * 8192
+    assert block == 2 * tokens * (matrices - 128256 * 2048 - down) + attention  # the down projections do not run again
+    mlp = simulate_step(model, 1, tokens, [Recompute.MLP] * 16).flops - simulate_step(model, 1, tokens).flops
+    assert mlp == 2 * tokens * 2 * down
+
+
+def test_experts_recompute_their_gate_and_up_features_only() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=8,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model = Qwen3Moe(config, device="meta", dtype=torch.bfloat16)
+    tokens = 512
+    whole, mlp = (simulate_step(model, 1, tokens, [level] * 2) for level in (Recompute.ELEMENTWISE, Recompute.MLP))
+    assert mlp.flops - whole.flops == 2 * 2 * tokens * 2 * 2 * 32 * 64
+    assert whole.kept[1] - mlp.kept[1] == 2 * tokens * 2 * 2 * 32
+
+
+def test_frozen_weights_have_neither_gradients_nor_states() -> None:
+    model = llama(**TINY).requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+    step = simulate_step(model, 2, 32)
+    trained = 2 * 16 * 16
+    assert (step.optimizer_states, step.gradients) in [(2 * trained, 0), (2 * trained, trained)]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_accumulated_gradients_exist_throughout() -> None:
+    once, accumulated = (simulate_step(llama(**LLAMA_1B), 8, 2048, accumulate=flag) for flag in (False, True))
+    assert accumulated.gradients == once.weights > once.gradients
+    assert accumulated.peak > once.peak
+
+
+@pytest.mark.parametrize("optimizer, per_number", [("adamw", 4), ("sgd", 0), ("adamw-8bit", 2 * (1 + 4 / 256))])
+def test_optimizer_states(optimizer: str, per_number: float) -> None:
+    model = llama(**TINY)
+    assert optimizer_bytes(model, optimizer) == round(per_number * sum(p.numel() for p in model.parameters()))
+
+
+def test_muon_has_one_state_for_the_matrices_of_blocks() -> None:
+    model = llama(**TINY)
+    matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
+    assert optimizer_bytes(model, "muon") == optimizer_bytes(model, "adamw") - 2 * matrices
+
+
+def test_an_unknown_optimizer() -> None:
+    with pytest.raises(LigerzooError, match=r"^optimizer: unknown optimizer; got 'adam'; expected adamw, "):
+        optimizer_bytes(llama(**TINY), "adam")
+
+
+def test_a_page_names_a_batch_that_fits() -> None:
+    setting = TrainingSetting(batch_size=8, seq_length=8192)
+    page = predict_training(llama(**LLAMA_1B), setting, gpu_memory=12)
+    assert "1,235,814,400 (1.24 B)" in page
+    assert "nothing recomputed" in page
+    assert "everything recomputed" in page
+    assert "GFLOP" in page
+    line = next(line for line in page.splitlines() if "fits" in line)
+    assert line.startswith("batch size 8 needs at least ")
+    assert line.endswith("with activation budget 12:")
+    assert "does not fit 2 GiB" in predict_training(llama(**LLAMA_1B), setting, gpu_memory=2)
+
+
+def test_adapters_train_less(tmp_path: Path) -> None:
+    full, lora = (
+        predict_training(llama(**TINY), TrainingSetting(seq_length=32, method=method, lora_rank=2))  # type: ignore[arg-type]
+        for method in ("full", "lora")
+    )
+    count = 3 * 2 * (4 * (16 + 16) + 3 * (16 + 24))
+    assert f"  {count:,} (" not in full
+    assert f"{count:,} (" in lora
+    with pytest.raises(LigerzooError, match=r"^method: unknown method; got 'all'"):
+        predict_training(llama(**TINY), TrainingSetting(method="all"))  # type: ignore[arg-type]
+
+
+def test_the_command_reads_only_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(Llama(LlamaConfig(**TINY)), tmp_path / "model")
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.unlink()
+    command = ["info", str(tmp_path / "model"), "--train", "--batch", "3", "--seq", "32", "--gpu-memory", "1"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert "training with 3 x 32 tokens per GPU, 1 GPU, full, adamw, float32" in out
+    assert "batch size 3 fits 1 GiB with activation budget 1:" in out
+    assert max(map(len, out.splitlines())) <= 160
+    assert "bfloat16" in info.describe_training(tmp_path / "model", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["model", "--batch", "2"], "argument --batch: only allowed with --train"),
+    (["--architectures", "--train"], "argument --train: only allowed with MODEL"),
+])  # fmt: skip
+def test_training_options_belong_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["info", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(LigerzooError, match=r"^model: not a causal language model; got Linear"):
+        predict_training(torch.nn.Linear(2, 2), TrainingSetting())  # type: ignore[arg-type]
+
+
+def test_every_architecture_is_predicted(tiny_model: CausalLM) -> None:
+    page = predict_training(tiny_model, TrainingSetting(batch_size=2, seq_length=24))
+    assert "nothing recomputed" in page
