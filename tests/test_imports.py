@@ -29,7 +29,7 @@ ARROWS = {
     "kernels": ("", ""),
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
-    "parallel": ("kernels", ""),
+    "parallel": ("convert device errors files hub kernels models", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
     "hub": ("convert device errors files models", "vision"),

@@ -71,7 +71,10 @@ def save(
         files[GENERATION_FILE] = _json(model.generation_config)
     tensors = stored_tensors(model, origin, state)
     if isinstance(tensors, GatheredTensors):
-        write_gathered(directory, tensors, files, max_shard_size=max_shard_size, is_main_process=is_main_process)
+        write_gathered(
+            directory, tensors, files, meta=tensors.meta(), mesh=tensors.mesh, max_shard_size=max_shard_size,
+            is_main_process=is_main_process,
+        )  # fmt: skip
     else:
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size)
 
