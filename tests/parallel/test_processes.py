@@ -23,6 +23,7 @@ from ligerzoo.parallel import (
     stop_processes,
 )
 
+ROOT = Path(__file__).parents[2]
 WHOLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -107,6 +108,6 @@ stop_processes()
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, tmp_path / "train.py", tmp_path / "saved"], check=True, env=environment, cwd=os.getcwd())
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, tmp_path / "train.py", tmp_path / "saved"], check=True, env=environment)
     assert (tmp_path / "saved" / "model.safetensors").exists()
