@@ -83,7 +83,7 @@ class Variant:
 
 
 VARIANTS = {
-    "default": Variant("shard_model as it is"),
+    "default": Variant("shard_model(model)"),
     "one-gpu": Variant("without communication", is_alone=True),
     "simple": Variant("embedding and head in the root group, last block gathered again", is_simple=True),
     "reduce-bf16": Variant("half the bytes of the reduce-scatters", reduce_dtype=None),
@@ -102,7 +102,7 @@ DEFAULT_VARIANTS = ("default", "one-gpu", "simple", "ctas-8", "ctas-16", "reduce
 
 
 def mesh_of(variant: Variant) -> DeviceMesh:
-    """Returns the mesh of all processes, with a communicator of its own if the variant limits it."""
+    """Returns the mesh of all processes, with a separate communicator if the variant limits it."""
     if variant.max_ctas is None:
         return default_mesh()
     options = dist.ProcessGroupNCCL.Options()

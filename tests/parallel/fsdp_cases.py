@@ -86,7 +86,7 @@ def load(rank: int, directory: Path) -> None:
 
 
 class Recorder:
-    """Stands in for a progress bar."""
+    """Replaces the progress bar; records its updates."""
 
     def __init__(self, read: list[int], **options: Any) -> None:
         self.update = read.append
@@ -296,7 +296,7 @@ def other_numbers(rank: int, directory: Path) -> None:
 
 
 class LocalStates(torch.optim.SGD):
-    """Has states that differ in shape and value between processes, in dtypes of their own."""
+    """Has states that differ in shape and value between processes."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -354,8 +354,8 @@ def fail(rank: int, directory: Path) -> None:
     assert [path.name for path in (directory / "kept").iterdir()] == ["file"]
     barrier("the end")
     if rank == 0:
-        with pytest.raises(LigerzooError, match=r"barrier 'nobody': a process did not arrive.*[Rr]anks? 1"):
-            barrier("nobody", timedelta(seconds=0.5))
+        with pytest.raises(LigerzooError, match=r"barrier 'other processes': a process did not arrive.*[Rr]anks? 1"):
+            barrier("other processes", timedelta(seconds=0.5))
 
 
 def refuse(rank: int, directory: Path) -> None:
