@@ -27,7 +27,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Maps a slice of a stored tensor to a slice of a parameter. At least one of the two slices is a whole tensor.
+    """Maps a slice of a stored tensor to a slice of a parameter.
+
+    In a layout, at least one of the two slices is a whole tensor; see also `within`.
 
     Attributes:
         stored_name: name of the stored tensor.
@@ -184,6 +186,53 @@ def _first_match(rules: Iterable[Rule], name: str, shapes: Mapping[str, Shape]) 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Returns the shapes of tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of elements of a tensor, such as the shard that one process holds.
+
+    Attributes:
+        offset: index of its first element in each dimension.
+        shape: its size in each dimension.
+    """
+
+    offset: Shape
+    shape: Shape
+
+
+def within(part: TensorSlice, box: Box) -> TensorSlice | None:
+    """Restricts a slice to a box of the parameter; None if they have no element in common.
+
+    Args:
+        part: a slice of the whole parameter.
+        box: as many dimensions as the parameter.
+
+    Returns:
+        A slice whose `index` is relative to the box.
+    """
+    stored_index: list[slice] = []
+    index: list[int | slice] = []
+    stored_sizes = iter(enumerate(part.stored_shape))
+    for dimension, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        chosen = part.index[dimension] if dimension < len(part.index) else slice(None)
+        if isinstance(chosen, int):
+            if not offset <= chosen < offset + size:
+                return None
+            index.append(chosen - offset)
+            continue
+        stored, stored_size = next(stored_sizes)
+        source = part.stored_index[stored] if stored < len(part.stored_index) else slice(None)
+        first = source.start or 0
+        start = chosen.start or 0
+        count = (stored_size if source.stop is None else source.stop) - first
+        begin, end = max(start, offset), min(start + count, offset + size)
+        if begin >= end:
+            return None
+        stored_index.append(slice(first + begin - start, first + end - start))
+        index.append(slice(begin - offset, end - offset))
+    is_whole = all(chosen == slice(0, size) for chosen, size in zip(index, box.shape, strict=True))
+    return replace(part, stored_index=tuple(stored_index), index=() if is_whole else tuple(index))
 
 
 def assemble(

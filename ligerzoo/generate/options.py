@@ -147,7 +147,7 @@ def check_copies(num_return_sequences: int, *, do_sample: object) -> None:
 
 
 def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = None) -> None:
-    """Raises LigerzooError if the model has no weights, or if inputs are on another device than they.
+    """Raises LigerzooError if the model has no weights or is sharded, or if inputs are on another device than they.
 
     Args:
         model: the model.
@@ -159,6 +159,11 @@ def check_devices(model: Any, name: str | None = None, inputs: Tensor | None = N
         raise LigerzooError(
             "the weights are on the meta device, which stores no values", where=type(model).__name__,
             remedy="Load them with from_pretrained.",
+        )  # fmt: skip
+    if hasattr(model, "unshard") and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise LigerzooError(
+            "the model is sharded: each token would gather all weights from all processes", where=type(model).__name__,
+            remedy="Generate within `with ligerzoo.parallel.unsharded(model):`.",
         )  # fmt: skip
     # Weights on a CPU may be offloaded, so that the model computes elsewhere.
     if inputs is not None and device is not None and device != inputs.device:

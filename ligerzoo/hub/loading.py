@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
-from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
+from ligerzoo.convert.weights import TensorSlice, assemble, shapes_of, within
 from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
@@ -32,6 +33,7 @@ from ligerzoo.files.checkpoint import Checkpoint, read_json
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
+from ligerzoo.hub.sharding import as_shard_of, shard_of
 from ligerzoo.hub.staging import Staging
 from ligerzoo.kernels.preparation import preparing_triton
 from ligerzoo.models.causal_lm import CausalLM
@@ -52,6 +54,7 @@ def load(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
+    shard: Callable[[Model], object] | None = None,
     **overrides: Any,
 ) -> Model:
     """Loads a model from a checkpoint, in evaluation mode.
@@ -72,13 +75,16 @@ def load(
         token: access token for private and gated repositories. Defaults to the token stored by `hf auth login`.
         cache_dir: directory of the downloaded files. Defaults to the hub library's cache.
         local_files_only: use cached files only, without network access.
+        shard: makes parameters DTensors in place, of the model on the meta device. Each process then reads the elements
+            that it holds, see `ligerzoo.parallel.load_sharded`.
         overrides: values of config fields, which take precedence over config.json.
 
     Raises:
         ConfigError: config.json describes another class than `model_class`, or has invalid or unsupported entries; or
             an override is not a field of the config, or has an invalid value.
         CheckpointError: Files are missing or damaged; or a tensor is missing, unexpected or of another shape than
-            config.json implies; or the directory was replaced while its files were opened.
+            config.json implies; or the directory was replaced while its files were opened; or, with `shard`, only the
+            constructor can compute a tensor.
     """
     directory = find_checkpoint(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
@@ -99,8 +105,12 @@ def load(
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
+        if shard is not None:
+            _refuse_computed_tensors(model, match, directory)
+            _refuse_different_tied_weights(model, match, checkpoint)
+            shard(model.to(dtype))
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
-            weights = _read(checkpoint, match.slices, shapes, dtype, device)
+            weights = _read(checkpoint, match.slices, model.state_dict(), dtype, device)
         extra_tensors = {
             name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
         }
@@ -112,7 +122,10 @@ def load(
     model.load_state_dict(weights, assign=True)
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
-    raw = tie_if_equal(model, raw)
+    if shard is None:
+        raw = tie_if_equal(model, raw)
+    else:
+        model.tie_weights()
     read_config = None if overrides else model.config
     model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
     model.generation_config = generation_config
@@ -277,13 +290,19 @@ def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> t
 def _read(
     checkpoint: Checkpoint,
     slices: Sequence[TensorSlice],
-    shapes: Mapping[str, Shape],
+    parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Reads the parameters, one slice at a time."""
+    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds."""
+    boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
+    own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
+    total = sum(
+        math.prod(rows.stop - rows.start for rows in part.stored_index)
+        * checkpoint.tensors[part.stored_name].dtype.itemsize
+        for part in own_slices
+    )
     copy = Staging(device).copy if device.type == "cuda" else lambda value: value.to(device)
-    total = sum(checkpoint.tensors[name].nbytes for name in {part.stored_name for part in slices})
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
         def read(part: TensorSlice) -> Tensor:
@@ -291,7 +310,35 @@ def _read(
             progress.update(value.nbytes)
             return copy(value)
 
-        return assemble(slices, shapes, read, dtype=dtype, device=device)
+        shapes = {name: box.shape for name, box in boxes.items()}
+        weights = assemble(own_slices, shapes, read, dtype=dtype, device=device)
+    for name in boxes.keys() - weights.keys():  # this process holds no element
+        weights[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+    return {name: as_shard_of(parameters[name], weight) for name, weight in weights.items()}
+
+
+def _refuse_computed_tensors(model: LanguageModel, match: Match, directory: Path) -> None:
+    """Raises CheckpointError if a tensor is not in the files: building the model would allocate all weights."""
+    if match.missing or has_tensors_outside_state_dict(model):
+        raise CheckpointError(
+            "tensors that only the constructor computes cannot be loaded in shards", where=directory,
+            got=first_names(match.missing) or f"buffers or attributes of {type(model).__name__}",
+            remedy="Load the model with from_pretrained, save it, and load that; or shard it after loading.",
+        )  # fmt: skip
+
+
+def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if the files hold different weights for head and embedding, which the config ties."""
+    stored = {part.name: part for part in match.slices if part.name in TIED}
+    if not model.config.tie_word_embeddings or len(stored) < 2:
+        return
+    values = [checkpoint.read(part.stored_name)[part.stored_index] for part in stored.values()]
+    if not torch.equal(*values):
+        raise CheckpointError(
+            "head and embedding are stored with different values, but config.json ties them",
+            where=f"{checkpoint.directory}, tie_word_embeddings", got=True,
+            remedy="Load with tie_word_embeddings=False.",
+        )  # fmt: skip
 
 
 def has_tensors_outside_state_dict(model: LanguageModel) -> bool:

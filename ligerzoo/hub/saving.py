@@ -75,7 +75,10 @@ def save(
         files[GENERATION_FILE] = _json(model.generation_config)
     tensors = stored_tensors(model, origin, state, tensors_class)
     if isinstance(tensors, GatheredTensors):
-        write_gathered(directory, tensors, files, max_shard_size=max_shard_size, is_main_process=is_main_process)
+        write_gathered(
+            directory, tensors, files, meta=tensors.meta(), mesh=tensors.mesh, max_shard_size=max_shard_size,
+            is_main_process=is_main_process,
+        )  # fmt: skip
     else:
         meta = tensors.meta() if tensors_class else None  # accesses each parameter once only
         write_checkpoint(directory, tensors, files, max_shard_size=max_shard_size, meta=meta)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ligerzoo.convert.weights import StoredTensors, TensorSlice
+from ligerzoo.convert.weights import Box, StoredTensors, TensorSlice
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint import write_checkpoint, writing_order
 
@@ -50,6 +50,31 @@ def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
+def shard_of(parameter: Tensor) -> Box:
+    """Returns which elements of a parameter this rank holds: all of them unless it is a DTensor."""
+    if not is_dtensor(parameter):
+        return Box((0,) * parameter.ndim, tuple(parameter.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+def as_shard_of(parameter: Tensor, local: Tensor) -> Tensor:
+    """Returns a DTensor like the parameter with this rank's elements; `local` itself unless it is a DTensor."""
+    if not is_dtensor(parameter):
+        return local
+    return type(parameter).from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def largest_mesh(tensors: Iterable[Tensor]) -> DeviceMesh:
+    """Returns the largest mesh of the DTensors among some tensors."""
+    return max((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), key=lambda mesh: mesh.size())
+
+
 class GatheredTensors(StoredTensors):
     """Stored tensors of a model with DTensors. Gathers each parameter when it is accessed, and keeps the last one.
 
@@ -69,26 +94,29 @@ class GatheredTensors(StoredTensors):
     @property
     def mesh(self) -> DeviceMesh:
         """The largest mesh of a parameter."""
-        meshes = (tensor.device_mesh for tensor in self._tensors.values() if is_dtensor(tensor))
-        return max(meshes, key=lambda mesh: mesh.size())
+        return largest_mesh(self._tensors.values())
 
 
 def write_gathered(
     directory: str | Path,
-    tensors: GatheredTensors,
+    tensors: Mapping[str, Tensor],
     files: Mapping[str, str | bytes],
     *,
-    max_shard_size: int | str,
-    is_main_process: bool | None,
+    meta: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    max_shard_size: int | str = "5GB",
+    is_main_process: bool | None = None,
 ) -> None:
-    """Writes a checkpoint of DTensors, as `write_checkpoint`. One tensor at a time is whole, on every rank.
+    """Writes tensors that all ranks gather, as `write_checkpoint`. One tensor at a time is whole, on every rank.
 
     Returns when the main process has finished.
 
     Args:
         directory: as in `write_checkpoint`.
-        tensors: as in `write_checkpoint`.
+        tensors: gathers a tensor at each access, by all ranks of the mesh.
         files: as in `write_checkpoint`.
+        meta: as in `write_checkpoint`.
+        mesh: the ranks.
         max_shard_size: as in `write_checkpoint`.
         is_main_process: whether this process writes the files. None means the lowest rank of the mesh.
 
@@ -97,10 +125,8 @@ def write_gathered(
     """
     import torch.distributed as dist
 
-    mesh = tensors.mesh
     if is_main_process is None:
         is_main_process = dist.get_rank() == int(mesh.mesh.min())
-    meta = tensors.meta()
     remaining = writing_order(meta, max_shard_size)
     failure: Exception | None = None
     if is_main_process:

@@ -1,15 +1,11 @@
 """The losses of models: plain and wrapped, on one process and on two."""
 
-import os
-import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,9 +16,9 @@ from ligerzoo import losses
 from ligerzoo.losses import model_sequence_logps, model_token_logps
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.losses import oracles
+from tests.parallel.spawning import PROCESSES, on_all_processes
 
 IGNORED = -100
-PROCESSES = 2
 
 
 def tiny(tied: bool = True, layers: int = 2, seed: int = 0, vocab: int = 31, width: int = 16) -> Llama:
@@ -301,21 +297,6 @@ MODEL_LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor, int, int], Tensor]]
         hard_weight=0.5, num_items=tokens
     ).of_teacher(model, tiny(seed=5), ids, labels).loss,
 }  # fmt: skip
-
-
-def _process(rank: int, directory: str, work: Callable[[int], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=PROCESSES)
-    try:
-        work(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def on_all_processes(work: Callable[[int], None]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_process, (directory, work), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
 
 
 def check_ddp_and_fsdp(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Operations over tensors that are sharded over several processes.
+"""A loss head whose vocabulary is sharded over several processes.
 
 `vocab_parallel_linear_cross_entropy` is `linear_cross_entropy` for a head whose rows are sharded over a process group,
 as in Megatron-LM (Shoeybi et al. 2019, section 3) and `torch.distributed.tensor`. Every process has all hidden states

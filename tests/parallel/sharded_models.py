@@ -1,4 +1,4 @@
-"""What each process of `test_sharded_checkpoints.py` does. Does not import transformers, which takes seconds."""
+"""What each process of `test_saving.py` does. Does not import transformers, which takes seconds."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,39 +1,17 @@
 """`vocab_parallel_linear_cross_entropy` over two processes equals `linear_cross_entropy` in one."""
 
-import os
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ligerzoo.kernels import linear_cross_entropy
 from ligerzoo.parallel import vocab_parallel_linear_cross_entropy
-
-PROCESSES = 2
+from tests.parallel.spawning import PROCESSES, on_all_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
-
-
-def _process(rank: int, directory: str, work: Callable[[int], None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=PROCESSES)
-    try:
-        work(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def on_all_processes(work: Callable[[int], None]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with tempfile.TemporaryDirectory() as directory:
-        mp.set_forkserver_preload([__name__])  # imports torch once for all tests
-        mp.start_processes(_process, (directory, work), PROCESSES, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def make(classes: int) -> tuple[Tensor, Tensor, Tensor]:

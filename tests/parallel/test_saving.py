@@ -11,13 +11,13 @@ from ligerzoo import AutoModel
 from ligerzoo.hub import sharding
 from ligerzoo.hub.sharding import GatheredTensors
 from ligerzoo.hub.state import stored_tensors
-from tests import sharded_models as process
 from tests.models.tiny import HEAD, Tiny, without
 from tests.models.tiny_gemma3 import GEMMA3
 from tests.models.tiny_llama import LLAMA
 from tests.models.tiny_mixtral import MIXTRAL, ON_THE_HUB
 from tests.models.tiny_phi3 import PHI3
-from tests.test_parallel import PROCESSES, on_all_processes
+from tests.parallel import sharded_models as process
+from tests.parallel.spawning import PROCESSES, on_all_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
 

@@ -1,0 +1,28 @@
+"""Training on several processes: FSDP2, loading and saving shards, and operations over sharded tensors.
+
+processes      the processes of a run, from torchrun's environment
+fsdp           shards a model with FSDP2
+loading        loads and initializes sharded models: each process reads its part
+directories    replaces a directory atomically, written by all processes
+optimizers     saves and loads optimizer states of sharded models
+vocab_parallel a loss head whose vocabulary is sharded
+"""
+
+from ligerzoo.parallel.directories import replacing_directory_together as replacing_directory_together
+from ligerzoo.parallel.fsdp import accumulating as accumulating
+from ligerzoo.parallel.fsdp import shard_model as shard_model
+from ligerzoo.parallel.fsdp import unsharded as unsharded
+from ligerzoo.parallel.loading import initialize_sharded as initialize_sharded
+from ligerzoo.parallel.loading import load_sharded as load_sharded
+from ligerzoo.parallel.optimizers import load_optimizer as load_optimizer
+from ligerzoo.parallel.optimizers import save_optimizer as save_optimizer
+from ligerzoo.parallel.processes import Processes as Processes
+from ligerzoo.parallel.processes import barrier as barrier
+from ligerzoo.parallel.processes import failing_together as failing_together
+from ligerzoo.parallel.processes import gather_objects as gather_objects
+from ligerzoo.parallel.processes import items_per_process as items_per_process
+from ligerzoo.parallel.processes import start_processes as start_processes
+from ligerzoo.parallel.processes import stop_processes as stop_processes
+from ligerzoo.parallel.vocab_parallel import (
+    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+)

@@ -1,0 +1,101 @@
+"""Loads and initializes sharded models. No process holds the whole model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ligerzoo import hub
+from ligerzoo.errors import LigerzooError
+from ligerzoo.hub.sharding import as_shard_of, shard_of
+from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.language_model import LanguageModel
+from ligerzoo.parallel.fsdp import shard_model
+from ligerzoo.parallel.processes import default_mesh
+
+Model = TypeVar("Model", bound=LanguageModel)
+
+
+def load_sharded(
+    name_or_path: str | Path,
+    mesh: DeviceMesh | None = None,
+    *,
+    model_class: type[Model] = CausalLM,  # type: ignore[assignment]
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    reshard_after_forward: bool = True,
+    prefetch: int | None = None,
+    **options: Any,
+) -> Model:
+    """Loads a checkpoint in Hugging Face format into a model sharded with `shard_model`, in evaluation mode.
+
+    Each process reads its part of every tensor from the safetensors files, also where a layout stores parameters in
+    other tensors (fused projections, one tensor per expert).
+
+    Args:
+        name_or_path: directory, or id of a repository on the hub.
+        mesh: see `shard_model`, as for `param_dtype`, `reduce_dtype`, `reshard_after_forward` and `prefetch`.
+        model_class: expected class, such as `CausalLM` or `SequenceClassifier`.
+        options: see `ligerzoo.hub.load`, without `device`.
+
+    Raises:
+        LigerzooError: As `shard_model` and `ligerzoo.hub.load`; or the files lack a parameter, or the class computes
+            tensors in its constructor.
+    """
+    mesh = default_mesh() if mesh is None else mesh
+    shard = partial(
+        shard_model, mesh=mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+    )  # fmt: skip
+    return hub.load(name_or_path, model_class, device=device_of(mesh), shard=shard, **options)
+
+
+def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None) -> None:
+    """Initializes a sharded model that was built on the meta device, one module at a time.
+
+    The weights are those of `model.init_weights()` on one device: seed torch equally in all processes.
+
+    Args:
+        model: a model that `shard_model` has sharded, such as `AutoModel.from_config(config, device="meta")`.
+        dtype: dtype of the weights. Default: that of the model on the meta device.
+
+    Raises:
+        LigerzooError: A module with parameters has no `init_weights`.
+    """
+    initialized: dict[nn.Parameter, nn.Parameter] = {}
+    std = model.config.initializer_range
+    for module_name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        if not hasattr(module, "init_weights"):
+            raise LigerzooError(
+                "has no init_weights", where=f"{type(module).__name__} {module_name!r}",
+                remedy="Define init_weights(std) in its class, or initialize the model before sharding it.",
+            )  # fmt: skip
+        for name, weight in own.items():
+            device = device_of(weight.device_mesh) if isinstance(weight, DTensor) else weight.device
+            whole = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)
+            module._parameters[name] = nn.Parameter(whole, weight.requires_grad)
+        module.init_weights(std)
+        for name, weight in own.items():
+            whole, box = module._parameters[name].detach(), shard_of(weight)
+            chosen = tuple(slice(first, first + size) for first, size in zip(box.offset, box.shape, strict=True))
+            shard = as_shard_of(weight, whole[chosen].clone(memory_format=torch.contiguous_format))
+            initialized[weight] = nn.Parameter(shard, weight.requires_grad)
+            module._parameters[name] = weight
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, initialized[weight])
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Returns the device of this process in a mesh."""
+    kind = mesh.device_type
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
