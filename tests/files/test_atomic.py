@@ -339,7 +339,7 @@ def test_slot_deleted_by_another_process_is_replaced(old: Path, monkeypatch: pyt
     def mkdir_and_lose(self: Path, *arguments: object, **options: object) -> None:
         mkdir(self, *arguments, **options)  # type: ignore[arg-type]
         if self.name.endswith(".ligerzoo") and len(deleted) < 2:
-            atomic._delete_leftovers(old)
+            atomic.delete_leftovers(old.parent, old.name)
             deleted.append(self)
 
     monkeypatch.setattr(Path, "mkdir", mkdir_and_lose)

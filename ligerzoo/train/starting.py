@@ -1,0 +1,112 @@
+"""What a run begins with: the model, and what is printed before the first step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol, TextIO
+
+import torch
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
+from ligerzoo.hub import AutoModel, read_config
+from ligerzoo.models import CausalLM
+from ligerzoo.text.tokenizer import Tokenizer
+
+TRAINED, RESET = "\033[32m", "\033[0m"
+MAX_CHARACTERS = 2000
+"""A longer sample is cut when it is shown."""
+
+
+class TokenLabels(Protocol):
+    """What is shown of a sample: token ids, labels with -100 for tokens that are not trained, and file and line."""
+
+    @property
+    def input_ids(self) -> Sequence[int]: ...
+    @property
+    def labels(self) -> Sequence[int]: ...
+    @property
+    def source(self) -> str: ...
+
+
+def checkpoint_directory(model: str | Path) -> str:
+    """Returns the directory of a config.json; other names of a checkpoint unchanged."""
+    path = Path(model)
+    return str(path.parent if path.suffix == ".json" and path.is_file() else model)
+
+
+def load_or_build(model: str | Path, *, dtype: str, device: torch.device) -> CausalLM:
+    """Loads a checkpoint, or builds a model with random weights from a config without weights.
+
+    Args:
+        model: hub id, directory, or the path of a config.json, whose directory is not searched for weights.
+        dtype: dtype of the weights; "auto" for that of the checkpoint, and float32 for random weights.
+        device: device of the weights.
+    """
+    directory = checkpoint_directory(model)
+    is_config = directory != str(model)
+    if os.path.isdir(directory) and (is_config or not has_weights(Path(directory))):
+        dtype = "float32" if dtype == "auto" else dtype
+        return AutoModel.from_config(read_config(directory), dtype=dtype, device=device)
+    return AutoModel.from_pretrained(model, dtype=dtype, device=device)
+
+
+def has_weights(directory: Path) -> bool:
+    """Returns whether a directory has weights in safetensors files."""
+    return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def count_steps(batches: Iterable[object], accumulate: int) -> int:
+    """Returns the number of steps in all batches, which this reads.
+
+    Raises:
+        LigerzooError: There are no batches.
+    """
+    count = sum(1 for _ in batches)
+    if not count:
+        raise LigerzooError("the data has no samples", where="option data")
+    return -(-count // accumulate)
+
+
+def describe_run(
+    model: CausalLM, *, first_step: int, steps: int, micro_batches: int, batch_size: int, seq_length: int
+) -> str:  # fmt: skip
+    """Returns the plan of a run: sizes of the model and of a step, and the number of steps."""
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    positions = micro_batches * batch_size * seq_length
+    dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+    rest = f", from step {first_step}" if first_step else ""
+    return (
+        f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {model.device}\n"
+        f"{steps:,} steps{rest} of {micro_batches} x {batch_size} x {seq_length} = {positions:,} tokens with padding; "
+        f"{steps * positions:,} in all"
+    )
+
+
+def show_samples(samples: Iterable[TokenLabels], tokenizer: Tokenizer, file: TextIO | None = None) -> None:
+    """Prints samples with the trained tokens in green; without a terminal, between ⟦ and ⟧."""
+    file = file or sys.stdout
+    begin, end = (TRAINED, RESET) if file.isatty() and not os.environ.get("NO_COLOR") else ("⟦", "⟧")
+    for sample in samples:
+        shown = "".join(
+            f"{begin}{part}{end}" if is_trained else part for part, is_trained in trained_parts(sample, tokenizer)
+        )
+        shown = shown if len(shown) <= MAX_CHARACTERS else f"{shown[:MAX_CHARACTERS]}{end} ..."
+        trained = sum(label != -100 for label in sample.labels)
+        print(f"--- {sample.source}: {len(sample.labels)} tokens, {trained} trained\n{shown}", file=file)
+
+
+def trained_parts(sample: TokenLabels, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Splits the text of a sample into parts that are trained and parts that are not."""
+    runs: list[tuple[list[int], bool]] = []
+    for token, label in zip(sample.input_ids, sample.labels, strict=True):
+        is_trained = label != -100
+        if not runs or runs[-1][1] != is_trained:
+            runs.append(([], is_trained))
+        runs[-1][0].append(token)
+    return [(tokenizer.decode(ids), is_trained) for ids, is_trained in runs]
