@@ -9,9 +9,7 @@ import torch
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
-
-SAMPLED_WEIGHTS = 100_000
-"""Weights of each parameter that `warn_of_rounding` looks at."""
+from ligerzoo.train.optimizers import share_unchanged
 
 
 def check_dtype(model: CausalLM) -> None:
@@ -58,30 +56,18 @@ def check_vocabulary(model: CausalLM, tokenizer: Tokenizer) -> None:
         )  # fmt: skip
 
 
-def share_of_lost_updates(model: CausalLM, lr: float) -> float:
-    """Returns the share of weights that an update of `lr` leaves unchanged, because of the resolution of their dtype.
+def warn_of_rounding(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Warns if most weights would not change by an update of size `lr`, because their dtype rounds it away.
 
-    AdamW changes a weight by about `lr`. In bf16, with 8 significant bits, a weight w keeps its value if that is less
-    than about |w| / 512. Looks at some weights of each parameter that trains.
+    Args:
+        optimizer: any optimizer.
+        lr: peak learning rate; AdamW changes a weight by about as much.
     """
-    lost = total = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            flat = parameter.detach().flatten()
-            weights = flat[:: max(1, flat.numel() // SAMPLED_WEIGHTS)]
-            update = torch.copysign(torch.full_like(weights, lr), weights)
-            share = float((weights - update == weights).float().mean())
-            lost, total = lost + share * parameter.numel(), total + parameter.numel()  # type: ignore[assignment]
-    return lost / max(1, total)
-
-
-def warn_of_rounding(model: CausalLM, lr: float) -> None:
-    """Warns if most updates of the peak learning rate would be rounded away, as they may be in bf16."""
-    share = share_of_lost_updates(model, lr)
+    share = share_unchanged(optimizer, lr)
     if share > 0.5:
+        dtype = optimizer.param_groups[0]["params"][0].dtype
         warnings.warn(
-            f"a learning rate of {lr:g} is below the resolution of {str(model.dtype).removeprefix('torch.')} for "
-            f"{share:.0%} of the weights, which would hardly change; use --dtype float32 --mixed-precision or a "
-            "higher learning rate",
+            f"a learning rate of {lr:g} is below the resolution of {str(dtype).removeprefix('torch.')} for {share:.0%} "
+            "of the weights, which would not change; use --dtype float32 --mixed-precision or a higher learning rate",
             stacklevel=2,
         )

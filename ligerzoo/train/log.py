@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligerzoo.errors import LigerzooError, first_names
+from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
@@ -51,7 +51,7 @@ class CountedBatch(Protocol):
     @property
     def padding(self) -> int: ...
     @property
-    def sources(self) -> Sequence[str]: ...
+    def sources(self) -> Sequence[object]: ...
 
 
 class Moment:
@@ -95,6 +95,13 @@ class HostCopy:
         return self._values.tolist()
 
 
+def first_sources(sources: Iterable[object], limit: int = 4) -> str:
+    """Returns the first different sources for a message. The texts of the others may be expensive, and are not made."""
+    different = list(dict.fromkeys(sources))
+    more = f" and {len(different) - limit} more" if len(different) > limit else ""
+    return ", ".join(map(str, different[:limit])) + more
+
+
 class RunLog:
     """The log of a run. Only the main process prints and writes.
 
@@ -113,7 +120,7 @@ class RunLog:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._steps, self._report = steps, report
-        self._pending: tuple[dict[str, Any], HostCopy, float, list[str]] | None = None
+        self._pending: tuple[dict[str, Any], HostCopy, float, list[object]] | None = None
         self._printed, self._warned = 0.0, False
         self._file = None
         if processes.is_main():
@@ -185,20 +192,20 @@ class RunLog:
         self._write(entry)
         self._show(entry)
 
-    def _check(self, entry: Mapping[str, Any], sources: Sequence[str]) -> None:
+    def _check(self, entry: Mapping[str, Any], sources: Sequence[object]) -> None:
         """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
         for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry["grad_norm"])):
             if not math.isfinite(value):
                 raise LigerzooError(
                     f"the {name} is not a finite number, so the run stops",
-                    where=f"step {entry['step']}, {first_names(list(dict.fromkeys(sources)), 4)}", got=value,
+                    where=f"step {entry['step']}, {first_sources(sources)}", got=value,
                     remedy="Look at these samples, or lower the learning rate. The last checkpoint is from before.",
                 )  # fmt: skip
         if entry["loss"] == 0 and not self._warned:
             self._warned = True
             warnings.warn(
                 f"step {entry['step']}: the loss is exactly 0, as if nothing were trained; look at the labels of "
-                f"{first_names(list(dict.fromkeys(sources)), 4)}",
+                f"{first_sources(sources)}",
                 stacklevel=4,
             )
 

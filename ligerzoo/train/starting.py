@@ -29,7 +29,7 @@ class TokenLabels(Protocol):
     @property
     def labels(self) -> Sequence[int]: ...
     @property
-    def source(self) -> str: ...
+    def source(self) -> object: ...
 
 
 def checkpoint_directory(model: str | Path) -> str:
@@ -48,7 +48,7 @@ def load_or_build(model: str | Path, *, dtype: str, device: torch.device) -> Cau
     """
     directory = checkpoint_directory(model)
     is_config = directory != str(model)
-    if os.path.isdir(directory) and (is_config or not has_weights(Path(directory))):
+    if is_config or (os.path.isdir(directory) and not has_weights(Path(directory))):
         dtype = "float32" if dtype == "auto" else dtype
         return AutoModel.from_config(read_config(directory), dtype=dtype, device=device)
     return AutoModel.from_pretrained(model, dtype=dtype, device=device)

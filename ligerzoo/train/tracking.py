@@ -40,6 +40,7 @@ def _open_tensorboard(output: Path) -> Report:
     def report(entry: Mapping[str, Any]) -> None:
         for name, value in _numbers(entry).items():
             writer.add_scalar(name, value, entry["step"])
+        writer.flush()
 
     return report
 

@@ -27,3 +27,14 @@ def schedule(name: str, steps: int, *, warmup_steps: int) -> Callable[[int], flo
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+
+def share_unchanged(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    unchanged = sum(int(((weight + lr == weight) & (weight - lr == weight)).sum()) for weight in weights)
+    return float(unchanged / sum(weight.numel() for weight in weights))

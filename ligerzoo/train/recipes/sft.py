@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import torch
 
-from ligerzoo import Tokenizer
+from ligerzoo import AutoModel, Tokenizer
 from ligerzoo.device import available_device
-from ligerzoo.errors import ConfigError, LigerzooError, first_names
+from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.train import processes
 from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
 from ligerzoo.train.data import PackedBatches, check_data, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluation_loss, prompt_of
 from ligerzoo.train.interrupt import StopRequest
-from ligerzoo.train.log import RunLog
-from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule
+from ligerzoo.train.log import RunLog, first_sources
+from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule, set_lr
 from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
 from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run_state import RunState
@@ -36,8 +36,8 @@ class Options:
     """Options of a run. A field's type is checked, and the text below it is its description in `--help`."""
 
     model: str
-    """checkpoint in Hugging Face format: a directory or a hub id; to train from scratch, a config.json or a directory
-    without weights"""
+    """checkpoint in Hugging Face format: a directory or a hub id; with --method pretrain also a
+    config.json, or a directory without weights, for random weights"""
     data: tuple[str, ...]
     """file with training data; several are one data set"""
     output: str
@@ -56,7 +56,7 @@ class Options:
     """number of steps; the data is repeated as needed (default: as --epochs)"""
     epochs: Count | None = None
     """times that the data is read, without --max-steps (default: 1)"""
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
     """name of the optimizer"""
     lr: Positive = 1e-5
     """peak learning rate"""
@@ -113,10 +113,10 @@ def main(options: Options) -> int:
     processes.refuse_several()
     torch.manual_seed(options.seed)
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
-    source = run.checkpoint or options.model
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
     device = available_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = load_or_build(source, dtype=options.dtype, device=device).train()
+    load = load_or_build if options.method == "pretrain" else AutoModel.from_pretrained
+    model = load(run.checkpoint or options.model, dtype=options.dtype, device=device).train()
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()
     check_dtype(model)
@@ -138,7 +138,7 @@ def main(options: Options) -> int:
     steps = options.max_steps or count_steps(packed(samples(options.data, epochs=epochs)), options.accumulate)
     optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay)
     factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
-    warn_of_rounding(model, options.lr)
+    warn_of_rounding(optimizer, options.lr)
     run.load(optimizer, batches)
 
     sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
@@ -154,8 +154,8 @@ def main(options: Options) -> int:
             micro_batches = list(islice(batches, options.accumulate))
             trained_tokens = sum(batch.trained_tokens for batch in micro_batches)
             if not trained_tokens:
-                names = first_names([source for batch in micro_batches for source in batch.sources], 4)
-                raise LigerzooError("no token is trained", where=f"step {step}, {names}", remedy="Try --dry-run.")
+                sources = first_sources(source for batch in micro_batches for source in batch.sources)
+                raise LigerzooError("no token is trained", where=f"step {step}, {sources}", remedy="Try --dry-run.")
             loss = torch.zeros((), device=device)
             for batch in micro_batches:
                 inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.inputs.items()}
@@ -167,12 +167,10 @@ def main(options: Options) -> int:
                 part.backward()
                 loss += part.detach()
             grad_norm = clip_grad_norm(model.parameters(), options.max_grad_norm)
-            lr = options.lr * factor(step - 1)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(optimizer, factor(step - 1))
             optimizer.step()
             optimizer.zero_grad()
-            log.step(step, loss=loss, grad_norm=grad_norm, lr=lr, batches=micro_batches)
+            log.step(step, loss=loss, grad_norm=grad_norm, lr=options.lr * factor(step - 1), batches=micro_batches)
 
             if options.eval_data and (step % options.eval_every == 0 or step == steps):
                 with log.paused():
