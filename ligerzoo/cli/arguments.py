@@ -274,7 +274,7 @@ Also copies the tokenizer and the processor. The model's files appear at once, w
 
 def training_method(arguments: Sequence[str] | None) -> str:
     """Returns the method of `ligerzoo train`, on which its other options depend."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--method", nargs="?")
     method: str | None = parser.parse_known_args(arguments)[0].method
     return method if method in RECIPES else DEFAULT_METHOD

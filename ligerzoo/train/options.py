@@ -98,10 +98,10 @@ class Option:
         return value_type(self.annotation)
 
     @property
-    def annotation_name(self) -> str:
-        """The annotation of one value that is not None, such as "Count"."""
-        name = self.annotation.removesuffix(" | None")
-        return {"str": "text", "tuple[str, ...]": "file"}.get(name, name)
+    def metavar(self) -> str:
+        """A letter or word for the value in the help."""
+        kind = self.value_type
+        return "FILE" if self.has_several_values else "TEXT" if kind.parse is str else "N" if kind.parse is int else "X"
 
     @property
     def is_required(self) -> bool:
@@ -152,10 +152,10 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) ->
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=help_text)
             continue
         kind = option.value_type
-        metavar = "{" + ",".join(kind.choices) + "}" if kind.choices else option.annotation_name.upper()
+        values: dict[str, Any] = {"type": _parser_of(kind), "metavar": option.metavar}
         parser.add_argument(
-            flag, action=_Several if option.has_several_values else "store", type=_parser_of(kind), metavar=metavar,
-            required=option.is_required, default=argparse.SUPPRESS, help=help_text,
+            flag, action=_Several if option.has_several_values else "store", required=option.is_required,
+            default=argparse.SUPPRESS, help=help_text, **({"choices": kind.choices} if kind.choices else values),
         )  # fmt: skip
 
 

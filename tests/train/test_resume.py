@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import re
 import signal
 import subprocess

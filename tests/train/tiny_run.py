@@ -52,7 +52,7 @@ def write_data(file: Path, samples: int = 60, seed: int = 0) -> Path:
     return file
 
 
-def options(checkpoint: Path, data: Path, output: Path, **changes: Any) -> dict[str, Any]:
+def options(checkpoint: Path, data: Path, output: Path, /, **changes: Any) -> dict[str, Any]:
     """Returns options of a run of a few steps in float32 on the CPU."""
     given: dict[str, Any] = {
         "model": str(checkpoint), "data": (str(data),), "output": str(output), "seq_length": 64, "batch_size": 2,
