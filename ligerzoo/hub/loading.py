@@ -117,7 +117,7 @@ def load(
 
 
 def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
-    """Reads the config of a checkpoint, which may have no weights: `AutoModel.from_config` builds the model anew.
+    """Reads the config of a checkpoint, which may have no weights. `AutoModel.from_config` builds a new model from it.
 
     Args:
         name_or_path: directory with config.json, or id of a repository on the hub.

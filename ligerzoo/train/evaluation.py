@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -11,9 +12,17 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.log import CountedBatch
-from ligerzoo.train.starting import TokenLabels
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 40
+
+
+class TokenLabels(Protocol):
+    """Token ids of a sample, and its labels: -100 for tokens that are not trained."""
+
+    @property
+    def input_ids(self) -> Sequence[int]: ...
+    @property
+    def labels(self) -> Sequence[int]: ...
 
 
 @contextlib.contextmanager

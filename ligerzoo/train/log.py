@@ -95,11 +95,11 @@ class HostCopy:
         return self._values.tolist()
 
 
-def first_sources(sources: Iterable[object], limit: int = 4) -> str:
-    """Returns the first different sources for a message. The texts of the others may be expensive, and are not made."""
-    different = list(dict.fromkeys(sources))
+def first_sources(batches: Iterable[CountedBatch], limit: int = 4) -> str:
+    """Returns the files and lines of the first samples of batches, for a message."""
+    different = list(dict.fromkeys(str(source) for batch in batches for source in batch.sources))
     more = f" and {len(different) - limit} more" if len(different) > limit else ""
-    return ", ".join(map(str, different[:limit])) + more
+    return ", ".join(different[:limit]) + more
 
 
 class RunLog:
@@ -120,7 +120,7 @@ class RunLog:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._steps, self._report = steps, report
-        self._pending: tuple[dict[str, Any], HostCopy, float, list[object]] | None = None
+        self._pending: tuple[dict[str, Any], HostCopy, float, Sequence[CountedBatch]] | None = None
         self._printed, self._warned = 0.0, False
         self._file = None
         if processes.is_main():
@@ -154,7 +154,7 @@ class RunLog:
             "trained_tokens": sum(batch.trained_tokens for batch in batches), "padding": padding / (tokens + padding),
         }  # fmt: skip
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
-        self._pending = entry, copy, flops, [source for batch in batches for source in batch.sources]
+        self._pending = entry, copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
         """Logs an evaluation after a step."""
@@ -181,31 +181,31 @@ class RunLog:
     def _write_pending(self) -> None:
         if self._pending is None:
             return
-        (entry, copy, flops, sources), self._pending = self._pending, None
+        (entry, copy, flops, batches), self._pending = self._pending, None
         entry["loss"], entry["grad_norm"] = copy.read()
         entry["seconds"] = seconds = copy.moment.seconds_since(self._last)
         self._last = copy.moment
         entry["tokens_per_second"] = entry["tokens"] * processes.world_size() / seconds
         entry["mfu"] = flops / seconds / self._peak if self._peak else None
         entry["memory_gib"] = peak_memory_gib(self._device)
-        self._check(entry, sources)
+        self._check(entry, batches)
         self._write(entry)
         self._show(entry)
 
-    def _check(self, entry: Mapping[str, Any], sources: Sequence[object]) -> None:
+    def _check(self, entry: Mapping[str, Any], batches: Sequence[CountedBatch]) -> None:
         """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
         for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry["grad_norm"])):
             if not math.isfinite(value):
                 raise LigerzooError(
                     f"the {name} is not a finite number, so the run stops",
-                    where=f"step {entry['step']}, {first_sources(sources)}", got=value,
+                    where=f"step {entry['step']}, {first_sources(batches)}", got=value,
                     remedy="Look at these samples, or lower the learning rate. The last checkpoint is from before.",
                 )  # fmt: skip
         if entry["loss"] == 0 and not self._warned:
             self._warned = True
             warnings.warn(
                 f"step {entry['step']}: the loss is exactly 0, as if nothing were trained; look at the labels of "
-                f"{first_sources(sources)}",
+                f"{first_sources(batches)}",
                 stacklevel=4,
             )
 

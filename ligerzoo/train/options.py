@@ -1,4 +1,4 @@
-"""Options of recipes: a dataclass is the one place that defines their names, types, defaults and descriptions.
+"""Options of recipes: a dataclass alone defines their names, types, defaults and descriptions.
 
 The dataclass is called `Options`, and a string below each field describes it:
 

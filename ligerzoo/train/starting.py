@@ -1,12 +1,10 @@
-"""What a run begins with: the model, and what is printed before the first step."""
+"""What a run begins with: the model, the number of steps, and the plan that is printed."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TextIO
 
 import torch
 
@@ -14,22 +12,6 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.models import CausalLM
-from ligerzoo.text.tokenizer import Tokenizer
-
-TRAINED, RESET = "\033[32m", "\033[0m"
-MAX_CHARACTERS = 2000
-"""A longer sample is cut when it is shown."""
-
-
-class TokenLabels(Protocol):
-    """What is shown of a sample: token ids, labels with -100 for tokens that are not trained, and file and line."""
-
-    @property
-    def input_ids(self) -> Sequence[int]: ...
-    @property
-    def labels(self) -> Sequence[int]: ...
-    @property
-    def source(self) -> object: ...
 
 
 def checkpoint_directory(model: str | Path) -> str:
@@ -80,33 +62,9 @@ def describe_run(
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     positions = micro_batches * batch_size * seq_length
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
-    rest = f", from step {first_step}" if first_step else ""
+    done = f"; {first_step:,} steps are done" if first_step else ""
     return (
         f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {model.device}\n"
-        f"{steps:,} steps{rest} of {micro_batches} x {batch_size} x {seq_length} = {positions:,} tokens with padding; "
-        f"{steps * positions:,} in all"
+        f"{steps:,} steps of {micro_batches} x {batch_size} x {seq_length} = {positions:,} tokens with padding; "
+        f"{steps * positions:,} in all{done}"
     )
-
-
-def show_samples(samples: Iterable[TokenLabels], tokenizer: Tokenizer, file: TextIO | None = None) -> None:
-    """Prints samples with the trained tokens in green; without a terminal, between ⟦ and ⟧."""
-    file = file or sys.stdout
-    begin, end = (TRAINED, RESET) if file.isatty() and not os.environ.get("NO_COLOR") else ("⟦", "⟧")
-    for sample in samples:
-        shown = "".join(
-            f"{begin}{part}{end}" if is_trained else part for part, is_trained in trained_parts(sample, tokenizer)
-        )
-        shown = shown if len(shown) <= MAX_CHARACTERS else f"{shown[:MAX_CHARACTERS]}{end} ..."
-        trained = sum(label != -100 for label in sample.labels)
-        print(f"--- {sample.source}: {len(sample.labels)} tokens, {trained} trained\n{shown}", file=file)
-
-
-def trained_parts(sample: TokenLabels, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Splits the text of a sample into parts that are trained and parts that are not."""
-    runs: list[tuple[list[int], bool]] = []
-    for token, label in zip(sample.input_ids, sample.labels, strict=True):
-        is_trained = label != -100
-        if not runs or runs[-1][1] != is_trained:
-            runs.append(([], is_trained))
-        runs[-1][0].append(token)
-    return [(tokenizer.decode(ids), is_trained) for ids, is_trained in runs]

@@ -102,8 +102,8 @@ def test_a_log_is_cut_after_a_step(tmp_path: Path, step: int, kept: int, tail: s
 
 
 def test_sources_are_shortened() -> None:
-    assert first_sources(["b:1", "a:2", "b:1"]) == "b:1, a:2"
-    assert first_sources(range(9)) == "0, 1, 2, 3 and 5 more"
+    assert first_sources([Counted(sources=["b:1", "a:2"]), Counted(sources=["b:1"])]) == "b:1, a:2"
+    assert first_sources([Counted(sources=[str(number) for number in range(9)])]) == "0, 1, 2, 3 and 5 more"
 
 
 # The plot

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ligerzoo import AutoModel, Tokenizer, cli
+from ligerzoo import AutoModel, cli
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.models import Mixtral, MixtralConfig
-from ligerzoo.train import starting, tracking
+from ligerzoo.train import tracking
 from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
 from ligerzoo.train.log import read_log
 from ligerzoo.train.options import fill_in, read_options
@@ -197,30 +197,9 @@ def test_a_dry_run_writes_nothing(
     assert cli.main([*arguments(options(checkpoint, data, tmp_path / "run")), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "6 steps of 1 x 2 x 64 = 128 tokens with padding; 768 in all" in shown
-    assert shown.count("⟦") == shown.count("⟧") == shown.count("--- ") == 3
+    assert shown.count("[[") == shown.count("]]") == shown.count(f"{data}:") == 3
     assert "60 samples" in shown
     assert not (tmp_path / "run").exists()
-
-
-def test_samples_show_the_trained_tokens(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    tokenizer = Tokenizer.from_pretrained(checkpoint)
-    ids = tokenizer.encode("is it? yes")
-
-    @dataclasses.dataclass
-    class Shown:
-        input_ids: list[int]
-        labels: list[int]
-        source: str = "a.jsonl:7"
-
-    sample = Shown(ids, [-100] * 7 + ids[7:])
-    starting.show_samples([sample], tokenizer)
-    assert capsys.readouterr().out == "--- a.jsonl:7: 11 tokens, 4 trained\n<s>is it?⟦ yes⟧\n"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    starting.show_samples([sample], tokenizer)
-    assert capsys.readouterr().out.endswith("<s>is it?\033[32m yes\033[0m\n")
 
 
 def test_evaluation_is_logged_with_samples(checkpoint: Path, data: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Stream:
 
 def open_data(
     paths: Sequence[str], kind: str, tokenizer: Tokenizer, *, seq_length: int, seed: int = 0, shuffle: bool = True,
-    epochs: int | None = None, rank: int = 0, world_size: int = 1,
+    epochs: int | None = None,
 ) -> Stream:  # fmt: skip
     samples = []
     for path in paths:
@@ -67,9 +67,23 @@ def open_data(
     return Stream(samples, seed, shuffle, epochs)
 
 
-def check_data(paths: Sequence[str], kind: str, tokenizer: Tokenizer, *, seq_length: int) -> str:
-    samples = open_data(paths, kind, tokenizer, seq_length=seq_length).samples
-    return f"{len(samples)} samples, {sum(len(sample.input_ids) for sample in samples)} tokens"
+class DataReport:
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples, self.first_samples = len(samples), samples[:3]
+
+    def raise_if_bad(self) -> None: ...
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples"
+
+
+def check_data(paths: Sequence[str], kind: str, tokenizer: Tokenizer, *, seq_length: int) -> DataReport:
+    return DataReport(open_data(paths, kind, tokenizer, seq_length=seq_length).samples)
+
+
+def format_sample(sample: Sample, tokenizer: Tokenizer, *, max_tokens: int) -> str:
+    trained = [token for token, label in zip(sample.input_ids, sample.labels, strict=True) if label != -100]
+    return f"{sample.source}: {tokenizer.decode(sample.input_ids)} [[{tokenizer.decode(trained)}]]"
 
 
 class PackedBatches:
@@ -104,10 +118,10 @@ class PackedBatches:
         for row, samples in enumerate(rows):
             at = 0
             for sample in samples:
-                here = slice(at, at := at + len(sample.input_ids))
-                inputs["input_ids"][row, here] = torch.tensor(sample.input_ids)
-                inputs["labels"][row, here] = torch.tensor([-100, *sample.labels[1:]])
-                inputs["position_ids"][row, here] = torch.arange(len(sample.input_ids))
+                span = slice(at, at := at + len(sample.input_ids))
+                inputs["input_ids"][row, span] = torch.tensor(sample.input_ids)
+                inputs["labels"][row, span] = torch.tensor([-100, *sample.labels[1:]])
+                inputs["position_ids"][row, span] = torch.arange(len(sample.input_ids))
         tokens = sum(len(sample.input_ids) for samples in rows for sample in samples)
         trained = int((inputs["labels"] != -100).sum())
         sources = [sample.source for samples in rows for sample in samples]

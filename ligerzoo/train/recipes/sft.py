@@ -19,7 +19,7 @@ from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.train import processes
 from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
-from ligerzoo.train.data import PackedBatches, check_data, open_data
+from ligerzoo.train.data import PackedBatches, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluation_loss, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
@@ -27,7 +27,7 @@ from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule, 
 from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
 from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, count_steps, describe_run, load_or_build, show_samples
+from ligerzoo.train.starting import checkpoint_directory, count_steps, describe_run, load_or_build
 from ligerzoo.train.tracking import open_tracker
 
 
@@ -143,9 +143,12 @@ def main(options: Options) -> int:
 
     sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
     print(describe_run(model, first_step=run.step, steps=steps, micro_batches=options.accumulate, **sizes))
-    show_samples(islice(samples(options.data, epochs=1), 3), tokenizer)
+    for sample in islice(samples(options.data, epochs=1), 3):
+        print(format_sample(sample, tokenizer, max_tokens=500))
     if options.dry_run:
-        print(check_data(options.data, kind, tokenizer, seq_length=options.seq_length))
+        report = check_data(options.data, kind, tokenizer, seq_length=options.seq_length)
+        report.raise_if_bad()
+        print(report)
         return 0
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
@@ -154,8 +157,8 @@ def main(options: Options) -> int:
             micro_batches = list(islice(batches, options.accumulate))
             trained_tokens = sum(batch.trained_tokens for batch in micro_batches)
             if not trained_tokens:
-                sources = first_sources(source for batch in micro_batches for source in batch.sources)
-                raise LigerzooError("no token is trained", where=f"step {step}, {sources}", remedy="Try --dry-run.")
+                where = f"step {step}, {first_sources(micro_batches)}"
+                raise LigerzooError("no token is trained", where=where, remedy="Look at the data with --dry-run.")
             loss = torch.zeros((), device=device)
             for batch in micro_batches:
                 inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.inputs.items()}
