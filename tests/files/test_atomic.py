@@ -382,6 +382,19 @@ def test_files_are_replaced_together_unless_one_fails(old: Path, monkeypatch: py
     assert sorted(os.listdir(old)) == ["a", "deep"]
 
 
+def test_a_directory_is_deleted_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed after the rename leaves a slot, which a cleanup of the parent deletes under any name."""
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_delete_slot", lambda slot, target: None)
+        atomic.delete_directory(old)
+    (slot,) = os.listdir(old.parent)
+    assert slot.startswith(".old.")
+    atomic.delete_leftovers(old.parent, "other")
+    assert os.listdir(old.parent) == [slot]
+    atomic.delete_leftovers(old.parent)
+    assert os.listdir(old.parent) == []
+
+
 # Owners
 
 
