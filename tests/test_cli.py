@@ -286,6 +286,20 @@ TRAINING_NUMBERS = {
     "--lora-rank": ["0", "-2"],
     "--gpu-memory": ["0", "-1", "nan", "inf", "x"],
 }
+TRAINING_VALUES = {
+    **{f"--{name}": [""] for name in ("data", "output", "tokenizer", "eval-data", "device")},
+    **{
+        f"--{name}": ["0", "-1", "2.5", "x"]
+        for name in (
+            "seq-length", "batch-size", "accumulate", "max-steps", "epochs", "eval-every", "save-every", "keep",
+        )
+    },
+    "--seed": ["-1", "x", str(2**63)],
+    "--lr": ["0", "-1", "nan", "inf", "x"],
+    "--max-grad-norm": ["0", "nan", "x"],
+    "--warmup": ["-0.1", "1.1", "nan", "x"],
+    "--weight-decay": ["-1", "inf", "x"],
+}  # fmt: skip
 OPTIONS = [
     (command, option, value)
     for command in ("generate model --prompt x", "chat model", "demo --vision")
@@ -295,6 +309,9 @@ OPTIONS = [
 ]
 OPTIONS += [("info model --train", option, value) for option, values in TRAINING_NUMBERS.items() for value in values]
 OPTIONS += [("serve model", option, value) for option, values in SERVER_NUMBERS.items() for value in values]
+OPTIONS += [
+    ("train model --data x --output y", option, value) for option, values in TRAINING_VALUES.items() for value in values
+]
 
 
 @pytest.mark.parametrize("command, option, value", OPTIONS)
@@ -312,7 +329,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
 
     def parse(self: argparse.ArgumentParser, arguments: object) -> tuple[argparse.Namespace, list[str]]:
         parsers.append(self)
-        return argparse.Namespace(run=None), []
+        return argparse.Namespace(run=None, method=None), []
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     cli.parse([])
@@ -321,7 +338,7 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
     assert {
         action.option_strings[0] for action in options if action.type not in (None, Path, cli.arguments.stop_text)
-    } == {*NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS}
+    } == {*NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES}
 
 
 STREAMS = [

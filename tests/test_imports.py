@@ -29,7 +29,7 @@ ARROWS = {
     "kernels": ("", ""),
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
-    "train": ("kernels layers", ""),
+    "train": ("device errors files hub kernels layers ligerzoo models text", ""),
     "parallel": ("convert device errors files hub kernels models", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
@@ -41,7 +41,7 @@ ARROWS = {
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "serve": ("errors generate text", ""),
-    "cli": ("errors ligerzoo", "adapters demo device files generate hub info models serve text vision"),
+    "cli": ("errors ligerzoo train", "adapters demo device files generate hub info models serve text vision"),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),
 }
@@ -57,7 +57,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
 EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["optional-dependencies"].items()}
-OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"] | EXTRAS["low-bit"]
+OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"] | EXTRAS["low-bit"] | EXTRAS["tracking"]
 
 
 class Import(NamedTuple):

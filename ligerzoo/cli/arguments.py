@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ligerzoo import __version__
 from ligerzoo.cli import commands
 from ligerzoo.errors import did_you_mean
+from ligerzoo.train.options import add_arguments, read_options
+from ligerzoo.train.recipes import RECIPES, recipe_source
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 Command = Callable[[argparse.Namespace], int]
 
 DEFAULT_BATCH_SIZE = 32
+DEFAULT_METHOD = "sft"
 MODEL_HELP = 'checkpoint in Hugging Face format: a directory, or a hub id such as "org/name"'
 
 
@@ -100,6 +103,7 @@ environment:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add_command in (add_info, add_generate, add_chat, add_serve, add_convert, add_fuse, add_demo):
         add_command(subparsers)
+    add_train(subparsers, training_method(arguments))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         nearest = did_you_mean(unknown[0].partition("=")[0], options.parser._option_string_actions)
@@ -328,6 +332,41 @@ rounded once, to the dtype of the base. Also copies the tokenizer and the proces
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a weight file (default: %(default)s)"
     )
+
+
+def training_method(arguments: Sequence[str] | None) -> str:
+    """Returns the method of `ligerzoo train`, on which its other options depend."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--method", nargs="?")
+    method: str | None = parser.parse_known_args(arguments)[0].method
+    return method if method in RECIPES else DEFAULT_METHOD
+
+
+def add_train(subparsers: Subparsers, method: str) -> None:
+    parser = add_parser(
+        subparsers,
+        commands.train,
+        "train a model: pretraining and supervised fine-tuning",
+        epilog="""\
+examples:
+  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --lr 1e-4 --epochs 2
+  ligerzoo train path/to/config.json --method pretrain --tokenizer path/to/tokenizer --data text.jsonl --output run \
+    --max-steps 1000 --lr 1e-3
+  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --dry-run
+  ligerzoo train HuggingFaceTB/SmolLM2-135M --data chats.jsonl --output run --print-recipe > recipe.py
+
+The options depend on --method: `ligerzoo train --method METHOD --help` lists those of a method. --print-recipe prints
+the Python script that the command would run, to change and to run with `python`.
+Ctrl-C saves and stops; --resume continues. A second Ctrl-C stops at once.""",
+    )
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; with --method pretrain also a config.json")
+    parser.add_argument(
+        "--method", choices=tuple(RECIPES), default=DEFAULT_METHOD, help="what to train (default: %(default)s)"
+    )
+    add_arguments(
+        parser, (option for option in read_options(recipe_source(method)) if option.name not in ("model", "method"))
+    )
+    parser.add_argument("--print-recipe", action="store_true", help="print the script with these options, run nothing")
 
 
 def add_demo(subparsers: Subparsers) -> None:

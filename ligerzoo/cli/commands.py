@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -229,6 +230,26 @@ def print_size(directory: Path) -> None:
     """Prints the number and size of the files in a new checkpoint."""
     size = sum(path.stat().st_size for path in directory.iterdir())
     print(f"{directory}: {len(list(directory.iterdir()))} files, {size:,} bytes")
+
+
+def train(options: argparse.Namespace) -> int:
+    """Trains a model with the recipe of the method, or prints the recipe."""
+    from importlib import import_module
+
+    from ligerzoo.train.options import fill_in, read_options
+    from ligerzoo.train.recipes import RECIPES, recipe_source
+
+    source = recipe_source(options.method)
+    names = {option.name for option in read_options(source)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    if options.print_recipe:
+        print(fill_in(source, given), end="")
+        return 0
+    recipe = import_module(RECIPES[options.method])
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print("warning:", message, file=sys.stderr)
+        code: int = recipe.main(recipe.Options(**given))
+    return code
 
 
 def demo(options: argparse.Namespace) -> int:

@@ -85,8 +85,8 @@ def replacing_directory(directory: str | Path, *, keep: Callable[[str], bool]) -
         CheckpointError: `directory` is a file, belongs to another user, or cannot be renamed.
     """
     target = Path(directory).resolve()
-    _delete_leftovers(target)
-    _refuse_irreplaceable(target)
+    delete_leftovers(target.parent, target.name)
+    refuse_irreplaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked_slot(target) as slot:
         new = slot / _NEW
@@ -115,7 +115,7 @@ def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterabl
         patterns: glob patterns of the files to delete.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    _delete_leftovers(directory / "files")
+    delete_leftovers(directory, "files")
     with _locked_slot(directory / "files") as slot:
         written = {name: slot / str(number) for number, name in enumerate(files)}
         for name, temporary in written.items():
@@ -127,6 +127,21 @@ def replace_files(directory: Path, files: Mapping[str, bytes], patterns: Iterabl
         for path in directory.glob(pattern):
             if path.relative_to(directory).as_posix() not in files:
                 path.unlink()
+
+
+def delete_directory(directory: Path) -> None:
+    """Deletes a directory, which disappears in one step. A killed process leaves all of it, or a slot."""
+    with _locked_slot(directory) as slot:
+        directory.rename(slot / _NEW)
+
+
+def delete_leftovers(directory: Path, name: str | None = None) -> None:
+    """Deletes the slots that killed saves to entries of `directory` left, of one name or of all, if possible."""
+    with contextlib.suppress(OSError):
+        for slot in os.listdir(directory):
+            if _is_slot(slot, of=".+" if name is None else re.escape(name)):
+                with contextlib.suppress(OSError):
+                    _delete_leftover(directory / slot, directory / slot[1:].rsplit(".", 2)[0])
 
 
 @contextlib.contextmanager
@@ -184,15 +199,6 @@ def _delete_on_interrupt(slot: Path, target: Path, cleanup: contextlib.ExitStack
 
     cleanup.callback(restore)
     signal.signal(signal.SIGINT, delete_and_raise)
-
-
-def _delete_leftovers(target: Path) -> None:
-    """Deletes the slots that killed saves to `target` left, if possible."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(target.parent):
-            if _is_slot(name, of=re.escape(target.name)):
-                with contextlib.suppress(OSError):
-                    _delete_leftover(target.with_name(name), target)
 
 
 def _delete_leftover(slot: Path, target: Path) -> None:
@@ -291,7 +297,8 @@ def _keep_owner(target: Path, new: Path) -> None:
         ) from error
 
 
-def _refuse_irreplaceable(target: Path) -> None:
+def refuse_irreplaceable(target: Path) -> None:
+    """Raises CheckpointError if `replacing_directory` could not replace the directory, such as a mount point."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -3,6 +3,7 @@
 from ligerzoo.hub.auto import AutoModel as AutoModel
 from ligerzoo.hub.auto import AutoModelForSequenceClassification as AutoModelForSequenceClassification
 from ligerzoo.hub.loading import load as load
+from ligerzoo.hub.loading import read_config as read_config
 from ligerzoo.hub.origin import Origin as Origin
 from ligerzoo.hub.saving import save as save
 from ligerzoo.hub.sharing import from_transformers as from_transformers

@@ -30,7 +30,7 @@ from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, read_json
-from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint
+from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint, locate_files
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
 from ligerzoo.hub.sharding import as_shard_of, shard_of
@@ -130,6 +130,21 @@ def load(
     model.origin = Origin(raw, read_config, match.layout, match.tied, extra_tensors, match.missing, match.unexpected)
     model.generation_config = generation_config
     return model.eval()
+
+
+def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
+    """Reads the config of a checkpoint, which may have no weights. `AutoModel.from_config` builds a new model from it.
+
+    Args:
+        name_or_path: directory with config.json, or id of a repository on the hub.
+        hub_options: `revision`, `token`, `cache_dir` and `local_files_only`, see `load`.
+
+    Raises:
+        ConfigError: config.json has invalid or unsupported entries, or describes a sequence classifier.
+        CheckpointError: config.json is missing or malformed.
+    """
+    directory = locate_files(name_or_path, [CONFIG_FILE], **hub_options)
+    return _read_config(directory / CONFIG_FILE)[2]
 
 
 def _read_config(

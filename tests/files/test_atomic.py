@@ -339,7 +339,7 @@ def test_slot_deleted_by_another_process_is_replaced(old: Path, monkeypatch: pyt
     def mkdir_and_lose(self: Path, *arguments: object, **options: object) -> None:
         mkdir(self, *arguments, **options)  # type: ignore[arg-type]
         if self.name.endswith(".ligerzoo") and len(deleted) < 2:
-            atomic._delete_leftovers(old)
+            atomic.delete_leftovers(old.parent, old.name)
             deleted.append(self)
 
     monkeypatch.setattr(Path, "mkdir", mkdir_and_lose)
@@ -380,6 +380,19 @@ def test_files_are_replaced_together_unless_one_fails(old: Path, monkeypatch: py
         atomic.replace_files(old, {"a": b"newer a"}, ["a"])
     assert contents(old) == {"a": "new a", "deep/d": "new d"}
     assert sorted(os.listdir(old)) == ["a", "deep"]
+
+
+def test_a_directory_is_deleted_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed after the rename leaves a slot, which a cleanup of the parent deletes under any name."""
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_delete_slot", lambda slot, target: None)
+        atomic.delete_directory(old)
+    (slot,) = os.listdir(old.parent)
+    assert slot.startswith(".old.")
+    atomic.delete_leftovers(old.parent, "other")
+    assert os.listdir(old.parent) == [slot]
+    atomic.delete_leftovers(old.parent)
+    assert os.listdir(old.parent) == []
 
 
 # Owners

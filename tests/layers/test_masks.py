@@ -189,7 +189,18 @@ def test_packing_requires_one_row(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 5, 128, 200])
 @pytest.mark.parametrize(
-    "kind", ["plain", "padded", "padded on the right", "packed", "spans", "spans, padded", "spans, packed"]
+    "kind",
+    [
+        "plain",
+        "padded",
+        "padded on the right",
+        "packed",
+        "positions",
+        "spans",
+        "spans, padded",
+        "spans, packed",
+        "spans, positions",
+    ],
 )
 def test_block_mask_agrees_with_the_matrix(kind: str, window: int | None, is_causal: bool, device: str) -> None:
     tokens = 300
@@ -199,6 +210,8 @@ def test_block_mask_agrees_with_the_matrix(kind: str, window: int | None, is_cau
         options["attention_mask"][0, slice(160, None) if "right" in kind else slice(140)] = False
     if "packed" in kind:
         options["cu_seqlens"] = torch.tensor([0, 7, 130, 260])
+    if "positions" in kind:
+        options["position_ids"] = torch.arange(tokens) % torch.tensor([[140], [70]])
     rows = 1 if "packed" in kind else 2
     context = Context(torch.zeros(rows, tokens, device=device), **{k: t.to(device) for k, t in options.items()})
     if "spans" in kind:

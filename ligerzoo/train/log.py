@@ -1,0 +1,263 @@
+"""What a run shows: a live line, and one JSON object for each step in OUTPUT/log.jsonl.
+
+Values on a GPU are read one step later, so logging does not make the host wait for the step that it has just launched.
+
+A line of log.jsonl is a step, or an evaluation after it:
+
+    {"step": 10, "loss": 2.31, "lr": 1e-05, "grad_norm": 0.8, "tokens": 8000, "trained_tokens": 5000, "padding": 0.02,
+     "seconds": 0.12, "tokens_per_second": 66000.0, "mfu": 0.41, "memory_gib": 40.2}
+    {"step": 10, "eval_loss": 2.4, "eval_tokens": 100000, "samples": [{"prompt": "...", "continuation": "..."}]}
+
+`loss` is the mean over the trained tokens of the step, in nats. `padding` is a share of all positions. `mfu` is null if
+the peak of the device is not known. `seconds` leaves out saving and evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.models import CausalLM
+from ligerzoo.train import processes
+from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
+
+LOG_FILE = "log.jsonl"
+SECONDS_BETWEEN_LINES = 10
+"""Without a terminal, the time between two printed lines."""
+
+
+class CountedBatch(Protocol):
+    """What the log reads of a batch."""
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def trained_tokens(self) -> int: ...
+    @property
+    def padding(self) -> int: ...
+    @property
+    def sources(self) -> Sequence[object]: ...
+
+
+class Moment:
+    """A moment in the work of a device: when all that was launched so far is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event, self._time = None, time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Waits until the device has reached the moment."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Returns the time from an earlier moment; the device must have reached both."""
+        if self._event is not None and earlier._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1000
+        return self._time - earlier._time
+
+
+class HostCopy:
+    """A copy of 0-d tensors on the host, which is started at once and read later.
+
+    Attributes:
+        moment: when the copy is complete.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        stacked = torch.stack([value.detach().double() for value in values])
+        if stacked.device.type == "cuda":
+            host = torch.empty_like(stacked, device="cpu", pin_memory=True)
+            stacked = host.copy_(stacked, non_blocking=True)
+        self._values, self.moment = stacked, Moment(values[0].device)
+
+    def read(self) -> list[float]:
+        """Waits for the copy, and returns the values."""
+        self.moment.wait()
+        return self._values.tolist()
+
+
+def first_sources(batches: Iterable[CountedBatch], limit: int = 4) -> str:
+    """Returns the files and lines of the first samples of batches, for a message."""
+    different = list(dict.fromkeys(str(source) for batch in batches for source in batch.sources))
+    more = f" and {len(different) - limit} more" if len(different) > limit else ""
+    return ", ".join(different[:limit]) + more
+
+
+class RunLog:
+    """The log of a run. Only the main process prints and writes.
+
+    Args:
+        output: directory of the run, created if it does not exist. A log of the same run is continued.
+        model: the model, to count FLOPs.
+        first_step: number of steps done before. Later steps in an existing log, which the run repeats, are deleted.
+        steps: number of steps at the end of the run.
+        report: called with each object that is written, for example to send it to TensorBoard.
+    """
+
+    def __init__(
+        self, output: Path, model: CausalLM, *, first_step: int, steps: int,
+        report: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> None:  # fmt: skip
+        self.path = output / LOG_FILE
+        self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
+        self._steps, self._report = steps, report
+        self._pending: tuple[dict[str, Any], HostCopy, float, Sequence[CountedBatch]] | None = None
+        self._printed, self._warned = 0.0, False
+        self._file = None
+        if processes.is_main():
+            output.mkdir(parents=True, exist_ok=True)
+            cut_log(self.path, first_step)
+            self._file = self.path.open("a", encoding="utf-8")
+        is_silent = None if processes.is_main() else True  # None: shown on a terminal only
+        self._progress = tqdm(total=steps, initial=first_step, unit="step", disable=is_silent, dynamic_ncols=True)
+        self._last = Moment(model.device)
+
+    def step(
+        self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, batches: Sequence[CountedBatch]
+    ) -> None:  # fmt: skip
+        """Logs a step that has been launched, and writes the one before it.
+
+        Args:
+            step: number of the step, from 1.
+            loss: 0-d, mean over the trained tokens of all batches.
+            grad_norm: 0-d, norm of the gradients before clipping.
+            lr: learning rate.
+            batches: batches of the step.
+
+        Raises:
+            LigerzooError: The loss or the norm of the step before was not a finite number.
+        """
+        copy = HostCopy([loss, grad_norm])
+        self._write_pending()
+        tokens, padding = sum(batch.tokens for batch in batches), sum(batch.padding for batch in batches)
+        entry = {
+            "step": step, "loss": None, "lr": lr, "grad_norm": None, "tokens": tokens,
+            "trained_tokens": sum(batch.trained_tokens for batch in batches), "padding": padding / (tokens + padding),
+        }  # fmt: skip
+        flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
+        self._pending = entry, copy, flops, batches
+
+    def evaluation(self, step: int, **values: Any) -> None:
+        """Logs an evaluation after a step."""
+        self._write({"step": step, **values})
+        self.say(f"step {step}: loss on the evaluation data {values['eval_loss']:.4f}")
+        for sample in values.get("samples", ()):
+            self.say(f"  {sample['prompt']!r} -> {sample['continuation']!r}")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Writes all steps, then leaves the time in the block out of the throughput: for evaluation and saving."""
+        self._write_pending()
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        yield
+        self._last = Moment(self._device)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the live line."""
+        if processes.is_main():
+            self._progress.write(line, file=sys.stderr)
+
+    def _write_pending(self) -> None:
+        if self._pending is None:
+            return
+        (entry, copy, flops, batches), self._pending = self._pending, None
+        entry["loss"], entry["grad_norm"] = copy.read()
+        entry["seconds"] = seconds = copy.moment.seconds_since(self._last)
+        self._last = copy.moment
+        entry["tokens_per_second"] = entry["tokens"] * processes.world_size() / seconds
+        entry["mfu"] = flops / seconds / self._peak if self._peak else None
+        entry["memory_gib"] = peak_memory_gib(self._device)
+        self._check(entry, batches)
+        self._write(entry)
+        self._show(entry)
+
+    def _check(self, entry: Mapping[str, Any], batches: Sequence[CountedBatch]) -> None:
+        """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
+        for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry["grad_norm"])):
+            if not math.isfinite(value):
+                raise LigerzooError(
+                    f"the {name} is not a finite number, so the run stops",
+                    where=f"step {entry['step']}, {first_sources(batches)}", got=value,
+                    remedy="Look at these samples, or lower the learning rate. The last checkpoint is from before.",
+                )  # fmt: skip
+        if entry["loss"] == 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"step {entry['step']}: the loss is exactly 0, as if nothing were trained; look at the labels of "
+                f"{first_sources(batches)}",
+                stacklevel=4,
+            )
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+        if self._report is not None and processes.is_main():
+            self._report(entry)
+
+    def _show(self, entry: Mapping[str, Any]) -> None:
+        parts = [
+            f"loss {entry['loss']:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
+            f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
+            f"padding {entry['padding']:.1%}", f"grad norm {entry['grad_norm']:.2f}", f"lr {entry['lr']:.2e}",
+            f"{entry['memory_gib']:.1f} GiB",
+        ]  # fmt: skip
+        line = ", ".join(filter(None, parts))
+        self._progress.set_postfix_str(line, refresh=False)
+        self._progress.update()
+        is_last = entry["step"] == self._steps
+        if self._progress.disable and (is_last or time.perf_counter() - self._printed > SECONDS_BETWEEN_LINES):
+            self._printed = time.perf_counter()
+            self.say(f"step {entry['step']} of {self._steps}: {line}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            if kind is None:
+                self._write_pending()
+        finally:
+            self._progress.close()
+            if self._file is not None:
+                self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Reads a log. A last line that is cut off, because the process was killed, is left out."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Deletes the lines of a log after a step, which a run that continues from that step writes again."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        file.truncate(end)

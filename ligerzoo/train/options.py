@@ -1,0 +1,232 @@
+"""Options of recipes: a dataclass alone defines their names, types, defaults and descriptions.
+
+The dataclass is called `Options`, and a string below each field describes it:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        lr: Positive = 1e-5
+        \"\"\"Peak learning rate.\"\"\"
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+The command line derives its arguments from the source, without importing the recipe, since torch takes seconds to
+import. The annotations are the names of `VALUE_TYPES`, `Literal[...]`, or `tuple[str, ...]` for one or more values; a
+field with `| None` may be None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from ligerzoo.errors import ConfigError
+
+Count: TypeAlias = int
+Number: TypeAlias = int
+Positive: TypeAlias = float
+NotNegative: TypeAlias = float
+Fraction: TypeAlias = float
+
+T = TypeVar("T")
+
+CLASS = "Options"
+"""The name of the dataclass in the source of a recipe."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueType:
+    """The values that an option accepts.
+
+    Attributes:
+        parse: converts a text of the command line. Raises ValueError.
+        accepts: whether a value is valid.
+        expected: describes valid values in error messages.
+        choices: all valid values, if they are few.
+    """
+
+    parse: Callable[[str], Any]
+    accepts: Callable[[Any], bool]
+    expected: str
+    choices: tuple[str, ...] = ()
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+VALUE_TYPES = {
+    "str": ValueType(str, lambda value: isinstance(value, str) and value != "", "a text that is not empty"),
+    "bool": ValueType(bool, lambda value: isinstance(value, bool), "True or False"),
+    "Count": ValueType(int, lambda value: _is_integer(value) and value >= 1, "an integer from 1"),
+    "Number": ValueType(int, lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer from 0"),
+    "Positive": ValueType(float, lambda value: _is_number(value) and value > 0, "a positive number"),
+    "NotNegative": ValueType(float, lambda value: _is_number(value) and value >= 0, "a number from 0"),
+    "Fraction": ValueType(float, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+}
+"""The type of a value by the annotation of the field."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One option, as the source of a recipe defines it.
+
+    Attributes:
+        name: name of the field.
+        annotation: annotation of the field.
+        default: default value; MISSING if the option is required.
+        description: the string below the field.
+    """
+
+    name: str
+    annotation: str
+    default: Any
+    description: str
+
+    @property
+    def value_type(self) -> ValueType:
+        """The type of the value, or of each value if the option has several."""
+        return value_type(self.annotation)
+
+    @property
+    def metavar(self) -> str:
+        """A letter or word for the value in the help."""
+        kind = self.value_type
+        return "FILE" if self.has_several_values else "TEXT" if kind.parse is str else "N" if kind.parse is int else "X"
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the option has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def has_several_values(self) -> bool:
+        """Whether the value is a tuple."""
+        return self.annotation.startswith("tuple")
+
+
+def value_type(annotation: str) -> ValueType:
+    """Returns the type of the values that an annotation describes."""
+    name = annotation.removesuffix(" | None")
+    if name.startswith("Literal["):
+        choices = ast.literal_eval(name.removeprefix("Literal"))
+        return ValueType(str, lambda value: value in choices, " or ".join(map(repr, choices)), tuple(choices))
+    return VALUE_TYPES["str" if name == "tuple[str, ...]" else name]
+
+
+def read_options(source: str) -> list[Option]:
+    """Reads the options of a recipe from its source."""
+    body = _class_body(source)
+    described = zip(body, [*body[1:], None], strict=True)
+    return [
+        Option(
+            _name(field),
+            ast.unparse(field.annotation),
+            ast.literal_eval(field.value) if field.value else dataclasses.MISSING,
+            " ".join(description.value.value.split()),  # type: ignore[union-attr]
+        )
+        for field, description in described
+        if isinstance(field, ast.AnnAssign)
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Adds an argument for each option: `--seq-length` for the field `seq_length`.
+
+    The parsed namespace has an attribute for each option that was given, and none for the others.
+    """
+    for option in options:
+        default = "" if option.default in (dataclasses.MISSING, None, False) else f" (default: {option.default})"
+        help_text = f"{option.description}{default}".replace("%", "%%")
+        flag = f"--{option.name.replace('_', '-')}"
+        if option.annotation == "bool":
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=help_text)
+            continue
+        kind = option.value_type
+        values: dict[str, Any] = {"type": _parser_of(kind), "metavar": option.metavar}
+        parser.add_argument(
+            flag, action=_Several if option.has_several_values else "store", required=option.is_required,
+            default=argparse.SUPPRESS, help=help_text, **({"choices": kind.choices} if kind.choices else values),
+        )  # fmt: skip
+
+
+class _Several(argparse.Action):
+    """Collects the values of an argument that may be repeated in a tuple."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, flag: object = None) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), values))
+
+
+def _parser_of(kind: ValueType) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind.parse(text)
+        except ValueError:
+            value = None
+        if value is None or not kind.accepts(value):
+            raise argparse.ArgumentTypeError(f"got {text[:50]!r}; expected {kind.expected}")
+        return value
+
+    return parse
+
+
+def parse_options(options_class: Callable[..., T], file: str, arguments: Sequence[str] | None = None) -> T:
+    """Returns the options of a recipe that runs as a script: its defaults, and the arguments of the command line.
+
+    Args:
+        options_class: the dataclass `Options` of the script.
+        file: path of the script.
+        arguments: the command line. None uses `sys.argv`.
+    """
+    parser = argparse.ArgumentParser(description="Runs this recipe; each option replaces its default in the file.")
+    add_arguments(parser, read_options(Path(file).read_text(encoding="utf-8")))
+    return options_class(**vars(parser.parse_args(arguments)))
+
+
+def fill_in(source: str, values: Mapping[str, Any]) -> str:
+    """Returns the source of a recipe with other defaults of the given options."""
+    lines = source.splitlines(keepends=True)
+    for field in _class_body(source):
+        if isinstance(field, ast.AnnAssign) and _name(field) in values:
+            line = field.lineno - 1
+            assert field.end_lineno == field.lineno  # a field is one line
+            annotated = f"{_name(field)}: {ast.unparse(field.annotation).replace(chr(39), chr(34))}"
+            lines[line] = f"    {annotated} = {values[_name(field)]!r}\n"
+    return "".join(lines)
+
+
+def check_options(options: Any) -> None:
+    """Checks the values of a dataclass of options.
+
+    Raises:
+        ConfigError: A value does not have the type of its annotation.
+    """
+    for field in dataclasses.fields(options):
+        annotation, value = str(field.type), getattr(options, field.name)
+        if value is None and annotation.endswith("| None"):
+            continue
+        kind = value_type(annotation)
+        is_valid, expected = kind.accepts(value), kind.expected
+        if annotation.startswith("tuple"):
+            is_valid = isinstance(value, tuple) and value != () and all(map(kind.accepts, value))
+            expected = 'a tuple of texts, such as ("train.jsonl",)'
+        if not is_valid:
+            raise ConfigError("invalid value", where=f"option {field.name}", got=repr(value), expected=expected)
+
+
+def _class_body(source: str) -> list[ast.stmt]:
+    return next(node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == CLASS)
+
+
+def _name(field: ast.AnnAssign) -> str:
+    assert isinstance(field.target, ast.Name)
+    return field.target.id

@@ -1,0 +1,56 @@
+"""Sends the log to TensorBoard or Weights & Biases, if they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ligerzoo.errors import LigerzooError
+
+Report = Callable[[Mapping[str, Any]], object]
+
+
+def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> Report | None:
+    """Returns a function that sends an object of the log to a tracker.
+
+    Args:
+        name: "tensorboard", which writes to OUTPUT/tensorboard; "wandb"; or None for no tracker.
+        output: directory of the run.
+        options: options of the run, which wandb shows.
+
+    Raises:
+        LigerzooError: The package is not installed.
+    """
+    if name is None:
+        return None
+    try:
+        return _open_tensorboard(output) if name == "tensorboard" else _open_wandb(output, options)
+    except ImportError as error:
+        raise LigerzooError(
+            f"the package {name} is not installed", where="option tracker", remedy=f"Run `pip install {name}`."
+        ) from error
+
+
+def _open_tensorboard(output: Path) -> Report:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(output / "tensorboard")
+
+    def report(entry: Mapping[str, Any]) -> None:
+        for name, value in _numbers(entry).items():
+            writer.add_scalar(name, value, entry["step"])
+        writer.flush()
+
+    return report
+
+
+def _open_wandb(output: Path, options: Mapping[str, Any]) -> Report:
+    import wandb
+
+    run = wandb.init(dir=output, name=output.resolve().name, config=dict(options))
+    return lambda entry: run.log(_numbers(entry), step=entry["step"])
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if isinstance(value, int | float) and name != "step"}

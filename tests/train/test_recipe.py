@@ -1,0 +1,319 @@
+"""The recipe: options, the loss of a step, what it prints and writes, and what it refuses."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ligerzoo import AutoModel, cli
+from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.models import Mixtral, MixtralConfig
+from ligerzoo.train import tracking
+from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
+from ligerzoo.train.log import read_log
+from ligerzoo.train.options import fill_in, read_options
+from ligerzoo.train.recipes import RECIPES, recipe_source, sft
+from tests.train.test_resume import environment
+from tests.train.tiny_run import SIZES, arguments, options, write_checkpoint, write_tokenizer
+
+
+def train(given: dict[str, Any]) -> Path:
+    assert sft.main(sft.Options(**given)) == 0
+    return Path(given["output"])
+
+
+def losses(output: Path) -> list[float]:
+    return [entry["loss"] for entry in read_log(output / "log.jsonl") if "loss" in entry]
+
+
+def weights(output: Path) -> bytes:
+    return (output / "model.safetensors").read_bytes()
+
+
+# Options
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_every_option_is_described_and_read_without_an_import(method: str) -> None:
+    described = read_options(recipe_source(method))
+    fields = dataclasses.fields(sft.Options)
+    assert [option.name for option in described] == [field.name for field in fields]
+    assert [option.default for option in described] == [field.default for field in fields]
+    assert all(option.description for option in described)
+
+
+def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    seen = []
+    monkeypatch.setattr(sft, "main", lambda options: seen.append(options) or 0)
+    given = options(
+        checkpoint, data, tmp_path / "run", data=("a.jsonl", "b.jsonl"), warmup=0.1, resume=True, method="pretrain",
+        dtype="float32", mixed_precision=True,
+    )  # fmt: skip
+    assert cli.main(arguments(given)) == 0
+    assert seen == [sft.Options(**given)]
+
+
+@pytest.mark.parametrize(
+    "wrong, expected",
+    [
+        ({"lr": 0.0}, "option lr: invalid value; got 0.0; expected a positive number"),
+        ({"lr": float("nan")}, "option lr: invalid value"),
+        ({"batch_size": True}, "option batch_size: invalid value; got True; expected an integer from 1"),
+        ({"max_steps": 0}, "option max_steps: invalid value"),
+        ({"warmup": 1.5}, "option warmup: invalid value; got 1.5; expected a number from 0 to 1"),
+        ({"schedule": "step"}, "option schedule: invalid value; got 'step'; expected 'constant' or 'linear' or"),
+        ({"data": "train.jsonl"}, "option data: invalid value; got 'train.jsonl'; expected a tuple of texts"),
+        ({"data": ()}, "option data: invalid value"),
+        ({"resume": 1}, "option resume: invalid value"),
+        ({"epochs": 2}, "options max_steps and epochs: only one of them may be given"),
+        ({"mixed_precision": True}, "option mixed_precision: needs dtype float32; got dtype auto"),
+    ],
+)
+def test_invalid_options(checkpoint: Path, data: Path, tmp_path: Path, wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        sft.Options(**options(checkpoint, data, tmp_path, **wrong))
+    assert str(raised.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--lr", "-1"], ["--batch-size", "many"], ["--method", "sing"], ["--batchsize", "1"]]
+)
+def test_invalid_arguments(
+    checkpoint: Path, data: Path, tmp_path: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*arguments(options(checkpoint, data, tmp_path)), *wrong])
+    assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+# The printed recipe
+
+
+def test_the_printed_recipe_gives_the_same_weights(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = options(checkpoint, data, tmp_path / "command", max_steps=3, seed=3, weight_decay=0.1)
+    assert cli.main([*arguments(given), "--print-recipe"]) == 0
+    assert not (tmp_path / "command").exists()
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(capsys.readouterr().out)
+    assert cli.main(arguments(given)) == 0
+    expected = weights(tmp_path / "command")
+    for extra in ([], ["--seed", "4"]):
+        output = tmp_path / "-".join(["script", *extra])
+        subprocess.run(
+            [sys.executable, str(recipe), "--output", str(output), *extra], cwd=tmp_path, env=environment(), check=True,
+            capture_output=True,
+        )  # fmt: skip
+        assert (weights(output) == expected) is (extra == [])
+
+
+def test_filled_in_options_are_defaults() -> None:
+    values = {"model": 'a "b"', "data": ("x", "y"), "lr": 1e-4, "resume": True, "epochs": 3, "method": "pretrain"}
+    filled = {option.name: option.default for option in read_options(fill_in(recipe_source("sft"), values))}
+    plain = {option.name: option.default for option in read_options(recipe_source("sft"))}
+    assert filled == {**plain, **values}
+
+
+# The step
+
+
+def test_accumulated_micro_batches_train_as_one_batch(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """The loss is the mean over the trained tokens of the step, although micro-batches have different numbers."""
+    one = train(options(checkpoint, data, tmp_path / "one", batch_size=4))
+    many = train(options(checkpoint, data, tmp_path / "many", batch_size=1, accumulate=4))
+    for a, b in zip(read_log(one / "log.jsonl"), read_log(many / "log.jsonl"), strict=True):
+        assert a["trained_tokens"] == b["trained_tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_the_load_balancing_loss_is_the_mean_of_the_micro_batches(data: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "moe")
+    config = MixtralConfig(**{**SIZES, "num_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 10.0})
+    Mixtral(config).save_pretrained(tmp_path / "moe")
+    runs = [
+        train(options(tmp_path / "moe", data, tmp_path / str(n), max_steps=1, batch_size=4 // n, accumulate=n))
+        for n in (1, 4)
+    ]
+    (one,), (many,) = map(losses, runs)
+    assert one > 20  # 2 layers' worth of the loss of 10, next to the cross entropy of about 5.6
+    assert one == pytest.approx(many, rel=0.1)  # not four times as much
+
+
+def test_mixed_precision_keeps_float32_weights(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    exact = train(options(checkpoint, data, tmp_path / "exact"))
+    given = options(checkpoint, data, tmp_path / "mixed", dtype="float32", mixed_precision=True)
+    mixed = train({**given, "activation_checkpointing": True})
+    assert {weight.dtype for weight in AutoModel.from_pretrained(mixed).parameters()} == {torch.float32}
+    assert losses(mixed) != losses(exact)
+    assert losses(mixed) == pytest.approx(losses(exact), abs=0.05)
+
+
+def test_epochs_count_the_steps(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    once, twice = (
+        train(options(checkpoint, data, tmp_path / str(n), max_steps=None, epochs=n, batch_size=8)) for n in (1, 2)
+    )
+    entries = read_log(once / "log.jsonl")
+    assert len(entries) > 2
+    assert entries[-1]["lr"] < 0.2 * max(entry["lr"] for entry in entries)  # the schedule ends with the data
+    tokens = [sum(entry["trained_tokens"] for entry in read_log(run / "log.jsonl")) for run in (once, twice)]
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=0.02)
+
+
+# Pretraining
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_pretraining_starts_from_a_config(data: Path, tmp_path: Path, is_file: bool) -> None:
+    source = write_checkpoint(tmp_path / "new")
+    if not is_file:
+        (source / "model.safetensors").unlink()
+    model = source / "config.json" if is_file else source
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"The number is {n}. " * 3}) + "\n" for n in range(40)))
+    given = options(model, text, tmp_path / "run", method="pretrain", seed=1)
+    run = train(given)
+    assert losses(run)[0] == pytest.approx(5.55, abs=0.2)  # log 258: random weights
+    assert losses(run)[-1] < losses(run)[0]
+    other = train({**given, "output": str(tmp_path / "other"), "seed": 2})
+    assert weights(other) != weights(run)
+    with pytest.raises(LigerzooError):
+        sft.main(sft.Options(**{**given, "method": "sft", "output": str(tmp_path / "sft")}))
+
+
+# Output
+
+
+def test_a_dry_run_writes_nothing(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments(options(checkpoint, data, tmp_path / "run")), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "6 steps of 1 x 2 x 64 = 128 tokens with padding; 768 in all" in shown
+    assert shown.count("[[") == shown.count("]]") == shown.count(f"{data}:") == 3
+    assert "60 samples" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_is_logged_with_samples(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    given = options(checkpoint, data, tmp_path / "run", eval_data=(str(data),), eval_every=4)
+    run = train(given)
+    entries = [entry for entry in read_log(run / "log.jsonl") if "eval_loss" in entry]
+    assert [entry["step"] for entry in entries] == [4, 6]
+    assert all(len(entry["samples"]) == 2 for entry in entries)
+    assert entries[0]["eval_loss"] == pytest.approx(losses(run)[3], abs=0.5)
+    assert weights(run) == weights(train({**given, "output": str(tmp_path / "plain"), "eval_data": None}))
+
+
+def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(tracking, "_open_tensorboard", lambda output: reported.append)
+    run = train(options(checkpoint, data, tmp_path / "run", tracker="tensorboard"))
+    assert reported == read_log(run / "log.jsonl")
+    assert "polyline" in (run / "loss.svg").read_text()
+
+    def missing(output: Path) -> None:
+        raise ModuleNotFoundError("No module named 'tensorboard'")
+
+    monkeypatch.setattr(tracking, "_open_tensorboard", missing)
+    with pytest.raises(LigerzooError, match="tensorboard is not installed"):
+        train(options(checkpoint, data, tmp_path / "other", tracker="tensorboard"))
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_the_run(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any, value: float
+) -> None:
+    """The error names the step and its samples, and the last checkpoint is from before."""
+    clip, calls = sft.clip_grad_norm, []
+
+    def clip_and_break(parameters: Any, max_norm: float) -> torch.Tensor:
+        calls.append(1)
+        parameters = list(parameters)
+        if len(calls) == 3:
+            with torch.no_grad():
+                parameters[0].grad.fill_(value)
+        return clip(parameters, max_norm)
+
+    monkeypatch.setattr(sft, "clip_grad_norm", clip_and_break)
+    expected = (
+        rf"step 3, {data}:\d+.*: the norm of the gradients is not a finite number, so the run stops; got (nan|inf)"
+    )
+    with pytest.raises(LigerzooError, match=expected):
+        train(options(checkpoint, data, tmp_path / "run", save_every=1))
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert [entry["step"] for entry in read_log(tmp_path / "run" / "log.jsonl")] == [1, 2]
+    saved = AutoModel.from_pretrained(tmp_path / "run" / "checkpoint-2")
+    assert all(bool(weight.isfinite().all()) for weight in saved.parameters())
+
+
+def test_a_step_without_trained_tokens_is_refused(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    packed = sft.PackedBatches.__next__
+    monkeypatch.setattr(sft.PackedBatches, "__next__", lambda self: dataclasses.replace(packed(self), trained_tokens=0))
+    with pytest.raises(LigerzooError, match=rf"step 1, {data}:\d+.*: no token is trained"):
+        train(options(checkpoint, data, tmp_path / "run"))
+
+
+def test_float16_is_refused(data: Path, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    AutoModel.from_pretrained(checkpoint, dtype="float16").save_pretrained(checkpoint)
+    with pytest.raises(ConfigError, match=r"cannot be trained in float16.*--dtype bfloat16"):
+        train(options(checkpoint, data, tmp_path / "run"))
+
+
+def test_separated_tied_weights_are_refused(checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint)
+    check_dtype(model)
+    check_tied_weights(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    with pytest.raises(ConfigError, match=r"the head is separate from the embedding.*tie_weights"):
+        check_tied_weights(model)
+
+
+def test_a_tokenizer_with_too_many_tokens_is_refused(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    small = write_checkpoint(tmp_path / "small", vocab_size=200, bos_token_id=None, eos_token_id=None)
+    with pytest.raises(ConfigError, match=r"vocab_size: the tokenizer has more tokens .*got 258; expected at most 200"):
+        train(options(small, data, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "dtype, lr, warns", [("bfloat16", 1e-6, True), ("bfloat16", 1e-2, False), ("float32", 1e-6, False)]
+)
+def test_updates_below_the_resolution_are_warned_of(checkpoint: Path, dtype: str, lr: float, warns: bool) -> None:
+    model = AutoModel.from_pretrained(checkpoint, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    if warns:
+        with pytest.warns(UserWarning, match=r"1e-06 is below the resolution of bfloat16 for \d+% of the weights"):
+            warn_of_rounding(optimizer, lr)
+    else:
+        warn_of_rounding(optimizer, lr)
+
+
+def test_several_processes_are_refused(checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LigerzooError, match="WORLD_SIZE: this recipe trains in one process; got 2; expected 1"):
+        train(options(checkpoint, data, tmp_path / "run"))
+
+
+def test_errors_and_warnings_of_the_command_are_one_line(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = options(checkpoint, data, tmp_path / "run", max_steps=1)
+    assert cli.main(arguments(given)) == 0
+    capsys.readouterr()
+    assert cli.main(arguments(given)) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert shown.startswith(f"ligerzoo: error: {tmp_path / 'run'}: the output directory holds a run or a model")
