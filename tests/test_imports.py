@@ -38,6 +38,7 @@ ARROWS = {
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "serve": ("errors generate text", ""),
+    "train": ("errors text", ""),
     "cli": ("errors ligerzoo", "demo device files generate hub info models serve text vision"),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),
@@ -54,7 +55,7 @@ def declared(requirements: list[str]) -> set[str]:
 
 REQUIRED = declared(PROJECT["dependencies"]) | set(sys.stdlib_module_names)
 EXTRAS = {name: declared(requirements) for name, requirements in PROJECT["optional-dependencies"].items()}
-OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"]
+OPTIONAL = EXTRAS["vision"] | EXTRAS["plot"] | EXTRAS["data"]
 
 
 class Import(NamedTuple):

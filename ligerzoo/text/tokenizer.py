@@ -6,7 +6,7 @@ adds a beginning-of-sequence token.
 
 import inspect
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, overload
 
@@ -670,20 +670,11 @@ class Tokenizer:
         """
         batched = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Sequence)
         template = self._chosen_template(chat_template, tools)
-        template_variables = {
-            **self.special_tokens,
-            **variables,
-            "tools": None if tools is None else _checked_objects(tools, "tools"),
-            "documents": None if documents is None else _checked_objects(documents, "documents"),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        texts = []
-        for conversation in messages if batched else [messages]:
-            present = [
-                {key: value for key, value in message.items() if value is not None}
-                for message in _checked_objects(conversation, "messages")
-            ]
-            texts.append(template.render({**template_variables, "messages": present}))
+        variables |= {"documents": documents, "add_generation_prompt": add_generation_prompt}
+        texts = [
+            template.render(self._template_variables(conversation, tools, variables))
+            for conversation in (messages if batched else [messages])
+        ]
         if not tokenize:
             return texts if batched else texts[0]
         if batched or return_tensors is not None:
@@ -694,6 +685,57 @@ class Tokenizer:
                 add_special_tokens=False,
             )
         return self.encode(texts[0], add_special_tokens=False)
+
+    def render_assistant_spans(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Renders a conversation and returns its text and what the template marks as the assistant's.
+
+        Args:
+            messages: a conversation; see `apply_chat_template`.
+            tools: see `apply_chat_template`.
+            chat_template: see `apply_chat_template`.
+            variables: see `apply_chat_template`.
+
+        Returns:
+            The text, and the (first, last + 1) characters of each `{% generation %}` block; None instead of a list if
+            the template has no such blocks.
+
+        Raises:
+            TokenizerError: as `apply_chat_template`, or the template changes the text of a block.
+        """
+        template = self._chosen_template(chat_template, tools)
+        variables |= {"documents": None, "add_generation_prompt": False}
+        values = self._template_variables(messages, tools, variables)
+        return template.render_spans(values) if template.has_generation_blocks else (template.render(values), None)
+
+    def special_token_spellings(self) -> dict[int, list[int]]:
+        """Returns, for each special token, the ids of its characters as ordinary text.
+
+        Untrusted text that contains `<|im_end|>` must not end the message. Replace the id by these ids to encode it as
+        text. The unknown token is left out: the model of the tokenizer produces it for any text.
+        """
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        special = set(self.all_special_ids)
+
+        def encode(text: str) -> list[int]:
+            return backend.encode(text, add_special_tokens=False).ids
+
+        spellings = {}
+        for token_id in special - {self.unk_token_id}:
+            token = self.id_to_token(token_id)
+            assert token is not None
+            ids = encode_continuation(encode, token)
+            if special.intersection(ids):  # a Unigram model knows the whole token
+                ids = [one for letter in token for one in encode_continuation(encode, letter)]
+            spellings[token_id] = ids
+        return spellings
 
     # Decoding
 
@@ -793,6 +835,22 @@ class Tokenizer:
             remedy="Pass the source of a template as chat_template.",
         )
 
+    def _template_variables(
+        self, messages: Any, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        documents = variables["documents"]
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in _checked_objects(messages, "messages")
+        ]
+        return {
+            **self.special_tokens,
+            **variables,
+            "tools": None if tools is None else _checked_objects(tools, "tools"),
+            "documents": None if documents is None else _checked_objects(documents, "documents"),
+            "messages": present,
+        }
+
     def _padding_id(self) -> int:
         for token_id in (self.pad_token_id, self.eos_token_id):
             if token_id is not None:
@@ -802,6 +860,20 @@ class Tokenizer:
             where=self._where,
             remedy="Encode the texts one by one.",
         )
+
+
+def encode_continuation(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Encodes a text as it continues another one: without the space that some tokenizers put before a text.
+
+    Args:
+        encode: encodes a text without special tokens.
+        text: the text.
+    """
+    for before in ("\n", "a", "."):
+        first, both = encode(before), encode(before + text)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+    return encode(text)
 
 
 def _checked_objects(values: Any, where: str) -> list[Mapping[str, Any]]:

@@ -1,0 +1,1 @@
+"""Training: data, optimizers, and the recipes that use them."""

@@ -1,0 +1,35 @@
+"""Training data: files of text, conversations, preferences or tokens as batches of packed rows.
+
+    stream = open_data("chats.jsonl", "auto", tokenizer, seq_length=2048)
+    batches = PackedBatches(stream, batch_size=8, seq_length=2048, pad_token_id=0)
+    for batch in batches:
+        loss = model(**batch.inputs).loss
+
+A stream yields samples: sequences of tokens, with labels for those that are trained. Batches pack samples into rows.
+Both have `state_dict` and `load_state_dict`, which continue from a position exactly.
+"""
+
+from ligerzoo.train.data.batches import Batch, PackedBatches, PaddedBatches
+from ligerzoo.train.data.check import DataReport, check_data
+from ligerzoo.train.data.open import open_data
+from ligerzoo.train.data.samples import LabelledSample, PreferenceSample, PromptSample, Sample, Source
+from ligerzoo.train.data.show import format_sample
+from ligerzoo.train.data.stream import SampleStream
+from ligerzoo.train.data.tokenize import write_tokens
+
+__all__ = [
+    "Batch",
+    "DataReport",
+    "LabelledSample",
+    "PackedBatches",
+    "PaddedBatches",
+    "PreferenceSample",
+    "PromptSample",
+    "Sample",
+    "SampleStream",
+    "Source",
+    "check_data",
+    "format_sample",
+    "open_data",
+    "write_tokens",
+]
