@@ -53,7 +53,10 @@ class DataReport:
             f"trained; longest sequence {self.longest:,} tokens; {self.dropped:,} records without a sample"
         ]
         if self.num_problems:
-            lines += [f"{self.num_problems:,} problems:", *(f"  {problem}" for problem in self.problems)]
+            lines += [
+                f"{self.num_problems:,} problem{'s' * (self.num_problems > 1)}:",
+                *(f"  {problem}" for problem in self.problems),
+            ]
             if self.num_problems > len(self.problems):
                 lines.append(f"  and {self.num_problems - len(self.problems):,} more")
         return "\n".join(lines)

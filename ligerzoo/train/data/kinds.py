@@ -215,7 +215,7 @@ def parse_json(record: Record) -> dict[str, Any] | None:
 
 def parse_text(record: Record) -> dict[str, Any] | None:
     """Returns the text of a line, or of lines, as a record of kind "text"; None for blank text."""
-    text = decode_text(record.data, record.source)
+    text = decode_text(record.data, record.source).removesuffix("\r")
     return {"text": text} if text.strip() else None
 
 
