@@ -248,7 +248,8 @@ class Context:
             last = query[:, -1:].expand_as(query)
         else:
             last = torch.searchsorted(self.segment_start, self.segment_start, right=True) - 1
-        first, last = torch.broadcast_tensors(first, last)
+        last = torch.maximum(first, last)  # broadcasts only: (1, T) to the (B, T) of packed rows
+        first = first.expand_as(last)
         if window is not None:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)

@@ -66,13 +66,13 @@ def test_masks_equal_those_of_transformers(peer: Any, contents: list[str], syste
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(CONTENT, min_size=2, max_size=7), st.sampled_from(["all", "last"]))
-def test_rendered_prefixes_find_the_same_answers_as_generation_blocks(contents: list[str], turns: Any) -> None:
+def test_rendered_prefixes_find_the_same_answers_as_generation_blocks(contents: list[str], mode: Any) -> None:
     record = chat(*contents, system="Be brief.")
-    found = sample_of(record, tokenizer(CHATML), train_turns=turns)
-    marked = sample_of(record, tokenizer(GENERATION), train_turns=turns)
+    found = sample_of(record, tokenizer(CHATML), train_answers=mode)
+    marked = sample_of(record, tokenizer(GENERATION), train_answers=mode)
     assert (found.input_ids, found.labels) == (marked.input_ids, marked.labels)
     answers = [one["content"] + "<|im_end|>" for one in record["messages"] if one["role"] == "assistant"]
-    assert trained_text(found) == "".join(answers if turns == "all" else answers[-1:])
+    assert trained_text(found) == "".join(answers if mode == "all" else answers[-1:])
 
 
 def test_system_and_tool_messages_are_not_trained() -> None:
@@ -83,20 +83,20 @@ def test_system_and_tool_messages_are_not_trained() -> None:
 
 def test_a_template_that_changes_earlier_answers_is_refused_with_the_reason() -> None:
     record, tok = chat("Hello", "yes", "And?", "no"), tokenizer(HISTORY_CHANGES)
-    with pytest.raises(DataError, match=r"dataset\[0\].*differently when later messages follow.*train_turns=\"last\""):
+    with pytest.raises(DataError, match=r"dataset\[0\].*when later messages follow.*train_answers=\"last\""):
         sample_of(record, tok)
-    sample = sample_of(record, tok, train_turns="last")
+    sample = sample_of(record, tok, train_answers="last")
     assert trained_text(sample, tok) == "<think></think>no<|im_end|>"
 
 
 def test_an_answer_without_an_end_is_refused_unless_a_token_is_given() -> None:
     record, tok = chat("Hello", "yes", "And?", "no"), tokenizer(NO_END)
-    with pytest.raises(DataError, match=r"would not learn to stop.*end_of_turn"):
+    with pytest.raises(DataError, match=r"would not learn to stop.*end_of_answer"):
         sample_of(record, tok)
     record = chat("Hello", "yes")
-    assert trained_text(sample_of(record, tok, end_of_turn="</s>"), tok) == "yes\n</s>"
-    with pytest.raises(TokenizerError, match="end_of_turn"):
-        sample_of(record, tok, end_of_turn="<eot>")
+    assert trained_text(sample_of(record, tok, end_of_answer="</s>"), tok) == "yes\n</s>"
+    with pytest.raises(TokenizerError, match="end_of_answer"):
+        sample_of(record, tok, end_of_answer="<eot>")
 
 
 def test_no_answer_and_messages_that_the_template_refuses() -> None:

@@ -1,7 +1,11 @@
 """Streams and batches: the order is reproducible, packing loses nothing, and resuming changes nothing."""
 
+import gc
 import itertools
 import json
+import subprocess
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,8 @@ from ligerzoo.train.data.samples import Sample, Source
 from tests.models.tiny import Tiny
 from tests.models.zoo import TEXT_CHECKPOINTS
 from tests.train.data_helpers import chat, tokenizer, write_lines
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @settings(max_examples=40, deadline=None)
@@ -175,11 +181,11 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_processes(
 def samples(draw: st.DrawFn, longest: int = 20) -> list[Sample]:
     lengths = draw(st.lists(st.integers(2, longest), min_size=1, max_size=30))
     number = itertools.count()
-    made = []
+    chosen = []
     for index, length in enumerate(lengths):
         tokens = list(itertools.islice(number, length))
-        made.append(Sample(tokens, tokens, Source("x", index, "row")))
-    return made
+        chosen.append(Sample(tokens, tokens, Source("x", index, "row")))
+    return chosen
 
 
 @settings(max_examples=60, deadline=None)
@@ -435,3 +441,28 @@ def test_the_report_counts_problems(tmp_path: Path) -> None:
     assert (report.samples, report.num_problems, len(report.problems)) == (25, 25, 20)
     assert str(report).endswith("and 5 more")
     assert report.trained_tokens == report.tokens - 25
+
+
+def test_a_program_that_ends_in_the_middle_of_the_data_ends_cleanly() -> None:
+    script = """
+from ligerzoo.train.data import PackedBatches, open_data
+from tests.train.data_helpers import tokenizer
+
+stream = open_data([{"text": "yes no " * 50}] * 500, "auto", tokenizer(), seq_length=64)
+batches = PackedBatches(stream, batch_size=2, seq_length=64, pad_token_id=0)
+next(batches)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_batches_that_are_dropped_end_their_thread(completions: Path) -> None:
+    batches = batches_of(completions, epochs=None)
+    next(batches)
+    assert any(thread.name == "ligerzoo-batches" for thread in threading.enumerate())
+    del batches
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "ligerzoo-batches":
+            thread.join(timeout=10)
+            assert not thread.is_alive()

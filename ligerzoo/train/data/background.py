@@ -15,7 +15,8 @@ _POLL = 0.1  # seconds between looks whether the consumer has ended
 class Background(Generic[Item]):
     """Iterates over the items of an iterator that another thread advances. Exceptions are raised at their position.
 
-    The thread ends with `close`, or when this object is garbage-collected. So the iterator must not refer to it.
+    The thread ends with `close`, with the program, or when this object is garbage-collected. So the iterator must not
+    refer to it. It is not a daemon: the interpreter would kill it within C++ code, which aborts the program.
 
     Args:
         items: the iterator.
@@ -25,9 +26,7 @@ class Background(Generic[Item]):
     def __init__(self, items: Iterator[Item], prefetch: int) -> None:
         self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(prefetch)
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=_advance, args=(items, self._ready, self._stop), daemon=True, name="ligerzoo-batches"
-        )
+        self._thread = threading.Thread(target=_advance, args=(items, self._ready, self._stop), name="ligerzoo-batches")
         self._thread.start()
 
     def __iter__(self) -> Background[Item]:
@@ -52,13 +51,16 @@ class Background(Generic[Item]):
 def _advance(
     items: Iterator[Item], ready: queue.Queue[tuple[Item | None, BaseException | None]], stop: threading.Event
 ) -> None:
-    while not stop.is_set():
+    def is_needed() -> bool:
+        return not stop.is_set() and threading.main_thread().is_alive()
+
+    while is_needed():
         result: tuple[Item | None, BaseException | None]
         try:
             result = next(items), None
         except BaseException as error:
             result = None, error
-        while not stop.is_set():
+        while is_needed():
             try:
                 ready.put(result, timeout=_POLL)
                 break

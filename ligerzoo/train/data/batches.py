@@ -150,7 +150,7 @@ class _Batches:
             got = f"batch_size={producer.batch_size}, rank={producer.rank}, world_size={producer.world_size}"
             raise DataError("invalid batches", where="batch_size, rank and world_size", got=got)
         self._producer = producer
-        self._state = {"stream": producer.stream.state_dict(), "rest": [], "rows": 0}
+        self._state: dict[str, Any] = {"stream": producer.stream.state_dict(), "rest": [], "rows": 0}
         self._batches: Background[tuple[Batch, dict[str, Any]]] | None = None
 
     def __iter__(self) -> Self:
@@ -277,7 +277,7 @@ class PaddedBatches(_Batches):
     ) -> None:
         def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
             columns = itertools.zip_longest(*map(_segments, rows))
-            segments = [[one] if one is not None else [] for column in columns for one in column]
+            segments: list[list[Sample]] = [[one] if one is not None else [] for column in columns for one in column]
             length = max((len(one.input_ids) for row in segments for one in row), default=1)
             return segments or [[] for _ in rows], -(-length // pad_to_multiple_of) * pad_to_multiple_of
 

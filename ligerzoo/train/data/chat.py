@@ -19,7 +19,7 @@ from ligerzoo.train.data.encoding import TextEncoder
 from ligerzoo.train.data.fields import Messages
 from ligerzoo.train.data.samples import UNTRAINED, Sample, Source
 
-TrainTurns = Literal["all", "last"]
+TrainAnswers = Literal["all", "last"]
 
 _MARK = "\ufdd0\ufdd1"  # noncharacters, which no text contains
 """Is before each special token that is written in a message."""
@@ -40,8 +40,8 @@ class ChatEncoder:
 
     Args:
         encoder: encodes texts.
-        train_turns: "all" trains all answers, "last" the last one of a conversation.
-        end_of_turn: the token that ends an answer, for templates that end an answer with no special token. It is
+        train_answers: "all" trains all answers, "last" the last one of a conversation.
+        end_of_answer: the token that ends an answer, for templates that end an answer with no special token. It is
             appended after the last answer.
         chat_template: name or source of the template; None for the tokenizer's.
         template_variables: further variables of the template, such as `{"enable_thinking": False}`.
@@ -51,15 +51,15 @@ class ChatEncoder:
         self,
         encoder: TextEncoder,
         *,
-        train_turns: TrainTurns = "all",
-        end_of_turn: str | None = None,
+        train_answers: TrainAnswers = "all",
+        end_of_answer: str | None = None,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self._encoder, self._train_turns, self._end_of_turn = encoder, train_turns, end_of_turn
+        self._encoder, self._train_answers, self._end_of_answer = encoder, train_answers, end_of_answer
         self._chat_template, self._variables = chat_template, dict(template_variables or {})
-        if end_of_turn is not None and encoder.tokenizer.token_to_id(end_of_turn) is None:
-            raise TokenizerError("not a token of the tokenizer", where="end_of_turn", got=repr(end_of_turn))
+        if end_of_answer is not None and encoder.tokenizer.token_to_id(end_of_answer) is None:
+            raise TokenizerError("not a token of the tokenizer", where="end_of_answer", got=repr(end_of_answer))
 
     def encode(
         self,
@@ -85,11 +85,13 @@ class ChatEncoder:
         template = self._bind(tools, variables)
         messages = self._mark_special(messages, source)
         try:
-            rendered = _without_marks(*find_answers(template, messages, prompt_length, self._train_turns))
+            rendered = _without_marks(*find_answers(template, messages, prompt_length, self._train_answers))
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
         rendered = self._with_ends(rendered, source)
-        tokens = self._encoder.encode_turns(rendered.text, [start for start, _ in rendered.answers], rendered.literal)
+        tokens = self._encoder.encode_conversation(
+            rendered.text, [start for start, _ in rendered.answers], rendered.literal
+        )
         labels = [UNTRAINED] * len(tokens.ids)
         answers = iter(rendered.answers)
         start, end = next(answers)
@@ -120,7 +122,7 @@ class ChatEncoder:
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
         rendered = _without_marks(marked, [])
-        return self._encoder.encode_turns(rendered.text, [], rendered.literal).ids
+        return self._encoder.encode_conversation(rendered.text, [], rendered.literal).ids
 
     def _bind(self, tools: list[dict[str, Any]] | None, variables: Mapping[str, Any] | None) -> Render:
         tokenizer = self._encoder.tokenizer
@@ -157,7 +159,7 @@ class ChatEncoder:
         return [{name: item if name == "role" else mark(item) for name, item in one.items()} for one in messages]
 
     def _with_ends(self, rendered: _Rendered, source: Source) -> _Rendered:
-        """Ends each answer after its last special token, which ends the turn; appends a missing one to the text."""
+        """Ends each answer after its last special token, which ends the index; appends a missing one to the text."""
         text, answers = rendered.text, []
         specials = {
             found.end(): found.start()
@@ -169,19 +171,19 @@ class ChatEncoder:
             trimmed = start + len(text[start:end].rstrip())
             if specials.get(trimmed, -1) >= start:
                 end = trimmed
-            elif self._end_of_turn is not None and text.startswith(self._end_of_turn, end):
-                end += len(self._end_of_turn)
-            elif self._end_of_turn is not None and end == len(text):
-                text += self._end_of_turn
+            elif self._end_of_answer is not None and text.startswith(self._end_of_answer, end):
+                end += len(self._end_of_answer)
+            elif self._end_of_answer is not None and end == len(text):
+                text += self._end_of_answer
                 end = len(text)
-            elif self._end_of_turn is None and end in starts:
+            elif self._end_of_answer is None and end in starts:
                 end = next(after for after, before in specials.items() if before == end)
             else:
                 raise DataError(
                     "the chat template does not end the answer with a special token, so the model would not learn to "
                     "stop",
                     where=source, got=quote(text[start:end][-40:]),
-                    remedy="Pass end_of_turn, such as the tokenizer's eos_token.",
+                    remedy="Pass end_of_answer, such as the tokenizer's eos_token.",
                 )  # fmt: skip
             answers.append((start, end))
         return _Rendered(text, answers, rendered.literal)
@@ -198,7 +200,7 @@ def _prompt_text(tokenizer: Tokenizer, messages: Messages, options: Mapping[str,
 
 
 def find_answers(
-    render: Render, messages: Messages, prompt_length: int = 0, train_turns: TrainTurns = "all"
+    render: Render, messages: Messages, prompt_length: int = 0, train_answers: TrainAnswers = "all"
 ) -> tuple[str, list[Span]]:
     """Renders a conversation and finds the assistant's answers that are trained.
 
@@ -206,7 +208,7 @@ def find_answers(
         render: renders messages.
         messages: the conversation.
         prompt_length: number of messages whose answers are not trained.
-        train_turns: see `ChatEncoder`.
+        train_answers: see `ChatEncoder`.
 
     Returns:
         The text, and the (first, last + 1) characters of each answer.
@@ -214,12 +216,12 @@ def find_answers(
     Raises:
         TokenizerError: there is no answer, or the template does not reveal which text the answers are.
     """
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = [index for index in turns if index >= prompt_length]
-    if not turns:
+    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    indices = [index for index in indices if index >= prompt_length]
+    if not indices:
         raise TokenizerError("no message of the assistant, so nothing would be trained", where="messages")
-    if train_turns == "last":
-        turns = turns[-1:]
+    if train_answers == "last":
+        indices = indices[-1:]
     text, blocks = render(messages, False)
     if blocks is not None:
         if prompt_length:
@@ -227,14 +229,16 @@ def find_answers(
             blocks = [block for block in blocks if block[1] > prompt]
         if not blocks:
             raise TokenizerError("the template renders no generation block", where="messages")
-        return text, blocks[-1:] if train_turns == "last" else blocks
+        return text, blocks[-1:] if train_answers == "last" else blocks
     answers = []
-    for turn in turns:
-        start = _prefix(render(messages[:turn], True)[0], text, f"the prompt of messages[{turn}]")
-        is_last = turn == len(messages) - 1
-        end = len(text) if is_last else _prefix(render(messages[: turn + 1], False)[0], text, f"messages[:{turn + 1}]")
+    for index in indices:
+        start = _prefix(render(messages[:index], True)[0], text, f"the prompt of messages[{index}]")
+        is_last = index == len(messages) - 1
+        end = (
+            len(text) if is_last else _prefix(render(messages[: index + 1], False)[0], text, f"messages[:{index + 1}]")
+        )
         if end <= start:
-            raise TokenizerError(f"the template renders no text for messages[{turn}]", where="messages")
+            raise TokenizerError(f"the template renders no text for messages[{index}]", where="messages")
         answers.append((start, end))
     return text, answers
 
@@ -248,7 +252,7 @@ def _prefix(part: str, text: str, name: str) -> int:
         f"the chat template renders {name} differently when later messages follow (it may remove reasoning), so the "
         "answers cannot be found",
         where="chat_template", got=quote(part[same:][:40]), expected=quote(text[same:][:40]),
-        remedy='Pass train_turns="last" to train the last answer only, or a template with {% generation %} blocks.',
+        remedy='Pass train_answers="last" to train the last answer only, or a template with {% generation %} blocks.',
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ class DataReport:
     Attributes:
         kind: the kind of the records.
         samples: number of samples.
-        dropped: number of records that give no sample: blank lines, and samples dropped as too long.
+        dropped: number of records without a sample: blank lines, and samples dropped as too long.
         tokens: number of tokens of all samples.
         trained_tokens: number of tokens that the loss counts; 0 for prompts.
         longest: tokens of the longest sequence.

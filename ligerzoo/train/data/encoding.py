@@ -65,7 +65,7 @@ class TextEncoder:
         """The end-of-sequence token.
 
         Raises:
-            TokenizerError: there is none.
+            TokenizerError: the tokenizer has no end-of-sequence token.
         """
         if self._eos is None:
             raise TokenizerError(
@@ -97,7 +97,7 @@ class TextEncoder:
         return ids
 
     def plain(self, ids: list[int], text: str, source: Source) -> list[int]:
-        """Replaces the special tokens that are written in a text by their characters, unless they are to be kept.
+        """Replaces the special tokens that are written in a text by their characters, unless they mean control tokens.
 
         Args:
             ids: the tokens of the text.
@@ -132,7 +132,7 @@ class TextEncoder:
             return both[len(prompt) :]
         return encode_continuation(lambda text: self.encode_ids([text])[0], completion)
 
-    def encode_turns(self, text: str, starts: Sequence[int], literal: Collection[int]) -> Tokens:
+    def encode_conversation(self, text: str, starts: Sequence[int], literal: Collection[int]) -> Tokens:
         """Encodes a conversation such that the text before each answer has the tokens that it has alone.
 
         Args:
@@ -159,7 +159,7 @@ class TextEncoder:
         return Tokens(ids, offsets)
 
     def _split_at(self, text: str, tokens: Tokens, start: int) -> Tokens:
-        """Encodes anew from the last special token before `start` to the next one, if a token crosses `start`."""
+        """Encodes again from the last special token before `start` to the next one, if a token crosses `start`."""
         first, first_character, last, last_character = 0, 0, len(tokens.ids), len(text)
         for index, (token_id, (begin, end)) in enumerate(zip(tokens.ids, tokens.offsets, strict=True)):
             if token_id in self.special_ids:
@@ -181,5 +181,5 @@ class TextEncoder:
 
 
 def _alternatives(contents: list[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches the longest of some texts, and nothing if there are none."""
+    """Returns a pattern that matches the longest of some texts, and nothing for an empty list."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")

@@ -65,8 +65,8 @@ def kind_of(record: Fields, source: Source) -> Kind:
             '"user" and "gpt" as "assistant"; "value" becomes "content".'
         )
     else:
-        known = [name for names in FIELDS.values() for name in names.required]
-        remedies = (did_you_mean(name, known) for name in record)
+        accepted = [name for names in FIELDS.values() for name in names.required]
+        remedies = (did_you_mean(name, accepted) for name in record)
         remedy = next((remedy for remedy in remedies if remedy), None)
     raise DataError(
         "not a record of a known kind", where=source, got=f"fields {first_names(list(record))}",
@@ -84,8 +84,8 @@ def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
     """
     names = FIELDS[kind]
     record = {name: value for name, value in record.items() if value is not None}
-    known = (*names.required, *names.optional)
-    _refuse_misspelled(record, known, source)
+    accepted = (*names.required, *names.optional)
+    _refuse_misspelled(record, accepted, source)
     for name in names.required:
         if name not in record:
             raise DataError(
@@ -95,10 +95,10 @@ def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
     return record
 
 
-def _refuse_misspelled(record: Fields, known: Sequence[str], source: Source) -> None:
-    absent = [name for name in known if name not in record]
+def _refuse_misspelled(record: Fields, accepted: Sequence[str], source: Source) -> None:
+    absent = [name for name in accepted if name not in record]
     for name in record:
-        if name not in known and (near := difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)):
+        if name not in accepted and (near := difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)):
             raise DataError(f"unknown field {quote(name)}", where=source, remedy=f"Did you mean {near[0]!r}?")
 
 

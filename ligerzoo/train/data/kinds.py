@@ -205,7 +205,7 @@ def encode_tokens(records: Sequence[Record]) -> list[Result]:
 
 
 Result = list[AnySample] | DataError
-"""The samples of a record, or why there are none."""
+"""The samples of a record, or its error."""
 
 
 def parse_json(record: Record) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ligerzoo.errors import DataError, did_you_mean
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.chat import ChatEncoder, TrainTurns
+from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
 from ligerzoo.train.data.encoding import SpecialTokens, TextEncoder
 from ligerzoo.train.data.fields import KINDS, Fields, Kind, kind_of
 from ligerzoo.train.data.find import FORMATS, Paths, find_files
@@ -37,8 +37,8 @@ def open_data(
     workers: int = 1,
     too_long: TooLong = "error",
     train_on_prompt: bool = False,
-    train_turns: TrainTurns = "all",
-    end_of_turn: str | None = None,
+    train_answers: TrainAnswers = "all",
+    end_of_answer: str | None = None,
     special_tokens: SpecialTokens = "text",
     text_unit: TextUnit = "file",
     chat_template: str | None = None,
@@ -66,8 +66,8 @@ def open_data(
         too_long: what happens to samples of more than `seq_length` tokens: "error" raises DataError, "truncate" removes
             their last tokens (and drops a sample in which nothing remains to be trained), "drop" drops them.
         train_on_prompt: whether prompts of kind "completion" are trained, too.
-        train_turns: "all" trains all answers of a conversation, "last" the last one.
-        end_of_turn: the token that ends an answer, for chat templates that end an answer with no special token.
+        train_answers: "all" trains all answers of a conversation, "last" the last one.
+        end_of_answer: the token that ends an answer, for chat templates that end an answer with no special token.
         special_tokens: what a special token means that is written in a text or a message: "text" for its characters,
             "control" for the special token.
         text_unit: what a document is in a .txt file: the whole "file", read in parts of 64 KiB, or a "line".
@@ -82,7 +82,8 @@ def open_data(
     """
     for name, value, accepted in (
         ("kind", kind, ("auto", *KINDS)), ("too_long", too_long, get_args(TooLong)),
-        ("train_turns", train_turns, get_args(TrainTurns)), ("special_tokens", special_tokens, get_args(SpecialTokens)),
+        ("train_answers", train_answers, get_args(TrainAnswers)),
+        ("special_tokens", special_tokens, get_args(SpecialTokens)),
         ("text_unit", text_unit, get_args(TextUnit)),
     ):  # fmt: skip
         _check_choice(name, value, accepted)
@@ -102,7 +103,7 @@ def open_data(
     else:
         text_encoder = TextEncoder(tokenizer, special_tokens, eos_token_id)
         chat = ChatEncoder(
-            text_encoder, train_turns=train_turns, end_of_turn=end_of_turn, chat_template=chat_template,
+            text_encoder, train_answers=train_answers, end_of_answer=end_of_answer, chat_template=chat_template,
             template_variables=template_variables,
         )  # fmt: skip
         if kind != "prompt":
@@ -112,8 +113,8 @@ def open_data(
         )
         fields = parse
         identity |= {
-            "too_long": too_long, "train_on_prompt": train_on_prompt, "train_turns": train_turns,
-            "end_of_turn": end_of_turn, "special_tokens": special_tokens, "chat_template": chat_template,
+            "too_long": too_long, "train_on_prompt": train_on_prompt, "train_answers": train_answers,
+            "end_of_answer": end_of_answer, "special_tokens": special_tokens, "chat_template": chat_template,
             "template_variables": dict(template_variables or {}), "eos_token_id": eos_token_id,
         }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A pseudorandom permutation of 0, ..., n - 1 that needs no memory: entry i is computed from i alone.
 
 A Feistel network (Luby and Rackoff, 1988) permutes the numbers of 2k bits. Numbers of n or more are permuted again
-until the result is below n (cycle walking; Black and Rogaway, 2002).
+until the result is below n (Black and Rogaway, 2002).
 """
 
 import hashlib

@@ -58,7 +58,7 @@ class SampleStream:
 
     @property
     def dropped(self) -> int:
-        """Number of records that gave no sample since the start of the training, blank lines included."""
+        """Number of records without a sample since the start of the training, blank lines included."""
         return self._counts["dropped"]
 
     def __iter__(self) -> Self:
