@@ -77,3 +77,7 @@ class TokenizerError(LigerzooError):
 
 class ImageError(LigerzooError):
     """An image or video cannot be read, does not match the prompt, or has a size that the model does not accept."""
+
+
+class DataError(LigerzooError):
+    """A training sample is malformed, too long, or contains nothing to train on."""

@@ -23,6 +23,8 @@ import contextlib
 import json
 import marshal
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -63,8 +65,48 @@ class ChatTemplate:
             TokenizerError: the template is malformed, fails, refuses the messages, or exceeds the time or memory limit.
                 The error names the template and, if available, the line.
         """
+        return self._render(variables, ("", ""))
+
+    @property
+    def has_generation_blocks(self) -> bool:
+        """Whether the template marks the assistant's text with `{% generation %}` blocks."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    def render_spans(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Renders the template and returns the prompt and its `{% generation %}` blocks.
+
+        Args:
+            variables: see `render`.
+
+        Returns:
+            The prompt, and the (first, last + 1) characters of each block that is not empty, in order.
+
+        Raises:
+            TokenizerError: see `render`; or the template nests blocks, or repeats or cuts the text of a block.
+        """
+        number = secrets.token_hex(8)  # unpredictable: no message can contain it
+        marks = f"\ufdd2{number}\ufdd2", f"\ufdd3{number}\ufdd3"
+        spans: list[tuple[int, int]] = []
+        start, length = None, 0
+        parts = re.split(f"({marks[0]}|{marks[1]})", self._render(variables, marks))
+        for part in parts:
+            if part not in marks:
+                length += len(part)
+            elif (part == marks[0]) != (start is None):
+                raise TokenizerError("the generation blocks are nested or incomplete", where=self.where)
+            elif start is None:
+                start = length
+            else:
+                spans += [(start, length)] if start < length else []
+                start = None
+        text = "".join(part for part in parts if part not in marks)
+        if start is not None or number in text:
+            raise TokenizerError("the template changes the text of a generation block", where=self.where)
+        return text, spans
+
+    def _render(self, variables: Mapping[str, Any], marks: tuple[str, str]) -> str:
         try:
-            request = marshal.dumps((_MAX_SECONDS, self.source, self.where, _plain(variables)))
+            request = marshal.dumps((_MAX_SECONDS, self.source, self.where, _plain(variables), marks))
         except (ValueError, RecursionError) as error:
             raise TokenizerError("cannot send the variables to the template", where=self.where, got=error) from error
         reply = _worker.exchange(request)

@@ -2,7 +2,7 @@
 
 import inspect
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import tokenizers
@@ -199,6 +199,29 @@ class TextEncoder(Vocabulary):
             padding_side=padding_side, return_tensors=return_tensors,
         )  # fmt: skip
 
+    def special_token_spellings(self) -> dict[int, list[int]]:
+        """Returns, for each special token, the ids of its characters as ordinary text.
+
+        Untrusted text that contains `<|im_end|>` must not end the message. Replace the id by these ids to encode it as
+        text. The unknown token is left out: the model of the tokenizer produces it for any text.
+        """
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        special = set(self.all_special_ids)
+
+        def encode(text: str) -> list[int]:
+            return backend.encode(text, add_special_tokens=False).ids
+
+        spellings = {}
+        for token_id in special - {self.unk_token_id}:
+            token = self.id_to_token(token_id)
+            assert token is not None
+            ids = encode_continuation(encode, token)
+            if special.intersection(ids):  # a Unigram model knows the whole token
+                ids = [one for letter in token for one in encode_continuation(encode, letter)]
+            spellings[token_id] = ids
+        return spellings
+
     def _finish(
         self,
         columns: Columns,
@@ -304,6 +327,20 @@ class TextEncoder(Vocabulary):
             where=self._where,
             remedy="Encode the texts one by one.",
         )
+
+
+def encode_continuation(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Encodes a text as it continues another one: without the space that some tokenizers put before a text.
+
+    Args:
+        encode: encodes a text without special tokens.
+        text: the text.
+    """
+    for before in ("\n", "a", "."):
+        first, both = encode(before), encode(before + text)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+    return encode(text)
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

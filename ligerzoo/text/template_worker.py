@@ -1,8 +1,8 @@
 """The process that renders chat templates. `ligerzoo.text.chat_template` starts it and explains why it exists.
 
 It reads requests from standard input and writes replies to standard output. Each begins with its length (8 bytes,
-little endian). A request is (seconds, source, name, variables) in `marshal` format, and only the parent process sends
-any. A reply is JSON: a hostile template may have produced it, and JSON is plain data.
+little endian). A request is (seconds, source, name, variables, marks) in `marshal` format, and only the parent process
+sends any. A reply is JSON: a hostile template may have produced it, and JSON is plain data.
 
 This module imports only jinja2 and the standard library, so that the process starts in 60 ms and stays small.
 """
@@ -83,7 +83,8 @@ def _answer(requests: BinaryIO, size: int) -> dict[str, Any]:
     """Returns the reply: a "text", or an "error" with its "line", or the exceeded "limit" with the line."""
     name = None
     try:
-        seconds, source, name, variables = marshal.loads(requests.read(size))
+        seconds, source, name, variables, marks = marshal.loads(requests.read(size))
+        _GenerationBlock.marks = marks
         with time_limit(seconds):
             text = _compiled(source, name).render(variables)
             if len(text) > MAX_TEXT:
@@ -140,13 +141,25 @@ def _sandbox() -> _Sandbox:
 
 
 class _GenerationBlock(Extension):
-    """Renders `{% generation %}...{% endgeneration %}`, which marks the assistant's text, as its body."""
+    """Renders `{% generation %}...{% endgeneration %}`, the assistant's text, as its body between two marks.
+
+    Attributes:
+        marks: texts to insert before and after the body; both empty unless the request asks for the spans.
+    """
 
     tags = {"generation"}  # noqa: RUF012
+    marks: tuple[str, str] = ("", "")
 
-    def parse(self, parser: Parser) -> nodes.Node:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        body = nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        start, end = (
+            nodes.Output([self.call_method("_mark", [nodes.Const(index)])], lineno=line) for index in range(2)
+        )
+        return [start, body, end]
+
+    def _mark(self, index: int) -> str:
+        return self.marks[index]
 
 
 class _Namespace(Namespace):

@@ -142,20 +142,11 @@ class Tokenizer(TextEncoder):
         """
         batched = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Sequence)
         template = self._chosen_template(chat_template, tools)
-        template_variables = {
-            **self.special_tokens,
-            **variables,
-            "tools": None if tools is None else _checked_objects(tools, "tools"),
-            "documents": None if documents is None else _checked_objects(documents, "documents"),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        texts = []
-        for conversation in messages if batched else [messages]:
-            present = [
-                {key: value for key, value in message.items() if value is not None}
-                for message in _checked_objects(conversation, "messages")
-            ]
-            texts.append(template.render({**template_variables, "messages": present}))
+        variables |= {"documents": documents, "add_generation_prompt": add_generation_prompt}
+        texts = [
+            template.render(self._template_variables(conversation, tools, variables))
+            for conversation in (messages if batched else [messages])
+        ]
         if not tokenize:
             return texts if batched else texts[0]
         if batched or return_tensors is not None:
@@ -187,6 +178,50 @@ class Tokenizer(TextEncoder):
             expected=f"one of {sorted(self.chat_templates)}" if self.chat_templates else None,
             remedy="Pass the source of a template as chat_template.",
         )
+
+    def render_assistant_spans(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Renders a conversation and returns its text and what the template marks as the assistant's.
+
+        Args:
+            messages: a conversation; see `apply_chat_template`.
+            tools: see `apply_chat_template`.
+            chat_template: see `apply_chat_template`.
+            variables: see `apply_chat_template`.
+
+        Returns:
+            The text, and the (first, last + 1) characters of each `{% generation %}` block; None instead of a list if
+            the template has no such blocks.
+
+        Raises:
+            TokenizerError: as `apply_chat_template`, or the template changes the text of a block.
+        """
+        template = self._chosen_template(chat_template, tools)
+        variables |= {"documents": None, "add_generation_prompt": False}
+        values = self._template_variables(messages, tools, variables)
+        return template.render_spans(values) if template.has_generation_blocks else (template.render(values), None)
+
+    def _template_variables(
+        self, messages: Any, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        documents = variables["documents"]
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in _checked_objects(messages, "messages")
+        ]
+        return {
+            **self.special_tokens,
+            **variables,
+            "tools": None if tools is None else _checked_objects(tools, "tools"),
+            "documents": None if documents is None else _checked_objects(documents, "documents"),
+            "messages": present,
+        }
 
     # Decoding
 

@@ -19,7 +19,7 @@ from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.train import processes
 from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
-from ligerzoo.train.data import PackedBatches, check_data, format_sample, open_data
+from ligerzoo.train.data import Kind, PackedBatches, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluation_loss, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
@@ -123,7 +123,7 @@ def main(options: Options) -> int:
     check_tied_weights(model)
     check_vocabulary(model, tokenizer)
 
-    kind = "text" if options.method == "pretrain" else "auto"
+    kind: Kind | Literal["auto"] = "text" if options.method == "pretrain" else "auto"
     epochs = None if options.max_steps else options.epochs or 1
 
     def samples(paths: tuple[str, ...], **given: Any) -> Any:
@@ -131,8 +131,7 @@ def main(options: Options) -> int:
 
     def packed(stream: Any) -> PackedBatches:
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-        sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
-        return PackedBatches(stream, **sizes, pad_token_id=padding)
+        return PackedBatches(stream, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding)
 
     batches = packed(samples(options.data, epochs=epochs))
     steps = options.max_steps or count_steps(packed(samples(options.data, epochs=epochs)), options.accumulate)

@@ -1,0 +1,303 @@
+"""Batches: samples packed into rows, as the tensors that a model takes.
+
+The rows are a function of the samples, `seq_length` and the packing. A step of W processes takes the next W * B rows,
+and process r the rows r * B to (r + 1) * B - 1 of them. So the rows of a step depend on W * B only. Each process reads
+and encodes all samples, which takes little of its time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import DataError, first_names
+from ligerzoo.train.data.background import Background
+from ligerzoo.train.data.packing import (
+    Packed,
+    Row,
+    one_per_row,
+    pack_best_fit,
+    pack_concatenated,
+    pack_pieces,
+    row_length,
+)
+from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample, TrainedSample, as_state, from_state
+from ligerzoo.train.data.stream import SampleStream
+
+Documents = Literal["concatenate", "separate", "whole"]
+
+Pack = Callable[[Sequence[TrainedSample], bool], Packed]
+"""Packs the samples of a window into rows; also receives whether the window is the last one."""
+
+_PREFETCH = 4  # batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of B rows of T tokens.
+
+    Attributes:
+        inputs: int64 tensors (B, T) on the CPU: `input_ids`, `labels` (unshifted, -100 for tokens that are not trained)
+            and `position_ids`, which begin at 0 in each segment. Padding follows the last segment. Each padding token
+            is a segment, has position 0 and is not trained.
+        rows: the samples of each row, in order.
+        tokens: number of tokens without padding.
+        trained_tokens: number of tokens that the loss counts.
+    """
+
+    inputs: dict[str, Tensor]
+    rows: list[Row]
+    tokens: int
+    trained_tokens: int
+
+    @property
+    def padding(self) -> int:
+        """Number of padding tokens."""
+        return self.inputs["input_ids"].numel() - self.tokens
+
+    @property
+    def sources(self) -> list[str]:
+        """The records of the batch, as `file:line`."""
+        return [str(sample.source) for row in self.rows for sample in row]
+
+
+Layout = Callable[[list[Row]], tuple[list[list[Sample]], int]]
+"""Returns the segments of each row of a batch, and the tokens T of a row."""
+
+
+@dataclass(frozen=True)
+class _Producer:
+    """Makes batches, in the thread of `_Batches`; does not refer to it. See the arguments of the classes below."""
+
+    stream: SampleStream
+    batch_size: int
+    pad_token_id: int
+    pack: Pack
+    window: int  # tokens
+    layout: Layout
+    rank: int
+    world_size: int
+    pin_memory: bool
+
+    def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Yields batches, each with the position after it."""
+        rows = self._rows(state)
+        while step := list(itertools.islice(rows, self.batch_size * self.world_size)):
+            own = [row for row, _ in step[self.rank * self.batch_size :][: self.batch_size]]
+            own += [[] for _ in range(self.batch_size - len(own))]  # after the last sample
+            yield self._batch(own), step[-1][1]
+
+    def _rows(self, state: dict[str, Any]) -> Iterator[tuple[Row, dict[str, Any]]]:
+        """Yields rows, each with the position after it: that of its window, and the number of rows taken from it."""
+        taken, rest = state["rows"], [from_state(sample) for sample in state["rest"]]
+        is_last = False
+        while not is_last:
+            start = {"stream": self.stream.state_dict(), "rest": [as_state(sample) for sample in rest]}
+            samples, tokens = list(rest), sum(map(row_length, rest))
+            while tokens < self.window and not is_last:
+                if (sample := next(self.stream, None)) is None:
+                    is_last = True
+                    break
+                assert not isinstance(sample, PromptSample)
+                samples.append(sample)
+                tokens += row_length(sample)
+            packed = self.pack(samples, is_last)
+            for index in range(taken, len(packed.rows)):
+                yield packed.rows[index], {**start, "rows": index + 1}
+            taken, rest = 0, packed.rest
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        """Returns the batch of these rows, some of which may be empty.
+
+        Raises:
+            DataError: nothing is trained, although there are samples.
+        """
+        layout, length = self.layout(rows)
+        shape = len(layout), length
+        ids = torch.full(shape, self.pad_token_id)
+        labels = torch.full(shape, UNTRAINED)
+        positions = torch.zeros(shape, dtype=torch.int64)
+        tokens = trained = 0
+        for index, segments in enumerate(layout):
+            first = 0
+            for segment in segments:
+                piece = slice(first, first := first + len(segment.input_ids))
+                ids[index, piece] = torch.tensor(segment.input_ids)
+                labels[index, piece] = torch.tensor(segment.labels)
+                positions[index, piece] = torch.arange(len(segment.input_ids))
+                trained += segment.trained_tokens
+            tokens += first
+        batch = Batch({"input_ids": ids, "labels": labels, "position_ids": positions}, rows, tokens, trained)
+        if tokens and not trained:
+            raise DataError("nothing in the batch would be trained", where=first_names(batch.sources))
+        if self.pin_memory:
+            batch.inputs.update({name: tensor.pin_memory() for name, tensor in batch.inputs.items()})
+        return batch
+
+
+class _Batches:
+    """Iterates over batches, which another thread prepares, and keeps the position."""
+
+    def __init__(self, producer: _Producer) -> None:
+        if producer.stream.kind == "prompt":
+            raise DataError("prompts have no labels", where="stream", got="kind 'prompt'", expected="another kind")
+        if producer.batch_size < 1 or not 0 <= producer.rank < producer.world_size:
+            got = f"batch_size={producer.batch_size}, rank={producer.rank}, world_size={producer.world_size}"
+            raise DataError("invalid batches", where="batch_size, rank and world_size", got=got)
+        self._producer = producer
+        self._state: dict[str, Any] = {"stream": producer.stream.state_dict(), "rest": [], "rows": 0}
+        self._batches: Background[tuple[Batch, dict[str, Any]]] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._producer.stream.load_state_dict(self._state["stream"])
+            self._batches = Background(self._producer.batches(self._state), _PREFETCH)
+        batch, self._state = next(self._batches)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position after the last batch that was yielded, as JSON values."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the last batch that was yielded before `state_dict`.
+
+        The numbers of rows and processes may differ from those of the saved state, unlike `seq_length` and packing.
+
+        Raises:
+            DataError: the data, or an option that determines the samples, has changed.
+        """
+        self.close()
+        self._producer.stream.load_state_dict(state["stream"])
+        self._state = dict(state)
+
+    def close(self) -> None:
+        """Ends the thread. Iteration may continue later."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+
+class PackedBatches(_Batches):
+    """Batches of rows that several samples share; a sample attends to itself only.
+
+    Args:
+        stream: the samples, from `open_data`.
+        batch_size: B, rows of this process.
+        seq_length: T, tokens of a row.
+        pad_token_id: fills the end of a row; any token.
+        documents: how kind "text" is packed. "concatenate": documents follow each other, and rows are cut from them;
+            tokens attend to earlier documents of their row. "separate": the same rows, but tokens attend to their own
+            document only. "whole": packed like other kinds; documents longer than a row are cut.
+        eos_token_id: for "separate" with token files: the token after which the next document begins.
+        window_rows: number of rows that are packed together. More rows need less padding, but the first batch comes
+            later. None for 2**19 tokens, and 8 to 256 rows.
+        rank: index of this process.
+        world_size: number of processes; their batches of a step are world_size * B successive rows.
+        pin_memory: whether the tensors are in pinned memory.
+
+    Raises:
+        DataError: an option has an unsupported value. While the batches are used: see `open_data`; or nothing in a
+            batch would be trained.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        batch_size: int,
+        seq_length: int,
+        pad_token_id: int,
+        documents: Documents = "concatenate",
+        eos_token_id: int | None = None,
+        window_rows: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        pin_memory: bool = False,
+    ) -> None:
+        if documents not in get_args(Documents):
+            expected = ", ".join(get_args(Documents))
+            raise DataError("unsupported value", where="documents", got=repr(documents), expected=expected)
+        mode = documents if stream.kind == "text" else None
+        pack_rows = {None: pack_best_fit, "whole": pack_pieces}.get(mode, pack_concatenated)
+
+        def pack(samples: Sequence[TrainedSample], is_last: bool) -> Packed:
+            return pack_rows(samples, seq_length, is_last)
+
+        def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
+            segments = list(map(_segments, rows))
+            if mode == "concatenate":
+                segments = [[_joined(row)] if row else [] for row in segments]
+            elif mode == "separate":
+                segments = [[piece for one in row for piece in _cut_after(one, eos_token_id)] for row in segments]
+            return segments, seq_length
+
+        window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
+        super().__init__(
+            _Producer(stream, batch_size, pad_token_id, pack, window, layout, rank, world_size, pin_memory)
+        )
+
+
+class PaddedBatches(_Batches):
+    """Batches of one sample a row, padded to the longest one of the batch.
+
+    The rows of preference pairs are the chosen sequences of all samples, then the rejected ones: (2 B, T).
+
+    Args:
+        stream: the samples, from `open_data`.
+        batch_size: B, samples of this process.
+        pad_token_id: fills the end of a row; any token.
+        pad_to_multiple_of: rounds T up to a multiple.
+        rank: index of this process.
+        world_size: number of processes; their batches of a step are world_size * B successive samples.
+        pin_memory: whether the tensors are in pinned memory.
+
+    Raises:
+        DataError: as `PackedBatches`.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        batch_size: int,
+        pad_token_id: int,
+        pad_to_multiple_of: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        pin_memory: bool = False,
+    ) -> None:
+        def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
+            columns = itertools.zip_longest(*map(_segments, rows))
+            segments: list[list[Sample]] = [[one] if one is not None else [] for column in columns for one in column]
+            length = max((len(one.input_ids) for row in segments for one in row), default=1)
+            return segments or [[] for _ in rows], -(-length // pad_to_multiple_of) * pad_to_multiple_of
+
+        super().__init__(
+            _Producer(stream, batch_size, pad_token_id, one_per_row, 1, layout, rank, world_size, pin_memory)
+        )
+
+
+def _segments(row: Row) -> list[Sample]:
+    return [segment for sample in row for segment in sample.segments]
+
+
+def _joined(segments: Sequence[Sample]) -> Sample:
+    ids = list(itertools.chain.from_iterable(segment.input_ids for segment in segments))
+    labels = list(itertools.chain.from_iterable(segment.labels for segment in segments))
+    return Sample(ids, labels, segments[0].source)
+
+
+def _cut_after(sample: Sample, token_id: int | None) -> list[Sample]:
+    """Cuts a sample after each occurrence of a token."""
+    ends = [index + 1 for index, one in enumerate(sample.input_ids) if one == token_id]
+    bounds = sorted({0, *ends, len(sample.input_ids)})
+    return [Sample(sample.input_ids[a:b], sample.labels[a:b], sample.source) for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,215 @@
+"""The fields of a record of each kind, and their checks."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from ligerzoo.errors import DataError, did_you_mean, first_names, quote
+from ligerzoo.train.data.samples import Source
+
+Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
+"""What a record is; see `FIELDS`."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Fields = Mapping[str, Any]
+Messages = list[dict[str, Any]]
+
+_TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
+
+
+class _Names(NamedTuple):
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+FIELDS: dict[Kind, _Names] = {
+    "preference": _Names(("chosen", "rejected"), ("prompt", *_TEMPLATE_FIELDS)),
+    "labelled": _Names(("prompt", "completion", "label"), _TEMPLATE_FIELDS),
+    "chat": _Names(("messages",), _TEMPLATE_FIELDS),
+    "completion": _Names(("prompt", "completion"), _TEMPLATE_FIELDS),
+    "text": _Names(("text",)),
+    "prompt": _Names(("prompt",), _TEMPLATE_FIELDS),
+}
+"""The required and optional fields of each kind. A record is of the first kind whose required fields it has."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_MESSAGE_FIELDS = (
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
+
+
+def kind_of(record: Fields, source: Source) -> Kind:
+    """Returns the kind of a record.
+
+    Raises:
+        DataError: the record has the required fields of no kind.
+    """
+    present = {name for name, value in record.items() if value is not None}
+    for kind, names in FIELDS.items():
+        if present.issuperset(names.required):
+            return kind
+    if "conversations" in present:
+        remedy: str | None = (
+            'Write {"messages": [{"role": "user", "content": ...}, ...]}: "from" becomes "role", with "human" as '
+            '"user" and "gpt" as "assistant"; "value" becomes "content".'
+        )
+    else:
+        accepted = [name for names in FIELDS.values() for name in names.required]
+        remedies = (did_you_mean(name, accepted) for name in record)
+        remedy = next((remedy for remedy in remedies if remedy), None)
+    raise DataError(
+        "not a record of a known kind", where=source, got=f"fields {first_names(list(record))}",
+        expected="; or ".join(" and ".join(names.required) for names in FIELDS.values()), remedy=remedy,
+    )  # fmt: skip
+
+
+def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
+    """Returns the fields of the record that are not None.
+
+    Other fields, such as ids, are allowed unless their name resembles that of a field that the record lacks.
+
+    Raises:
+        DataError: a required field is missing, or an optional one seems to be misspelled.
+    """
+    names = FIELDS[kind]
+    record = {name: value for name, value in record.items() if value is not None}
+    accepted = (*names.required, *names.optional)
+    _refuse_misspelled(record, accepted, source)
+    for name in names.required:
+        if name not in record:
+            raise DataError(
+                f"the field {name!r} is missing", where=source, got=f"fields {first_names(list(record))}",
+                expected=" and ".join(names.required), remedy=did_you_mean(name, record),
+            )  # fmt: skip
+    return record
+
+
+def _refuse_misspelled(record: Fields, accepted: Sequence[str], source: Source) -> None:
+    absent = [name for name in accepted if name not in record]
+    for name in record:
+        if name not in accepted and (near := difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)):
+            raise DataError(f"unknown field {quote(name)}", where=source, remedy=f"Did you mean {near[0]!r}?")
+
+
+def text_field(record: Fields, name: str, source: Source, *, may_be_blank: bool = False) -> str:
+    """Returns a field that is a string.
+
+    Raises:
+        DataError: it is something else, or empty or only spaces.
+    """
+    value = record[name]
+    if not isinstance(value, str):
+        raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="a string")
+    if not may_be_blank and not value.strip():
+        raise DataError(f"{name} is empty", where=source, got=quote(value))
+    return value
+
+
+def flag_field(record: Fields, name: str, source: Source) -> bool:
+    """Returns a field that is true or false.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if not isinstance(value := record[name], bool):
+        raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="true or false")
+    return value
+
+
+def messages_field(record: Fields, name: str, source: Source) -> Messages:
+    """Returns a field that is a list of messages, with only the fields that are not None.
+
+    Raises:
+        DataError: the list is empty, or a message is malformed.
+    """
+    value = record[name]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="a list of messages")
+    return [_checked_message(message, f"{name}[{index}]", source) for index, message in enumerate(value)]
+
+
+def is_messages(value: object) -> bool:
+    """Returns whether a field holds messages instead of text."""
+    return isinstance(value, list)
+
+
+def _checked_message(message: object, where: str, source: Source) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(
+            f"{where}: wrong type", where=source, got=_described(message), expected='{"role": ..., "content": ...}'
+        )
+    present = {str(name): value for name, value in message.items() if value is not None}
+    if "role" not in present or not present.keys() & {"content", "tool_calls"}:
+        raise DataError(
+            f"{where} lacks a field", where=source, got=f"fields {first_names(list(present))}",
+            expected="role, and content or tool_calls",
+            remedy=did_you_mean("role" if "role" not in present else "content", present),
+        )  # fmt: skip
+    _refuse_misspelled(present, _MESSAGE_FIELDS, source)
+    if "weight" in present:
+        raise DataError(
+            f"{where}: weights of messages are not supported", where=source, remedy="Remove the field 'weight'."
+        )
+    role, content = present["role"], present.get("content", "")
+    if role not in ROLES:
+        raise DataError(
+            f"{where}: unknown role", where=source, got=quote(role), expected=", ".join(ROLES),
+            remedy=did_you_mean(str(role), ROLES),
+        )  # fmt: skip
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str()}:
+                pass
+            case {"type": str(kind)} if kind != "text":
+                raise DataError(f"{where}: content of type {quote(kind)} is not supported", where=source)
+            case _:
+                expected = 'a string, or a list of {"type": "text", "text": ...}'
+                raise DataError(
+                    f"{where}: content has a wrong type", where=source, got=_described(content), expected=expected
+                )
+    if role == "assistant" and not present.get("tool_calls") and not any(part["text"].strip() for part in parts):
+        raise DataError(f"{where}: the assistant's content is empty", where=source, got=quote(content))
+    if not isinstance(present.get("tool_calls", []), list):
+        raise DataError(
+            f"{where}: tool_calls has a wrong type", where=source, got=_described(present["tool_calls"]),
+            expected="a list",
+        )  # fmt: skip
+    return present
+
+
+def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+    """Returns the tools (None for none) and further variables of the chat template.
+
+    Raises:
+        DataError: `tools` is not a list of objects (or its JSON text), or `chat_template_kwargs` is not an object.
+    """
+    tools, variables = record.get("tools"), record.get("chat_template_kwargs", {})
+    if isinstance(tools, str):  # datasets whose tools have different schemas store JSON
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"tools: broken JSON: {error}", where=source) from error
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools))):
+        raise DataError("tools: wrong type", where=source, got=_described(tools), expected="a list of objects")
+    if not isinstance(variables, Mapping):
+        raise DataError(
+            "chat_template_kwargs: wrong type", where=source, got=_described(variables), expected="an object"
+        )
+    return tools or None, dict(variables)
+
+
+def _described(value: object) -> str:
+    names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return f"{names.get(type(value), type(value).__name__)}, {quote(value)}"

@@ -1,0 +1,72 @@
+"""Finds data files: from names of files, directories and glob patterns."""
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ligerzoo.errors import DataError, first_names
+
+FORMATS = {".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".txt": "text", ".bin": "tokens", ".npy": "tokens"}
+"""The format of a file, by its suffix."""
+
+_REMEDIES = {
+    ".json": "Write one JSON object per line, as .jsonl.",
+    ".gz": "Decompress the file: training reads it in random order.",
+    ".zst": "Decompress the file: training reads it in random order.",
+    ".parquet": "Pass datasets.Dataset.from_parquet(file) instead.",
+    ".csv": "Pass datasets.Dataset.from_csv(file) instead.",
+}
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def find_files(paths: Paths) -> list[Path]:
+    """Returns the data files that `paths` name, sorted within each directory and pattern.
+
+    Args:
+        paths: a file, a directory (searched recursively), a glob pattern (`**` matches directories), or several.
+
+    Raises:
+        DataError: a path does not exist, is empty or matches nothing, a file has another format or occurs twice, or
+            the files have different formats.
+    """
+    files: list[Path] = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        files += _expand(Path(path))
+    if not files:
+        raise DataError("no data files", where="paths", got=repr(paths), expected="at least one file")
+    for file in files:
+        if file.suffix not in FORMATS:
+            raise DataError(
+                "not a format of data files", where=file, got=repr(file.suffix), expected=", ".join(FORMATS),
+                remedy=_REMEDIES.get(file.suffix),
+            )  # fmt: skip
+        if file.stat().st_size == 0:
+            raise DataError("the file is empty", where=file)
+    if len({FORMATS[file.suffix] for file in files}) > 1:
+        raise DataError(
+            "files of different formats", where="paths", got=first_names(list(map(str, files))), expected="one format"
+        )
+    resolved = [file.resolve() for file in files]
+    for index, file in enumerate(resolved):
+        if file in resolved[:index]:
+            raise DataError("the file is listed twice", where=files[index], remedy="Use epochs to repeat data.")
+    return files
+
+
+def _expand(path: Path) -> list[Path]:
+    if path.is_dir():
+        inner = (file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
+        files = sorted(file for file in inner if not file.name.startswith("."))
+        if not files:
+            raise DataError("the directory has no data files", where=path, expected=", ".join(FORMATS))
+        return files
+    if path.is_file():
+        return [path]
+    if glob.has_magic(str(path)):
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if not files:
+            raise DataError("no file matches the pattern", where=path)
+        return files
+    raise DataError("no such file or directory", where=path)

@@ -1,0 +1,82 @@
+"""Parses one line of a JSON Lines file, strictly."""
+
+import json
+import re
+from typing import Any
+
+from ligerzoo.errors import DataError, quote
+from ligerzoo.train.data.samples import Source
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def decode_text(data: bytes, source: Source) -> str:
+    """Decodes UTF-8.
+
+    Raises:
+        DataError: the bytes are not UTF-8, or contain a NUL.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{data[error.start]:02X} at byte {error.start + 1} of the line"
+        raise DataError("invalid UTF-8", where=source, got=got, remedy="Convert the file to UTF-8.") from error
+    if "\0" in text:
+        raise DataError("contains a NUL byte", where=source, remedy="The file may be damaged, or be UTF-16.")
+    return text
+
+
+def parse_line(data: bytes, source: Source) -> dict[str, Any]:
+    """Parses a line as a JSON object.
+
+    Raises:
+        DataError: the line is not UTF-8, not JSON or not an object, repeats a key, or has invalid characters.
+    """
+    text = decode_text(data, source)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        near = quote(text[max(0, error.pos - 20) : error.pos + 20])
+        raise DataError(f"broken JSON: {error.msg}", where=source, got=f"{near} at column {error.colno}") from error
+    except _RepeatedKeyError as error:
+        raise DataError(f"the key {quote(error.args[0])} occurs twice in one object", where=source) from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"broken JSON: {error}", where=source) from error
+    if not isinstance(value, dict):
+        raise DataError("not a JSON object", where=source, got=quote(text), expected='such as {"text": "..."}')
+    if "\\u" in text:  # only escapes can produce these characters
+        _check_characters(value, source)
+    return value
+
+
+class _RepeatedKeyError(Exception):
+    """An object has two entries with the same key."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for index, key in enumerate(keys) if key in keys[:index]))
+    return entries
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def _check_characters(value: Any, source: Source) -> None:
+    match value:
+        case str():
+            if found := _SURROGATE.search(value):
+                raise DataError(
+                    "half of a surrogate pair", where=source, got=f"{found[0]!r} in {quote(value[: found.end()][-20:])}"
+                )
+            if "\0" in value:
+                raise DataError("contains a NUL character", where=source, got=quote(value))
+        case dict():
+            for key, item in value.items():
+                _check_characters(key, source)
+                _check_characters(item, source)
+        case list():
+            for item in value:
+                _check_characters(item, source)

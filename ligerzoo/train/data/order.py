@@ -1,0 +1,76 @@
+"""The order in which records are read, shuffled with bounded memory, from any position.
+
+A pool is a number of blocks that are chosen at random; the records of a pool are permuted at random. So:
+
+- Data that fits in one pool (64 MiB of a text file), rows of datasets and records of token files are permuted
+  uniformly.
+- In larger text files, records that are neighbours in the file (within 256 KiB) are read in the same pool. The records
+  of a batch come from 256 random parts of the data.
+
+All random numbers come from the seed, the epoch and the pool. So a position is three numbers, and nothing is read to
+continue from it but the records of its pool.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ligerzoo.errors import DataError
+from ligerzoo.train.data.permutation import Permutation
+from ligerzoo.train.data.records import Record, RecordReader
+
+
+class Position(NamedTuple):
+    """A position in the order: a record of a pool of an epoch."""
+
+    epoch: int = 0
+    pool: int = 0
+    record: int = 0
+
+
+class Order:
+    """The records of a reader in a reproducible order.
+
+    Args:
+        reader: reads the records.
+        seed: selects the order.
+        shuffle: whether the order is random. Otherwise it is that of the files.
+        epochs: how often all records are read, each time in another order; None for no end.
+    """
+
+    def __init__(self, reader: RecordReader, *, seed: int, shuffle: bool, epochs: int | None) -> None:
+        self._reader, self._seed, self._shuffle, self._epochs = reader, seed, shuffle, epochs
+        self._pools = -(-reader.num_blocks // reader.blocks_per_pool)
+
+    def records(self, start: Position) -> Iterator[tuple[Position, Record | DataError]]:
+        """Yields the records from a position on, each with its position; or the error of one that cannot be read."""
+        for epoch in itertools.count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
+            is_empty = True
+            for pool in range(start.pool if epoch == start.epoch else 0, self._pools):
+                locations = self._locations(epoch, pool)
+                is_empty = is_empty and not locations
+                order = Permutation(len(locations), self._seed, epoch, pool) if self._shuffle else range(len(locations))
+                first = start.record if (epoch, pool) == start[:2] else 0
+                for index in range(first, len(locations)):
+                    record: Record | DataError
+                    try:
+                        record = self._reader.read(locations[order[index]])
+                    except DataError as error:
+                        record = error
+                    yield Position(epoch, pool, index), record
+            if is_empty and start[1:] == (0, 0):
+                raise DataError("the data has no records", where=self._reader.identity.get("files"))
+
+    def _locations(self, epoch: int, pool: int) -> list[object]:
+        blocks = range(
+            pool * self._reader.blocks_per_pool,
+            min((pool + 1) * self._reader.blocks_per_pool, self._reader.num_blocks),
+        )
+        if self._shuffle:
+            order = Permutation(self._reader.num_blocks, self._seed, epoch)
+            blocks_read: Iterator[int] = (order[block] for block in blocks)
+        else:
+            blocks_read = iter(blocks)
+        return list(itertools.chain.from_iterable(map(self._reader.locate, blocks_read)))

@@ -1,0 +1,201 @@
+"""Reads records at random: each kind of storage divides its data into blocks, which are read in any order.
+
+A block of a text file is a range of bytes. It owns the lines that begin in it. So blocks need no index of the lines:
+the first block of a file of any size is read at once.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ligerzoo.errors import DataError
+from ligerzoo.train.data.samples import Source
+
+MAX_RECORD = 2**26
+"""Bytes of the longest line that is read."""
+
+_MAX_OPEN = 64
+_BOMS = {b"\xef\xbb\xbf": "a UTF-8", b"\xff\xfe": "a UTF-16", b"\xfe\xff": "a UTF-16"}
+
+
+class Record(NamedTuple):
+    """One record.
+
+    Attributes:
+        source: where it is.
+        data: bytes of a line or of a document, a row of a dataset, or token ids.
+        ends_document: whether a document ends with the record; False for all but the last block of a long document.
+    """
+
+    source: Source
+    data: Any
+    ends_document: bool = True
+
+
+class RecordReader(ABC):
+    """Records in blocks.
+
+    Attributes:
+        num_blocks: number of blocks.
+        blocks_per_pool: how many blocks are shuffled together.
+        identity: values that change whenever the records do, to compare with those of a saved state.
+    """
+
+    num_blocks: int
+    blocks_per_pool: int
+    identity: dict[str, Any]
+
+    @abstractmethod
+    def locate(self, block: int) -> Iterable[Any]:
+        """Returns the locations of the records of a block, for `read`."""
+
+    @abstractmethod
+    def read(self, location: Any) -> Record:
+        """Returns the record at a location.
+
+        Raises:
+            DataError: the record cannot be read.
+        """
+
+
+class LineReader(RecordReader):
+    """The lines of files, without blank ones; or, for text, blocks of lines.
+
+    Args:
+        files: the files.
+        block_size: bytes of a block.
+        pool_size: bytes that are shuffled together.
+        joined: a record is all the lines of a block, instead of one line.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], *, block_size: int = 2**18, pool_size: int = 2**26, joined: bool = False
+    ) -> None:
+        self._files, self._block_size, self._joined = list(map(str, files)), block_size, joined
+        self._sizes = [file.stat().st_size for file in files]
+        blocks = [-(-size // block_size) for size in self._sizes]
+        self._first_block = np.cumsum([0, *blocks])
+        self.num_blocks = int(self._first_block[-1])
+        self.blocks_per_pool = max(1, pool_size // block_size)
+        self.identity = {
+            "files": [[Path(name).name, size] for name, size in zip(self._files, self._sizes, strict=True)],
+            "blocks": [block_size, self.blocks_per_pool, joined],
+        }
+        self._open = _OpenFiles()
+        for name in self._files:
+            start = self._open.read(name, 0, 3)
+            for mark, kind in _BOMS.items():
+                if start.startswith(mark):
+                    raise DataError(
+                        f"the file begins with {kind} byte order mark", where=f"{name}:1", expected="UTF-8 without one"
+                    )
+
+    def locate(self, block: int) -> NDArray[np.int64]:
+        """Returns (n, 3): file, first byte, and byte after the last one of each line, without its line end."""
+        file = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        name, size = self._files[file], self._sizes[file]
+        first = (block - int(self._first_block[file])) * self._block_size
+        last = min(first + self._block_size, size)
+        before = max(first - 1, 0)
+        data = np.frombuffer(self._open.read(name, before, last - before), np.uint8)
+        if len(data) < last - before:
+            raise DataError("the file became shorter while it was read", where=name, got=f"{before + len(data)} bytes")
+        newlines = np.flatnonzero(data == 10) + before
+        starts = newlines[newlines < last - 1] + 1
+        if first == 0:
+            starts = np.concatenate([[0], starts])
+        if len(starts) == 0:
+            return np.empty((0, 3), np.int64)
+        ends = np.append(starts[1:] - 1, self._line_end(name, int(starts[-1]), last, size))
+        if self._joined:
+            starts, ends = starts[:1], ends[-1:]
+        lines = np.stack([np.full_like(starts, file), starts, ends], 1)
+        return lines[ends > starts]
+
+    def _line_end(self, name: str, start: int, scanned: int, size: int) -> int:
+        """Returns the position of the next newline from the last byte before `scanned` on, or the end of the file."""
+        position = max(start, scanned - 1)
+        while position < size:
+            data = self._open.read(name, position, 2**20)
+            if not data:
+                break
+            if (found := data.find(b"\n")) >= 0:
+                return position + found
+            position += len(data)
+        return size
+
+    def read(self, location: Any) -> Record:
+        """Returns a line, or the lines of a block with their line ends."""
+        file, start, end = map(int, location)
+        name, source = self._files[file], Source(self._files[file], start, "byte")
+        if end - start > MAX_RECORD:
+            raise DataError(
+                "the line is too long", where=source, got=f"{end - start} bytes", expected=f"at most {MAX_RECORD}",
+                remedy="Is this a file with one object per line?",
+            )  # fmt: skip
+        is_end = end + 1 >= self._sizes[file]
+        data = self._open.read(name, start, end - start + (self._joined and not is_end))
+        return Record(source, data, not self._joined or is_end)
+
+
+class RowReader(RecordReader):
+    """The rows of a sequence of dictionaries, such as a Hugging Face dataset.
+
+    Args:
+        rows: the rows.
+        name: name for error messages.
+        identity: identifies the rows.
+    """
+
+    blocks_per_pool = 1  # blocks of one record: a permutation of all rows
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str, identity: object) -> None:
+        self._rows, self._name = rows, name
+        self.num_blocks = len(rows)
+        self.identity = {"rows": len(rows), "dataset": identity}
+        if not self.num_blocks:
+            raise DataError("the dataset is empty", where=name)
+
+    def locate(self, block: int) -> Sequence[int]:
+        """Returns the row itself."""
+        return (block,)
+
+    def read(self, location: Any) -> Record:
+        """Returns a row."""
+        return Record(Source(self._name, location, "row"), self._rows[location])
+
+
+class _OpenFiles:
+    """Reads ranges of files and keeps the last ones open."""
+
+    def __init__(self) -> None:
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Returns up to `size` bytes; fewer at the end of the file only."""
+        descriptor = self._descriptors.pop(name, None)
+        if descriptor is None:
+            try:
+                descriptor = os.open(name, os.O_RDONLY)
+            except OSError as error:
+                raise DataError(f"cannot be opened: {error.strerror}", where=name) from error
+        self._descriptors[name] = descriptor
+        if len(self._descriptors) > _MAX_OPEN:
+            os.close(self._descriptors.popitem(last=False)[1])
+        parts = []
+        while size and (data := os.pread(descriptor, min(size, 2**30), offset)):
+            parts.append(data)
+            offset, size = offset + len(data), size - len(data)
+        return b"".join(parts)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for descriptor in self._descriptors.values():
+            close(descriptor)

@@ -1,0 +1,158 @@
+"""Samples: what a record of a data file becomes, ready to be packed into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+UNTRAINED = -100
+"""The label of a token that is not trained; `ignore_index` of the losses."""
+
+_CHUNK = 2**24
+
+
+class Source(NamedTuple):
+    """Where a record is. `str` gives `file:line`, or `dataset[row]`.
+
+    The line number is computed when it is asked for, by counting the lines before the record.
+
+    Attributes:
+        name: the file, or the name of the dataset.
+        start: the byte, row or token where the record begins, counted from 0.
+        unit: what `start` counts.
+    """
+
+    name: str
+    start: int
+    unit: Literal["byte", "row", "token"]
+
+    def __str__(self) -> str:
+        match self.unit:
+            case "byte":
+                return f"{self.name}:{_line_number(self.name, self.start)}"
+            case "row":
+                return f"{self.name}[{self.start}]"
+            case "token":
+                return f"{self.name}, token {self.start}"
+
+
+@lru_cache(maxsize=64)
+def _line_number(file: str, offset: int) -> int:
+    line, left = 1, offset
+    with open(file, "rb") as stream:
+        while left > 0 and (data := stream.read(min(left, _CHUNK))):
+            line, left = line + data.count(b"\n"), left - len(data)
+    return line
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence of tokens.
+
+    Attributes:
+        input_ids: token ids.
+        labels: for each token its id, or -100 if it is not trained. Unshifted, as `model(labels=...)` takes them.
+        source: the record it comes from.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    source: Source
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The sequences of the sample, which do not attend to each other."""
+        return (self,)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that the loss counts. The first token has no prediction."""
+        return len(self.labels) - self.labels.count(UNTRAINED) - (self.labels[:1] not in ([], [UNTRAINED]))
+
+
+@dataclass(frozen=True)
+class PreferenceSample:
+    """A prompt with a chosen and a rejected completion; only the completions have labels."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def source(self) -> Source:
+        """The record of the pair."""
+        return self.chosen.source
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The chosen, then the rejected sequence."""
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True)
+class LabelledSample:
+    """A prompt with a completion that is desirable or not, as KTO takes it; only the completion has labels."""
+
+    sample: Sample
+    is_desirable: bool
+
+    @property
+    def source(self) -> Source:
+        """The record of the sample."""
+        return self.sample.source
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The sequence."""
+        return (self.sample,)
+
+
+@dataclass(frozen=True)
+class PromptSample:
+    """A prompt to sample completions of, as GRPO does.
+
+    Attributes:
+        input_ids: token ids of the prompt.
+        record: all fields of the record, for the reward function.
+        source: the record.
+    """
+
+    input_ids: list[int]
+    record: Mapping[str, Any]
+    source: Source
+
+
+TrainedSample = Sample | PreferenceSample | LabelledSample
+"""A sample with labels, which can be packed."""
+
+AnySample = TrainedSample | PromptSample
+
+
+def as_state(sample: TrainedSample) -> list[Any]:
+    """Returns a sample as JSON values; see `from_state`."""
+    match sample:
+        case Sample():
+            return ["sample", sample.input_ids, sample.labels, list(sample.source)]
+        case PreferenceSample():
+            return ["preference", as_state(sample.chosen), as_state(sample.rejected)]
+        case LabelledSample():
+            return ["labelled", as_state(sample.sample), sample.is_desirable]
+
+
+def from_state(state: list[Any]) -> TrainedSample:
+    """Returns the sample of `as_state`."""
+    match state:
+        case ["sample", input_ids, labels, source]:
+            return Sample(list(input_ids), list(labels), Source(*source))
+        case ["preference", chosen, rejected]:
+            first, second = from_state(chosen), from_state(rejected)
+            assert isinstance(first, Sample)
+            assert isinstance(second, Sample)
+            return PreferenceSample(first, second)
+        case ["labelled", sample, is_desirable]:
+            inner = from_state(sample)
+            assert isinstance(inner, Sample)
+            return LabelledSample(inner, is_desirable)
+        case _:
+            raise ValueError(f"not the state of a sample: {str(state)[:200]}")
