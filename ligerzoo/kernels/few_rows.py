@@ -234,15 +234,16 @@ def uses_few_rows(
     """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
     if backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
         return False
-    if torch.is_autocast_enabled(x.device.type) or under_transform():
+    if not 0 < x.numel() <= MAX_ROWS * x.shape[-1] or under_transform():
+        return False
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return False
     floats = [x, *(bias for bias in biases if bias is not None)]
     if scales is None:
         floats += weights
     parameters = [*weights, *(scales or ()), *floats[1:]]
     return (
-        0 < x.numel() <= MAX_ROWS * x.shape[-1]
-        and len(weights) <= _MAX_WEIGHTS
+        len(weights) <= _MAX_WEIGHTS
         and x.dtype in _DTYPES
         and all(tensor.dtype == x.dtype for tensor in floats)
         and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)
