@@ -54,7 +54,10 @@ class Tiling(NamedTuple):
 @jit
 def _weight_of_program(program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
                        bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2):  # fmt: skip
-    """Which of three weights a program computes: its first program, size, offset in the output, and distances."""
+    """Which of three weights a program computes: its first program, size, offset in the output, and distances.
+
+    With an activation all programs compute the first, the gate, beside the second.
+    """
     is_0, is_1 = program < tiles_0, program < tiles_0 + tiles_1
     first = tl.where(is_0, 0, tl.where(is_1, tiles_0, tiles_0 + tiles_1))
     size = tl.where(is_0, size_0, tl.where(is_1, size_1, size_2))
@@ -88,13 +91,10 @@ def _row_kernel(
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if ACTIVATION is None:
-        first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
-            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
-            bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
-        )  # fmt: skip
-    else:
-        first, size, offset, distance, bias_distance, scale_distance = 0, size_0, 0, 0, 0, 0
+    first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
+        program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
+        bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
+    )  # fmt: skip
     outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
     in_size = outputs < size
@@ -130,13 +130,10 @@ def _rows_kernel(
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if ACTIVATION is None:
-        first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
-            program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
-            bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
-        )  # fmt: skip
-    else:
-        first, size, offset, distance, bias_distance, scale_distance = 0, size_0, 0, 0, 0, 0
+    first, size, offset, distance, bias_distance, scale_distance = _weight_of_program(
+        program, tiles_0, tiles_1, size_0, size_1, size_2, distance_1, distance_2,
+        bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2,
+    )  # fmt: skip
     outputs = (program - first) * BLOCK_N + tl.arange(0, BLOCK_N)
     features = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, ROWS)
@@ -234,15 +231,16 @@ def uses_few_rows(
     """Whether the kernels of this file compute products of x with these weights, which are int8 if there are scales."""
     if backend == "torch" or torch.is_grad_enabled():  # the kernels have no backward pass
         return False
-    if torch.is_autocast_enabled(x.device.type) or under_transform():
+    if not 0 < x.numel() <= MAX_ROWS * x.shape[-1] or under_transform():
+        return False
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return False
     floats = [x, *(bias for bias in biases if bias is not None)]
     if scales is None:
         floats += weights
     parameters = [*weights, *(scales or ()), *floats[1:]]
     return (
-        0 < x.numel() <= MAX_ROWS * x.shape[-1]
-        and len(weights) <= _MAX_WEIGHTS
+        len(weights) <= _MAX_WEIGHTS
         and x.dtype in _DTYPES
         and all(tensor.dtype == x.dtype for tensor in floats)
         and all(tensor.is_contiguous() and tensor.device == x.device for tensor in parameters)

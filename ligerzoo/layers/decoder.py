@@ -68,7 +68,8 @@ class Decoder(nn.Module):
             x = x * self.input_scale
         recompute = Recompute.BLOCK if self.gradient_checkpointing else self.activation_plan
         cache = context.cache  # decoding is faster where sums may be split
-        with nullcontext() if cache is None or cache.exact else split_row_sums():
+        keeps_sums = cache is None or cache.exact or torch.compiler.is_compiling()  # which leaves sums to torch
+        with nullcontext() if keeps_sums else split_row_sums():
             x = self.norm(run_blocks(self.layers, x, context, recompute=recompute))
         if context.hidden_states is not None:
             context.hidden_states[-1] = x

@@ -31,7 +31,7 @@ ON_ANY_MACHINE = {
 }
 
 META_ONLY = {"ligerzoo::attention_on_meta", "ligerzoo::attention_on_meta_backward"}
-"""Ops that stand for torch's attention on meta tensors: they allocate, and compute nothing."""
+"""Ops that replace torch's attention on meta tensors: they allocate, and compute nothing."""
 
 
 def test_every_op_is_checked() -> None:

@@ -19,7 +19,7 @@ from ligerzoo.train.optimizers import (
     parameter_groups,
     share_unchanged,
 )
-from tests.test_parallel import PROCESSES, on_all_processes
+from tests.parallel.spawning import PROCESSES, on_all_processes
 from tests.train.optimizer_cases import tiny_llama, tiny_moe
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
