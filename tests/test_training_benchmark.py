@@ -15,6 +15,8 @@ from benchmarks.row import OURS
 from benchmarks.workloads import read_workloads
 from ligerzoo.kernels.recompute import Recompute
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # PEFT calls them
+
 
 def method(workload: training.Workload) -> str:
     return "lora" if workload.adapted else "full"
