@@ -4,7 +4,8 @@
     python -m benchmarks.training --workloads llama_8b_lora_1x8192
     python -m benchmarks.training --merge results/of/another/machine.json
 
-Random bf16 weights and tokens, fused AdamW, no gradient clipping; two steps to warm up and three measured ones. LoRA has rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on those of attention. ligerzoo trains with the
+Random bf16 weights and tokens, fused AdamW, no gradient clipping; two steps to warm up and three measured ones. LoRA
+has rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on those of attention. ligerzoo trains with the
 activation plan of a budget, and its updates are in fp32. Its peers recompute nothing, or all blocks if that does not
 fit; PEFT's updates are in bf16, its fastest setting. The setting that was measured is in the results.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import trainer, training
+from benchmarks import report, trainer, training
 from benchmarks.row import OURS
 from benchmarks.workloads import read_workloads
 from ligerzoo.kernels.recompute import Recompute
@@ -114,6 +114,23 @@ def test_a_run_writes_each_result_and_keeps_earlier_ones(tmp_path: Path) -> None
     merged = tmp_path / "merged.json"
     training.main(["--merge", str(out), "--out", str(merged)])
     assert json.loads(merged.read_text()) == json.loads(out.read_text())
+
+
+def test_the_table_of_training() -> None:
+    ours = {"tokens_per_s": 16000.0, "peak_gib": 43.0, "predicted_gib": 43.5, "error_percent": 1.16, "setting": "kept"}
+    peer = {"tokens_per_s": 12500.0, "peak_gib": 55.0, "setting": "nothing recomputed"}
+    providers = {
+        OURS: ours,
+        "Trainer + PEFT + liger-kernel": peer,
+        "transformers + PEFT + liger-kernel": {"error": "x"},
+    }
+    shape = {"environment": {"gpu": "some GPU"}, "model": "llama_8b", "batch": 1, "length": 8192, "adapted": ["q_proj"]}
+    docs = report.all_figures({"training": {"workloads": {"llama_8b_lora_1x8192": {**shape, "providers": providers}}}})
+    where = "| Llama-3-8B, LoRA, 1 x 8192 |"
+    assert f"{where} ligerzoo | **16,000** |  | 43.0 | 43.5 (+1.2 %) | kept |" in docs
+    assert f"{where} Trainer + PEFT + liger-kernel | 12,500 | 1.28 | 55.0 |  | nothing recomputed |" in docs
+    assert f"{where} transformers + PEFT + liger-kernel | x |  |  |  |  |" in docs
+    assert report.all_figures({"training": {"workloads": {}}}) == report.all_figures({})
 
 
 def test_a_budget_is_auto_or_a_number() -> None:
