@@ -13,70 +13,22 @@ drops those of the workload that were measured with another GPU or other version
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from tqdm import tqdm
 
 from benchmarks import decoding, first_token, grpo
-from benchmarks.measure import compact_json, environment
+from benchmarks.measure import compact_json
 from benchmarks.processes import Json, measured_apart
 from benchmarks.row import OURS
+from benchmarks.workloads import WorkloadResults, select
 
 WORKLOADS: tuple[str, ...] = (*decoding.WORKLOADS, *first_token.WORKLOADS, *grpo.WORKLOADS)
 PROVIDERS = tuple(decoding.PROVIDERS)
-
-
-def matching(patterns: Sequence[str]) -> list[str]:
-    """The workloads whose names match one of the patterns, such as `llama_8b_*`; those of no test without patterns."""
-    if not patterns:
-        return [name for name in WORKLOADS if "tiny" not in name]
-    if unknown := [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in WORKLOADS)]:
-        raise SystemExit(f"--workloads: got {' '.join(unknown)}; expected names or patterns of {', '.join(WORKLOADS)}")
-    return [name for name in WORKLOADS if any(fnmatch(name, pattern) for pattern in patterns)]
-
-
-class Results:
-    """A JSON file of workloads, written after each measurement."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._workloads = read_workloads(path) if path.exists() else {}
-
-    def add(self, workload: str, provider: str, result: Json) -> None:
-        """Adds a provider's result."""
-        described = json.loads(compact_json({"environment": environment(), **facts(workload)}))  # as in the file
-        self._put(workload, {**described, "providers": {provider: result}})
-
-    def merge(self, path: Path) -> None:
-        """Adds the results of another file."""
-        for name, workload in read_workloads(path).items():
-            self._put(name, workload)
-
-    def _put(self, name: str, workload: Json) -> None:
-        """Adds providers to a workload, and drops earlier ones unless all else is equal."""
-        earlier = self._workloads.get(name, {"providers": {}})
-        is_same = {**earlier, "providers": None} == {**workload, "providers": None}
-        found = {**(earlier["providers"] if is_same else {}), **workload["providers"]}
-        providers = {provider: found[provider] for provider in PROVIDERS if provider in found}
-        self._workloads[name] = {**workload, "providers": providers}
-        self._write()
-
-    def _write(self) -> None:
-        ordered = {name: self._workloads[name] for name in WORKLOADS if name in self._workloads}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(compact_json({"workloads": ordered}, depth=3) + "\n", encoding="utf-8")
-        partial.replace(self._path)
-
-
-def read_workloads(path: Path) -> dict[str, Json]:
-    workloads: dict[str, Json] = json.loads(path.read_text(encoding="utf-8"))["workloads"]
-    return workloads
 
 
 def facts(workload: str) -> Json:
@@ -88,6 +40,10 @@ def facts(workload: str) -> Json:
         return vars(grpo.WORKLOADS[workload])
     found = decoding.WORKLOADS[workload]
     return {**vars(found), **decoding.limit(found)}
+
+
+matching = partial(select, names=WORKLOADS)
+Results = partial(WorkloadResults, workloads=WORKLOADS, providers=PROVIDERS, facts=facts)
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Json]]:
@@ -141,9 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     results = Results(arguments.out)
-    for path in arguments.merge:
-        results.merge(path)
     if arguments.merge:
+        results.merge(*arguments.merge)
         return
     for workload, provider, result in tqdm(measured(arguments), unit="measurement"):
         results.add(workload, provider, result)

@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.generation_report import generation_chart, generation_figures, generation_highlights
 from benchmarks.markdown import Json, bold, measured_on, number, paragraph, table
 from benchmarks.row import OURS, compare
+from benchmarks.training_report import training_figures
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results")
@@ -27,7 +28,7 @@ TRAINERS = {
     "trainer_llama_1b": "Llama-3.2-1B shape",
     "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
 }
-SUITES = ("operations", "losses", "launching", "scaling", "generation", *STEPS, *TRAINERS, "loading")
+SUITES = ("operations", "losses", "launching", "scaling", "training", "generation", *STEPS, *TRAINERS, "loading")
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 HIGHLIGHTS = (
@@ -250,6 +251,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
     """The figures of docs/benchmarks.md."""
     parts = model_figures(results) + trainer_figures(results)
     for name, figures in (
+        ("training", training_figures),
         ("generation", generation_figures),
         ("operations", operation_figures),
         ("losses", loss_figures),

@@ -74,6 +74,8 @@ WORKLOADS = {
     "tiny": Workload(models.LlamaConfig(**TINY), "apply_liger_kernel_to_llama", 2, 16),
 }
 PLAIN_LOOP = ("wrap, plain loop", "bare")
+ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
+"""Of the processes that measure."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -84,12 +86,15 @@ def of_transformers(workload: Workload, checkpoint: Path) -> nn.Module:
     return model.to(DEVICE)
 
 
-def with_liger(workload: Workload, checkpoint: Path) -> nn.Module:
+def patched_by_liger(model: nn.Module, workload: Workload) -> nn.Module:
     import liger_kernel.transformers
 
-    model = of_transformers(workload, checkpoint)
     getattr(liger_kernel.transformers, workload.patch)(model=model)
     return model
+
+
+def with_liger(workload: Workload, checkpoint: Path) -> nn.Module:
+    return patched_by_liger(of_transformers(workload, checkpoint), workload)
 
 
 def with_apply(workload: Workload, checkpoint: Path) -> nn.Module:
@@ -192,7 +197,7 @@ def measured_apart(arguments: argparse.Namespace, provider: str, checkpoint: Pat
     output = checkpoint.parent / "measured.json"
     command = [sys.executable, "-m", "benchmarks.trainer", "--model", arguments.model, "--steps", str(arguments.steps)]
     command += ["--provider", provider, "--checkpoint", str(checkpoint), "--out", str(output)]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "LIGER_FUSED_MOE_AUTOTUNE": "0"}
+    environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}

@@ -16,6 +16,7 @@ from benchmarks import decoding, first_token, generation, generation_report, grp
 from benchmarks.compiled_decoding import CompiledDecoding
 from benchmarks.processes import measured_apart
 from benchmarks.row import OURS
+from benchmarks.workloads import read_workloads
 from ligerzoo.errors import LigerzooError
 
 MODELS = ["tiny", "tiny_moe"]
@@ -209,13 +210,13 @@ def test_files_of_several_runs_merge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     second.add("tiny", "transformers", {"error": "second"})
     second.add("tiny", OURS, {"error": "second"})
     generation.main(["--merge", *map(str, paths[:2]), "--out", str(paths[3])])
-    merged = generation.read_workloads(paths[3])
+    merged = read_workloads(paths[3])
     assert merged["llama_1b_1"]["providers"] == {OURS: {"error": "first"}}
     assert merged["tiny"]["providers"] == {OURS: {"error": "second"}, "transformers": {"error": "second"}}
-    monkeypatch.setattr(generation, "environment", lambda: {"gpu": "another"})
+    monkeypatch.setattr("benchmarks.workloads.environment", lambda: {"gpu": "another"})
     other.add("tiny", "transformers", {"error": "third"})
     generation.main(["--merge", str(paths[2]), "--out", str(paths[3])])
-    merged = generation.read_workloads(paths[3])
+    merged = read_workloads(paths[3])
     assert merged["llama_1b_1"]["providers"] == {OURS: {"error": "first"}}
     assert merged["tiny"]["providers"] == {"transformers": {"error": "third"}}
     assert merged["tiny"]["environment"] == {"gpu": "another"}

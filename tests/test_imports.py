@@ -36,7 +36,7 @@ ARROWS = {
     "hub": ("convert device errors files kernels models", "vision"),
     "adapters": ("convert errors files hub layers models", ""),
     "generate": ("errors kernels layers models", ""),
-    "memory": ("errors kernels models", ""),
+    "memory": ("adapters errors kernels models", ""),
     "info": ("convert errors files models text", "memory"),
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),

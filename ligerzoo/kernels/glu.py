@@ -24,7 +24,8 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.lora import LowRank, low_rank_product
+from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product
+from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
@@ -138,12 +139,14 @@ class _GLULinear(FusedFunction):
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation,
         a: Tensor | None, b: Tensor | None, scale: float,
     ) -> Tensor:  # fmt: skip
-        y = _forward(gate, up, activation, weight.dtype)
-        z, h = linear(y, weight, bias), None
-        if a is not None and b is not None:
-            h = F.linear(y.view(-1, y.shape[-1]), a.to(y.dtype))
-            z_rows = z.view(-1, z.shape[-1])
-            torch.addmm(z_rows, h, b.to(y.dtype).T, alpha=scale, out=z_rows)
+        y, h = _forward(gate, up, activation, weight.dtype), None
+        if a is None or b is None:
+            z = linear(y, weight, bias)
+        else:
+            rows = y.view(-1, y.shape[-1])
+            h = F.linear(rows, a.to(y.dtype))
+            recomputable((h,), _inner, gate, up, a, activation, weight.dtype, level=Recompute.BLOCK)
+            z = linear_with_update(rows, weight, bias, h, b, scale).view(*y.shape[:-1], len(weight))
         ctx.save_for_backward(gate, up, weight, a, b, h)
         ctx.activation, ctx.scale = activation, scale
         return z
@@ -157,10 +160,11 @@ class _GLULinear(FusedFunction):
         needs_y = needs_weight or needs_a
         dh = None if a is None else ctx.scale * (dz_rows @ b.to(dz.dtype))
         if needs_gate or needs_up:
-            dy = dz @ weight
-            if dh is not None:
-                dy_rows = dy.view(-1, dy.shape[-1])
-                torch.addmm(dy_rows, dh, a.to(dz.dtype), out=dy_rows)
+            if dh is None:
+                dy = dz @ weight
+            else:
+                dy_rows = dh @ a.to(dz.dtype)
+                dy = torch.addmm(dy_rows, dz_rows, weight, out=dy_rows).view(gate.shape)
             dgate, dup, y = _backward(dy, gate, up, ctx.activation, needs_gate, needs_up, needs_y)
         elif needs_y:
             y = _forward(gate, up, ctx.activation, weight.dtype)
@@ -172,6 +176,11 @@ class _GLULinear(FusedFunction):
             db = (ctx.scale * (dz_rows.T @ h)).to(b.dtype)
         dbias = dz_rows.sum(0) if needs_bias else None
         return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None, da, db, None
+
+
+def _inner(gate: Tensor, up: Tensor, a: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
+    """Returns the product of `glu` and A, (T, r)."""
+    return F.linear(_forward(gate, up, activation, dtype).view(-1, gate.shape[-1]), a.to(dtype))
 
 
 def _check(name: str, gate: Tensor, up: Tensor, activation: Activation) -> None:

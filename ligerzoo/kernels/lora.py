@@ -8,7 +8,11 @@ x' is x, or x after dropout. If they are one tensor, all products of dx accumula
 all layers, another dA_i of all layers. B_i is multiplied by s_i within the products. A and B may have another dtype
 than x, such as fp32 for bf16: they are rounded to the dtype of x.
 
-Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B.
+The product of a weight adds to that of its update, not the reverse: the small term is rounded first, and the large
+matrices y_i and dx are written once by a product with few columns, which then need not read them.
+
+Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B. A
+checkpointed block saves no h_i, so that its recomputation ends before the layers; see `recompute`.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import Tensor
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+from ligerzoo.kernels.recompute import Recompute, recomputable
 
 
 class LowRank(NamedTuple):
@@ -47,6 +52,28 @@ def low_rank_product(x: Tensor, update: LowRank) -> Tensor:
     """Computes scale * x @ a.T @ b.T in the dtype of x, (..., H) -> (..., O)."""
     a, b, scale = update.to(x.dtype)
     return scale * F.linear(F.linear(x, a), b)
+
+
+def linear_with_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, scale: float
+) -> Tensor:  # fmt: skip
+    """Computes x @ weight.T + bias + scale * h @ b.T.
+
+    Args:
+        x: (T, H).
+        weight: (O, H).
+        bias: (O,) or None.
+        h: (T, r), the product of x and a.
+        b: (O, r), of any dtype.
+        scale: factor of the update.
+    """
+    b = b.to(h.dtype)
+    if bias is None:
+        y = h.new_empty(len(h), len(b))
+        torch.addmm(y, h, b.T, beta=0, alpha=scale, out=y)
+    else:
+        y = torch.addmm(bias, h, b.T, alpha=scale)
+    return torch.addmm(y, x, weight.T, out=y)
 
 
 def reference(
@@ -75,14 +102,17 @@ class _LoRALinears(FusedFunction):
         needs_x, needs_dropped, _, *needed = ctx.needs_input_grad
         needs_weights, _, needs_a, _ = _quarters(needed)
         source = x if dropped is None else dropped
-        outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        a = torch.cat([a for a in all_a if a is not None]).to(x.dtype)
-        h = F.linear(source.reshape(-1, x.shape[-1]), a)
-        parts = iter(h.split([len(a) for a in all_a if a is not None], 1))
-        for y, b, scale in zip(outputs, all_b, scales, strict=True):
-            if scale is not None:
-                y = y.view(-1, y.shape[-1])
-                torch.addmm(y, next(parts), b.to(x.dtype).T, alpha=scale, out=y)
+        present = [a for a in all_a if a is not None]
+        a = _stack(x.dtype, *present)
+        recomputable((a,), _stack, x.dtype, *present, level=Recompute.BLOCK)
+        h = _inner(source, a)
+        recomputable((h,), _inner, source, a, level=Recompute.BLOCK)
+        parts, rows = iter(h.split([len(a) for a in present], 1)), x.reshape(-1, x.shape[-1])
+        outputs = [
+            F.linear(x, weight, bias) if scale is None
+            else linear_with_update(rows, weight, bias, next(parts), b, scale).view(*x.shape[:-1], len(weight))
+            for weight, bias, b, scale in zip(weights, biases, all_b, scales, strict=True)
+        ]  # fmt: skip
         ctx.save_for_backward(
             x if any(needs_weights) else None,
             source if any(needs_a) else None,
@@ -117,11 +147,10 @@ class _LoRALinears(FusedFunction):
 
         dx = dropped = None
         if needs_x:
-            dx = rows[0] @ weights[0]
-            for dy, weight in zip(rows[1:], weights[1:], strict=True):
+            products = list(zip(rows, weights, strict=True))
+            dx = torch.mm(*(products.pop(0) if ctx.is_dropped else (dh, a)))
+            for dy, weight in products:
                 torch.addmm(dx, dy, weight, out=dx)
-            if not ctx.is_dropped:
-                torch.addmm(dx, dh, a, out=dx)
             dx = dx.view(ctx.shape)
         if needs_dropped:
             dropped = (dh @ a).view(ctx.shape)
@@ -137,6 +166,16 @@ class _LoRALinears(FusedFunction):
         ]
         dbiases = [dy.sum(0) if needs else None for dy, needs in zip(rows, needs_biases, strict=True)]
         return dx, dropped, None, *dw, *dbiases, *da, *db
+
+
+def _stack(dtype: torch.dtype, *all_a: Tensor) -> Tensor:
+    """Returns the rows of all A in this dtype."""
+    return torch.cat([a.to(dtype) for a in all_a])
+
+
+def _inner(x: Tensor, a: Tensor) -> Tensor:
+    """(..., H), (r, H) -> (T, r)."""
+    return F.linear(x.reshape(-1, x.shape[-1]), a)
 
 
 def _quarters(values: Sequence[Any]) -> tuple[Sequence[Any], ...]:

@@ -27,6 +27,7 @@ from ligerzoo.kernels import linears
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
 from ligerzoo.kernels.lora import LowRank, lora_linears, low_rank_product, row_norms
 from ligerzoo.kernels.lora_experts import lora_experts_mlp
+from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.linear import Linear, fusible_parameters, linear
@@ -205,7 +206,7 @@ class LoRALinear(LoRAMatrixLayer, Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., K) -> (..., O)."""
-        return _project(x, [self], "auto")[0]
+        return _project(x, [self], "auto", None)[0]
 
 
 class LoRARouter(LoRAMatrixLayer, Router):
@@ -440,13 +441,27 @@ def update_of(layer: nn.Module) -> LowRank | None:
     return layer.update if isinstance(layer, LoRAMatrixLayer) else None
 
 
-def rescale(y: Tensor, layer: nn.Module) -> Tensor:
-    """Applies DoRA's factors to the output of a linear layer without its bias, and adds the bias."""
+def rescale(y: Tensor, layer: nn.Module, level: Recompute | None = None) -> Tensor:
+    """Applies DoRA's factors to the output of a linear layer without its bias, and adds the bias.
+
+    Args:
+        y: (..., O).
+        layer: a linear layer, with or without an update.
+        level: see `project_jointly`.
+    """
     factors = layer.row_factors() if isinstance(layer, LoRAMatrixLayer) else None
     if factors is None:
         return y
+    inputs: Any = y, factors, layer.bias
+    rescaled = _rescale(*inputs)
+    if level is not None and is_recording():
+        recomputable((rescaled,), _rescale, *inputs, level=level)
+    return rescaled
+
+
+def _rescale(y: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
     y = (y * factors).to(y.dtype)
-    return y if layer.bias is None else y + layer.bias  # type: ignore[operator]
+    return y if bias is None else y + bias
 
 
 def inner_bias(layer: nn.Module) -> Tensor | None:
@@ -455,29 +470,52 @@ def inner_bias(layer: nn.Module) -> Tensor | None:
     return None if has_factors else layer.bias  # type: ignore[return-value]
 
 
-def project_jointly(x: Tensor, *layers: nn.Module, backend: Backend = "auto") -> tuple[Tensor, ...]:
+def project_jointly(
+    x: Tensor, *layers: nn.Module, backend: Backend = "auto", level: Recompute | None = None
+) -> tuple[Tensor, ...]:
     """Returns the outputs of several linear layers for one input, (..., H) -> (..., O) each.
 
     By `ligerzoo.kernels.linears` or `lora_linears` where these can, see `fusible_parameters`.
+
+    Args:
+        x: (..., H).
+        layers: linear layers, with or without updates.
+        backend: see `ligerzoo.kernels.linears`.
+        level: the lowest level of an activation plan that recomputes the outputs in backward; None to keep them. Those
+            of quantized weights, and of layers with hooks or wrappers, are kept.
     """
     parameters = fusible_parameters(x, *layers, backend=backend)
     if parameters is not None:
-        return linears(x, *parameters, backend=backend)
+        outputs = linears(x, *parameters, backend=backend)
+        if level is not None and parameters.scales is None and is_recording():
+            weights, biases, _ = parameters
+            recomputable(
+                outputs, lambda x, *_: linears(x, weights, biases, backend=backend), x, *weights, *biases, level=level
+            )
+        return outputs
     kinds = Linear, nn.Linear, LoRALinear
     if torch.is_grad_enabled() and all(is_unmodified(layer, *kinds) for layer in layers):
         dropouts = {layer.lora_dropout for layer in layers if isinstance(layer, LoRALinear)}
         if len(dropouts) == 1 and all(is_plain_tensor(*layer._parameters.values()) for layer in layers):
-            return _project(x, layers, backend)
+            return _project(x, layers, backend, level)
     return tuple(layer(x) for layer in layers)
 
 
-def _project(x: Tensor, layers: Sequence[nn.Module], backend: Backend) -> tuple[Tensor, ...]:
+def _project(
+    x: Tensor, layers: Sequence[nn.Module], backend: Backend, level: Recompute | None
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Computes linear layers, at least one of them with an update, and all such with the same dropout."""
     first = next(layer for layer in layers if isinstance(layer, LoRALinear))
     weights: list[Any] = [layer.weight for layer in layers]
     biases, updates, dropped = [inner_bias(y) for y in layers], [update_of(y) for y in layers], first.dropped(x)
     if torch.is_grad_enabled() and is_plain_tensor(*weights, *biases):
         outputs = lora_linears(x, weights, biases, updates, dropped, backend=backend)
+        if level is not None and is_recording():
+            matrices = [matrix for update in updates if update is not None for matrix in update[:2]]
+            recomputable(
+                outputs, lambda x, dropped, *_: lora_linears(x, weights, biases, updates, dropped, backend=backend),
+                x, dropped, *weights, *biases, *matrices, level=level,
+            )  # fmt: skip
     else:  # `linear` reads quantized weights, and has a kernel for few rows
         outputs = tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
         source = x if dropped is None else dropped
@@ -485,4 +523,4 @@ def _project(x: Tensor, layers: Sequence[nn.Module], backend: Backend) -> tuple[
             y if update is None else y + low_rank_product(source.to(y.dtype), update)
             for y, update in zip(outputs, updates, strict=True)
         )
-    return tuple(rescale(y, layer) for y, layer in zip(outputs, layers, strict=True))
+    return tuple(rescale(y, layer, level) for y, layer in zip(outputs, layers, strict=True))

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from ligerzoo.kernels import activation_linear, glu, glu_linear, linear_glu
 from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.dispatch import Backend, check_backend
-from ligerzoo.kernels.linears import reference as separate_linears
-from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
+from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.layers.context import Context
 from ligerzoo.layers.linear import Linear, check_features, fusible_parameters
 from ligerzoo.layers.lora import LoRALinear, has_dropped_input, inner_bias, project_jointly, rescale, update_of
@@ -54,7 +53,6 @@ class GatedMLP(nn.Module):
         if not (torch.is_grad_enabled() and is_fusible):
             return down(self.gated(x))  # type: ignore[no-any-return]
         gate, up = self.project(x)
-        self._declare(x, gate, up)
         y = glu_linear(
             gate, up, down.weight, inner_bias(down), update=update_of(down), activation=self.activation,
             backend=self.backend,
@@ -68,7 +66,6 @@ class GatedMLP(nn.Module):
             parameters = fusible_parameters(x, self.gate_proj, self.up_proj, backend=self.backend)
         if parameters is None:
             gate, up = self.project(x)
-            self._declare(x, gate, up)
             y = glu(gate, up, activation=self.activation, backend=self.backend)
             recomputable((y,), partial(glu, activation=self.activation, backend=self.backend), gate, up)
             return y
@@ -78,20 +75,8 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(..., H) -> gate and up features, (..., I) each."""
-        return project_jointly(x, self.gate_proj, self.up_proj, backend=self.backend)
-
-    def _declare(self, x: Tensor, gate: Tensor, up: Tensor) -> None:
-        """Declares that backward may recompute gate and up features from `x`."""
-        if is_recording() and all(is_plain(layer, Linear, nn.Linear) for layer in (self.gate_proj, self.up_proj)):
-            parameters = self.gate_proj.weight, self.up_proj.weight, self.gate_proj.bias, self.up_proj.bias
-            recomputable((gate, up), _gate_and_up, x, *parameters, level=Recompute.MLP)
-
-
-def _gate_and_up(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-) -> tuple[Tensor, ...]:
-    return separate_linears(x, [gate, up], [gate_bias, up_bias])
+        """(..., H) -> gate and up features, (..., I) each, which backward may recompute."""
+        return project_jointly(x, self.gate_proj, self.up_proj, backend=self.backend, level=Recompute.MLP)
 
 
 class MLP(nn.Module):

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor, nn
-
+from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.memory.plan import WORDS, ActivationPlan, choose_plan, efficient_levels
@@ -28,8 +27,9 @@ class TrainingSetting:
         batch_size: rows of a microbatch on one GPU.
         seq_length: tokens of a row.
         gpus: GPUs that share weights, gradients and optimizer states (FSDP2).
-        method: "full", or "lora": adapters on all linear layers of the blocks, with frozen weights.
-        lora_rank: rank of the adapters.
+        method: "full", or "lora": `ligerzoo.adapters.add_lora` with its defaults, on all linear layers and experts of
+            the blocks.
+        lora_rank: rank of the updates.
         optimizer: a name in `ligerzoo.memory.OPTIMIZERS`.
         accumulate: whether gradients accumulate over several microbatches.
     """
@@ -41,30 +41,6 @@ class TrainingSetting:
     lora_rank: int = 16
     optimizer: str = "adamw"
     accumulate: bool = False
-
-
-class _Adapter(nn.Module):
-    """A frozen linear layer and a low-rank update of its weight (Hu et al. 2021), for shapes alone."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Parameter(base.weight.new_empty((rank, base.in_features)))
-        self.b = nn.Parameter(base.weight.new_empty((base.out_features, rank)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        update = nn.functional.linear(nn.functional.linear(x, self.a), self.b)
-        y: Tensor = self.base(x)
-        return y + update
-
-
-def add_adapters(model: CausalLM, rank: int) -> None:
-    """Freezes a model on meta and adapts all linear layers of its blocks. Experts stay frozen."""
-    model.requires_grad_(False)
-    for module in list(model.model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, _Adapter(child, rank))
 
 
 def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: float | None = None) -> str:
@@ -82,7 +58,7 @@ def predict_training(model: CausalLM, setting: TrainingSetting, gpu_memory: floa
         raise LigerzooError("unknown method", where="method", got=repr(setting.method), expected="full or lora")
     simulated = on_meta(model)
     if setting.method == "lora":
-        add_adapters(simulated, setting.lora_rank)
+        add_lora(simulated, setting.lora_rank)
     blocks = len(simulated.model.layers)
 
     def simulate(batch_size: int) -> Callable[..., StepMemory]:

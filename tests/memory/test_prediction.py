@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ligerzoo import cli, info
+from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub.saving import save
 from ligerzoo.memory import Recompute, TrainingSetting, predict_training, simulate_step
@@ -91,6 +92,45 @@ def test_experts_recompute_their_gate_and_up_features_only() -> None:
     whole, mlp = (simulate_step(model, 1, tokens, [level] * 2) for level in (Recompute.ELEMENTWISE, Recompute.MLP))
     assert mlp.flops - whole.flops == 2 * 2 * tokens * 2 * 2 * 32 * 64
     assert whole.kept[1] - mlp.kept[1] == 2 * tokens * 2 * 2 * 32
+
+
+def adapted_llama(**options: Any) -> Llama:
+    model = llama(**LLAMA_1B)
+    add_lora(model, **options)
+    return model
+
+
+def test_flops_of_updates_are_those_of_their_products() -> None:
+    model, tokens, rank = adapted_llama(rank=16), 4096, 16
+    frozen = sum(p.numel() for p in model.parameters() if p.ndim == 2 and not p.requires_grad)  # with the tied head
+    updates = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    attention = 16 * 4 * 2048 * (tokens * (tokens + 1) // 2)
+    first = 2 * tokens * 2048 * (2048 + 2 * 512 + 3 * rank)  # dx of the first block's q, k and v
+    flops = simulate_step(model, 1, tokens).flops
+    assert flops == tokens * (4 * frozen + 6 * updates) + attention * 7 // 2 - first
+
+
+def test_recomputed_blocks_with_updates_run_each_product_once() -> None:
+    """But for the products of A, which a recomputed block runs twice, and no down projection."""
+    model, tokens, blocks, rank = adapted_llama(rank=16), 4096, 16, 16
+    whole, mlp, block = (
+        simulate_step(model, 1, tokens, [level] * 16).flops
+        for level in (Recompute.NOTHING, Recompute.MLP, Recompute.BLOCK)
+    )
+    gate_and_up = blocks * 2 * (2048 * 8192 + rank * (2048 + 8192))
+    assert mlp - whole == 2 * tokens * gate_and_up
+    qkv, o = 2048 * (2048 + 2 * 512) + rank * (3 * 2048 + 2048 + 2 * 512), 2048 * 2048 + rank * (2048 + 2048)
+    attention = blocks * 4 * 2048 * (tokens * (tokens + 1) // 2)
+    repeated = blocks * rank * ((3 + 1 + 2) * 2048 + 8192)
+    assert block - whole == 2 * tokens * (gate_and_up + blocks * (qkv + o) + repeated) + attention
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"dora": True}])
+def test_plans_save_gate_and_up_features_of_updated_layers(options: dict[str, Any]) -> None:
+    model, tokens = adapted_llama(**options), 4096
+    before, mlp = (simulate_step(model, 1, tokens, [level] * 16) for level in (Recompute.ELEMENTWISE, Recompute.MLP))
+    features = 2 if not options.get("dora") else 4  # before and after DoRA's factors
+    assert before.kept[1] - mlp.kept[1] == 2 * tokens * features * 8192
 
 
 def test_frozen_weights_have_neither_gradients_nor_states() -> None:

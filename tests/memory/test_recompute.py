@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligerzoo.adapters import add_lora
 from ligerzoo.kernels.recompute import recomputable, recomputing
+from ligerzoo.layers import Linear
 from ligerzoo.memory import Recompute
-from ligerzoo.memory.prediction import add_adapters
 from ligerzoo.models import CausalLM
 from tests.memory.conftest import build
 
@@ -30,6 +32,7 @@ def gradients(model: CausalLM, *levels: Recompute, **extra: Tensor) -> dict[str,
     layers = len(model.model.layers)
     model.model.activation_plan = tuple(levels[i % len(levels)] for i in range(layers)) if levels else ()
     model.zero_grad()
+    torch.manual_seed(0)
     model(**inputs(**extra)).loss.backward()
     model.model.activation_plan = ()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -59,11 +62,13 @@ def frozen(model: CausalLM) -> None:
         parameter.requires_grad_("norm" in name or last in name)
 
 
-def adapted(model: CausalLM) -> None:
+def adapted(model: CausalLM, **options: Any) -> None:
+    """Low-rank updates of all linear layers of the blocks; with default options of the experts too."""
     torch.manual_seed(0)
-    add_adapters(model, 2)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
+    linears = [name for name, module in model.model.layers.named_modules() if isinstance(module, Linear)]
+    add_lora(model, 2, targets=[f"layers.{name}" for name in linears] if options else None, **options)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
             nn.init.normal_(parameter, std=0.3)
 
 
@@ -73,6 +78,7 @@ def half(model: CausalLM) -> None:
 
 TRAINING: dict[str, Callable[[CausalLM], Any]] = {
     "full": lambda model: None, "frozen": frozen, "adapters": adapted, "bf16": half,
+    "dropout": partial(adapted, dropout=0.3), "DoRA": partial(adapted, dora=True),
 }  # fmt: skip
 PACKED = {"position_ids": torch.tensor([[*range(10), *range(14)], [*range(20), *range(4)]])}
 PADDED = {"attention_mask": (torch.arange(T) < torch.tensor([[T], [17]])).long()}
