@@ -1,7 +1,7 @@
 """What of a training step can be captured in a CUDA graph, and why not.
 
 A graph repeats the kernels of one step. So nothing in the step may read values on the host, allocate in another way in
-each step, or run code of its own between the kernels. Each function returns the reason why something cannot be
+each step, or run Python between the kernels. Each function returns the reason why something cannot be
 captured, as a clause for a message, or None.
 """
 
@@ -42,7 +42,7 @@ def reason_against_model(model: nn.Module, *, trusts_layers: bool) -> str | None
         return "the model is compiled"
     if not is_plain_tensor(*parameters):
         return "the weights are sharded or quantized"
-    if any(parameter._backward_hooks or _after_accumulation(parameter) for parameter in parameters):
+    if any(parameter._backward_hooks or steps_in_backward(parameter) for parameter in parameters):
         return "parameters have hooks, such as those of an optimizer in backward"
     for name, module in model.named_modules():
         if (reason := _reason_against_module(module, trusts_layers)) is not None:
@@ -57,8 +57,9 @@ def _reason_against_device(parameters: Iterable[Tensor]) -> str | None:
     return None if len(devices) == 1 and devices.pop().type == "cuda" else "the model is not on one GPU"
 
 
-def _after_accumulation(parameter: Tensor) -> Any:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether a hook runs when the gradient is complete, as that of an optimizer in backward."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _reason_against_module(module: nn.Module, trusts_layers: bool) -> str | None:

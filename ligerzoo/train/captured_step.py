@@ -30,6 +30,7 @@ from ligerzoo.train.capturable import (
     reason_against_model,
     reason_against_optimizer,
     state_of,
+    steps_in_backward,
 )
 from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm
 
@@ -66,7 +67,7 @@ class _Graphs:
         inputs: the inputs of a micro-batch.
         num_items: the divisor of the loss, 0-d float64; None for none.
         first: forward and backward of the first micro-batch.
-        more: forward and backward of a later one; None if there is none.
+        more: forward and backward of a later one; None with one micro-batch.
         update: the update; None if it runs eagerly.
         gradients: by parameter, for an eager update.
     """
@@ -147,7 +148,7 @@ class CapturedStep:
 
     def __call__(
         self, micro_batches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_items: int | Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs a step. Gradients from before are dropped, and none remain.
 
         Args:
@@ -158,7 +159,8 @@ class CapturedStep:
 
         Returns:
             The loss and the norm of the gradients before clipping, 0-d fp32 on the model's device, not overwritten by
-            later steps. Reading a value waits for the GPU.
+            later steps. Reading a value waits for the GPU. The norm is None with an optimizer in backward, which leaves
+            no gradients.
 
         Raises:
             ValueError: there is no micro-batch, or there are several without `num_items`.
@@ -183,7 +185,7 @@ class CapturedStep:
             else:
                 self._run_eagerly(batches, num_items, known)
                 self._eager_steps[key] = self._eager_steps.get(key, 0) + 1
-        return self._loss.clone(), self._norm.clone()
+        return self._loss.clone(), self._norm.clone() if self._has_norm else None
 
     def release(self) -> None:
         """Frees the graphs and their memory. Later steps are captured again."""
@@ -260,12 +262,18 @@ class CapturedStep:
 
     def _update(self) -> None:
         """Clips the gradients, updates the parameters and drops the gradients."""
-        norm = clip_grad_norm(self._parameters(), self._max_norm)
-        self._norm.copy_(norm)
-        if self._skip is not None:
-            self._skip(norm)
+        if self._has_norm:
+            norm = clip_grad_norm(self._parameters(), self._max_norm)
+            self._norm.copy_(norm)
+            if self._skip is not None:
+                self._skip(norm)
         self._optimizer.step()
         self._drop_gradients()
+
+    @property
+    def _has_norm(self) -> bool:
+        """Whether gradients exist after backward: not with an optimizer in backward, which also skips by itself."""
+        return self._max_norm is not None or not any(map(steps_in_backward, self._parameters()))
 
     def _parameters(self) -> list[nn.Parameter]:
         groups = (group["params"] for group in self._optimizer.param_groups)

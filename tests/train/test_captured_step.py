@@ -428,6 +428,20 @@ def test_inputs_that_cannot_be_captured(graphs: list[RecordedGraph]) -> None:
     assert step.reason == "the inputs have a KV cache"
 
 
+def test_an_optimizer_in_backward_runs_eagerly(graphs: list[RecordedGraph]) -> None:
+    (inputs,) = random_batches(1)
+    by_hand, model = new_model(), new_model()
+    optimizer = make_optimizer(by_hand, lr=torch.tensor(1e-3).item())
+    by_hand(**inputs).loss.backward()
+    optimizer.step()
+    optimizer = make_optimizer(model, lr=1e-3)
+    StepInBackward(optimizer)
+    step = CapturedStep(model, optimizer)
+    assert step(inputs)[1] is None
+    assert step.reason == "parameters have hooks, such as those of an optimizer in backward"
+    assert_same_weights(model, by_hand)
+
+
 @pytest.mark.parametrize(
     "batches, num_items, expected",
     [([], 3, "got 0 micro-batches"), (2, None, "got 2 micro-batches and num_items=None"), (1, 0, "num_items=0")],
