@@ -123,8 +123,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, .
         for parameter in model.parameters()
     ]
     for module in model.modules():
-        state += bool(module._forward_hooks), bool(module._forward_pre_hooks), "forward" in vars(module)
-        state += [value for value in vars(module).values() if _is_setting(value)]
+        settings = vars(module)
+        state += bool(module._forward_hooks), bool(module._forward_pre_hooks), "forward" in settings
+        state += filter(_is_setting, settings.values())
     if reason_against_optimizer(optimizer) is None:
         state += _state_of_optimizer(optimizer)
     return tuple(state)
@@ -139,4 +140,4 @@ def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _is_setting(value: object) -> bool:
-    return isinstance(value, _NUMBERS) or (isinstance(value, tuple) and all(isinstance(v, _NUMBERS) for v in value))
+    return type(value) in _NUMBERS or (type(value) is tuple and all(isinstance(item, _NUMBERS) for item in value))

@@ -144,6 +144,7 @@ class CapturedStep:
         self._failures: dict[tuple[Any, ...], str] = {}
         self._state: tuple[Any, ...] = ()
         self._state_reason: str | None = None
+        self._weights = 0
         self.reason: str | None = None
 
     def __call__(
@@ -204,6 +205,7 @@ class CapturedStep:
             self.release()
             self._state = state
             self._state_reason = reason_against_model(self._model, trusts_layers=self._capture == "on")
+            self._weights = sum(parameter.numel() for parameter in self._model.parameters())
         reason = self._state_reason or self._reason_against_batches(batches) or self._failures.get(key)
         if reason is not None:
             if self._capture == "on":
@@ -228,8 +230,7 @@ class CapturedStep:
             return "the micro-batches of the step have different shapes"
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is enabled around the step; pass the dtype as `autocast`"
-        operations = 6 * sum(p.numel() for p in self._model.parameters()) * _tokens(batches[0])
-        if self._capture == "auto" and operations > _MAX_OPERATIONS:
+        if self._capture == "auto" and 6 * self._weights * _tokens(batches[0]) > _MAX_OPERATIONS:
             return "the micro-batches are so large that launching takes little of their time"
         return None
 

@@ -431,10 +431,10 @@ def test_inputs_that_cannot_be_captured(graphs: list[RecordedGraph]) -> None:
 def test_an_optimizer_in_backward_runs_eagerly(graphs: list[RecordedGraph]) -> None:
     (inputs,) = random_batches(1)
     by_hand, model = new_model(), new_model()
-    optimizer = make_optimizer(by_hand, lr=torch.tensor(1e-3).item())
+    optimizer = make_optimizer(by_hand, lr=2**-10)
     by_hand(**inputs).loss.backward()
     optimizer.step()
-    optimizer = make_optimizer(model, lr=1e-3)
+    optimizer = make_optimizer(model, lr=2**-10)
     StepInBackward(optimizer)
     step = CapturedStep(model, optimizer)
     assert step(inputs)[1] is None
