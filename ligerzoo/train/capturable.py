@@ -117,9 +117,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, .
     If it changes, graphs must be captured again. It costs the host a few microseconds for each layer.
     """
     state: list[Any] = [
-        (parameter.data_ptr(), parameter.requires_grad, parameter.dtype, parameter.shape)
-        if is_plain_tensor(parameter)
-        else id(parameter)
+        (_address(parameter), parameter.requires_grad, parameter.dtype, parameter.shape)
         for parameter in model.parameters()
     ]
     for module in model.modules():
@@ -133,10 +131,15 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, .
 
 def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for values in optimizer.state.values():
-        yield from (value.data_ptr() for value in values.values() if isinstance(value, Tensor))
+        yield from (_address(value) for value in values.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:
         yield tuple(map(id, group["params"]))
         yield from (value for name, value in group.items() if name not in ("lr", "initial_lr") and _is_setting(value))
+
+
+def _address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory; of the object for a subclass, which may have none."""
+    return tensor.data_ptr() if is_plain_tensor(tensor) else id(tensor)
 
 
 def _is_setting(value: object) -> bool:

@@ -95,8 +95,8 @@ class CapturedStep:
     Pass inputs as CPU tensors, pinned ones if possible. Whether rows have padding or several segments selects the
     attention kernels, so the host reads it; of a tensor on a GPU, this waits for the GPU.
 
-    The learning rate of the optimizer's groups becomes a 0-d fp32 tensor on the device, which `set_lr` and torch's
-    schedulers fill; a number that replaces it is copied into it.
+    If the model can be captured, the learning rate of the optimizer's groups becomes a 0-d fp32 tensor on the device,
+    which `set_lr` and torch's schedulers fill; a number that replaces it is copied into it.
 
     Args:
         model: the model.
@@ -174,7 +174,7 @@ class CapturedStep:
                 f"CapturedStep: got {len(batches)} micro-batches and num_items={num_items}; expected one micro-batch, "
                 "or several and num_items, the number of trained tokens of all"
             )
-        self._keep_lrs()
+        self._notice_changes()
         known = _known(batches)
         key = _signature(batches, known, num_items is not None)
         self.reason = self._reason_against(batches, key)
@@ -196,16 +196,21 @@ class CapturedStep:
 
     # What can be captured
 
-    def _reason_against(self, batches: Sequence[Mapping[str, Any]], key: tuple[Any, ...]) -> str | None:
-        """Returns why this step runs eagerly; None if its graphs exist or can be captured now."""
-        if self._capture == "off":
-            return "capture is off"
+    def _notice_changes(self) -> None:
+        """Drops the graphs if the model or the optimizer has changed, and keeps the learning rates on the device."""
         state = state_of(self._model, self._optimizer)
         if state != self._state:
             self.release()
             self._state = state
             self._state_reason = reason_against_model(self._model, trusts_layers=self._capture == "on")
             self._weights = sum(parameter.numel() for parameter in self._model.parameters())
+        if self._state_reason is None and reason_against_optimizer(self._optimizer) is None:
+            self._keep_lrs()
+
+    def _reason_against(self, batches: Sequence[Mapping[str, Any]], key: tuple[Any, ...]) -> str | None:
+        """Returns why this step runs eagerly; None if its graphs exist or can be captured now."""
+        if self._capture == "off":
+            return "capture is off"
         reason = self._state_reason or self._reason_against_batches(batches) or self._failures.get(key)
         if reason is not None:
             if self._capture == "on":
@@ -244,8 +249,7 @@ class CapturedStep:
             on_device = {name: self._to_device(value) for name, value in inputs.items()}
             self._forward_backward(on_device, divisor, known, len(batches), is_first=index == 0)
         self._update()
-        if self._capture != "off":
-            self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
+        self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
 
     def _forward_backward(
         self, inputs: Mapping[str, Any], num_items: Tensor | None, known: KnownInputs, count: int, *, is_first: bool
@@ -360,8 +364,6 @@ class CapturedStep:
         """Makes the learning rates tensors on the device, always the same ones."""
         if len(self._lrs) != len(self._optimizer.param_groups):
             self._lrs = [torch.zeros((), device=self._device) for _ in self._optimizer.param_groups]
-        if reason_against_optimizer(self._optimizer) is not None:
-            return
         for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
             if group["lr"] is not lr:
                 lr.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else lr.fill_(group["lr"])
