@@ -8,11 +8,10 @@ again.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from ligerzoo.generate.cache_options import DEFAULT_CACHE, CacheOptions
 from ligerzoo.generate.decode_batch import DecodeBatch, has_static_decoding
 from ligerzoo.generate.step import DecodeStep
+from ligerzoo.kernels.cuda_graph import capture
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
 from ligerzoo.kernels.sampling import SampledTokens
 from ligerzoo.layers import Experts, Linear, LMHead
@@ -65,43 +65,6 @@ class DecodeGraph(DecodeBatch):
     def pool(self) -> Any:
         """Memory pool of the captured graphs, which other graphs of the step may share; None before the first."""
         return next((graph.pool() for graph, _ in self._graphs.values()), None)
-
-
-def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Captures the kernels of a function in a graph, without running them.
-
-    Unlike `torch.cuda.graph`, it neither waits for the GPU nor returns cached memory to it. Garbage collection, which
-    could free memory of another graph, waits until the end.
-
-    Args:
-        function: launches kernels.
-        pool: memory pool of another graph that runs before; None for a new one.
-
-    Returns:
-        The graph, and what the function returns: tensors that each replay overwrites.
-    """
-    graph = torch.cuda.CUDAGraph()
-    stream, collects_garbage = _capture_stream(torch.cuda.current_device()), gc.isenabled()
-    stream.wait_stream(torch.cuda.current_stream())
-    gc.disable()
-    try:
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = function()
-            finally:
-                graph.capture_end()
-    finally:
-        if collects_garbage:
-            gc.enable()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph, result
-
-
-@cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class DecodeGraphs:

@@ -5,7 +5,9 @@ Shapes: B batch, T tokens in the call, S keys that attention receives (cached an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,37 @@ _ATTRIBUTES = (
 
 LAYER_OUTPUTS = ("router_logits", "attentions")
 """Attributes of a context to which layers within a block append tensors."""
+
+
+class KnownInputs(NamedTuple):
+    """What the caller of a model knows of the values of its inputs.
+
+    Attributes:
+        has_padding: whether `attention_mask` masks a token.
+        has_segments: whether a row of `position_ids` has several segments, see `has_segments`.
+    """
+
+    has_padding: bool
+    has_segments: bool
+
+
+_known: KnownInputs | None = None
+
+
+@contextmanager
+def known_inputs(known: KnownInputs) -> Iterator[None]:
+    """Within this context, a `Context` does not read the values of its inputs, which would be a host sync."""
+    global _known
+    outer, _known = _known, known
+    try:
+        yield
+    finally:
+        _known = outer
+
+
+def has_segments(position_ids: Tensor) -> bool:
+    """Whether a row of position ids, (B or 1, T), has several segments. A host sync on a GPU."""
+    return any_true(_begins_segment(position_ids))
 
 
 class Context:
@@ -124,7 +157,7 @@ class Context:
             self.padding_mask = attention_mask.to(x.device, torch.bool).expand(self.rows, -1)
             # A host sync, once per prompt: without padding, faster attention kernels without a mask can run.
             is_checked = self.tokens > 1 or (cache is not None and cache.exact)
-            if is_checked and not torch.compiler.is_compiling() and not any_true(~self.padding_mask):
+            if is_checked and not torch.compiler.is_compiling() and not _masks_any(self.padding_mask):
                 self.padding_mask = None
         if cache is not None and cache.exact and not (self._full_mask is None and self.padding_mask is None):
             raise ValueError(
@@ -347,10 +380,19 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
     return F.pad(mask, (0, max(0, offset + keys - mask.shape[-1])), value=hidden)[..., offset : offset + keys]
 
 
+def _masks_any(padding_mask: Tensor) -> bool:
+    return any_true(~padding_mask) if _known is None else _known.has_padding
+
+
+def _begins_segment(position_ids: Tensor) -> Tensor:
+    """Returns whether each token, (B or 1, T), begins a segment; False for the first one."""
+    return F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
+
+
 def _segment_starts(position_ids: Tensor) -> Tensor | None:
     """Returns the index of the first token of each token's segment, (B or 1, T); None if there is one segment."""
-    is_start = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=False)
-    if not torch.compiler.is_compiling() and not any_true(is_start):
+    is_start = _begins_segment(position_ids)
+    if not torch.compiler.is_compiling() and not (any_true(is_start) if _known is None else _known.has_segments):
         return None
     index = torch.arange(is_start.shape[1], device=is_start.device)
     return (index * is_start).cummax(1).values

@@ -120,7 +120,9 @@ def run_blocks(
         context.hidden_states.append(x)
     for index, (layer, level) in enumerate(zip(layers, levels, strict=True)):
         if level is Recompute.BLOCK:
-            x, outputs = checkpoint(_forward, layer, x, context, use_reentrant=False)
+            x, outputs = checkpoint(
+                _forward, layer, x, context, use_reentrant=False, preserve_rng_state=not _is_capturing(x)
+            )
             for name, tensors in outputs.items():
                 getattr(context, name).extend(tensors)
         else:
@@ -129,6 +131,14 @@ def run_blocks(
         if context.hidden_states is not None and not _is_skipped(layer, context):
             context.hidden_states.append(x)
     return x
+
+
+def _is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which the host cannot save the states of random number generators.
+
+    `ligerzoo.train.CapturedStep` refuses to capture dropout in checkpointed blocks.
+    """
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_skipped(layer: nn.Module, context: Context) -> bool:

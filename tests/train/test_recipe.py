@@ -292,3 +292,14 @@ def test_errors_and_warnings_of_the_command_are_one_line(
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert shown.startswith(f"ligerzoo: error: {tmp_path / 'run'}: the output directory holds a run or a model")
+
+
+def test_capture_is_an_option(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """On a CPU every step runs eagerly, unless graphs are asked for."""
+    eager, auto = (
+        train(options(checkpoint, data, tmp_path / capture, capture=capture, max_steps=2))
+        for capture in ("off", "auto")
+    )
+    assert weights(eager) == weights(auto)
+    with pytest.raises(LigerzooError, match="the step cannot be captured; got the model is not on one GPU"):
+        train(options(checkpoint, data, tmp_path / "on", capture="on"))

@@ -23,6 +23,7 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.memory import apply_activation_plan
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
+from ligerzoo.train.captured_step import CapturedStep
 from ligerzoo.train.checks import check_combinations, check_model, trains_bfloat16, warn_of_rounding
 from ligerzoo.train.data import Kind, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import evaluate
@@ -32,7 +33,6 @@ from ligerzoo.train.optimizers import (
     EMA,
     SkipNonFinite,
     StepInBackward,
-    clip_grad_norm,
     make_optimizer,
     schedule,
     set_lr,
@@ -121,6 +121,8 @@ class Options:
     """compute in bfloat16 with weights in float32"""
     activation_budget: Budget = "auto"
     """memory of a step in GiB, within which activations are kept; auto: what the GPU has; none: all are kept"""
+    capture: Literal["auto", "on", "off"] = "auto"
+    """run steps of small models as CUDA graphs; on: of large ones too, or stop; off: run eagerly"""
     activation_checkpointing: bool = False
     """recompute each block in backward instead of keeping its activations: less memory, more time"""
     eval_data: tuple[str, ...] | None = None
@@ -149,7 +151,7 @@ class Options:
 
 MAY_CHANGE = {
     "resume", "dry_run", "output", "max_steps", "epochs", "save_every", "keep", "eval_data", "eval_every", "device",
-    "tracker", "activation_checkpointing", "activation_budget",
+    "tracker", "capture", "activation_checkpointing", "activation_budget",
 }  # fmt: skip
 """Options that may differ when a run is resumed."""
 
@@ -234,6 +236,10 @@ def train(options: Options, device: torch.device) -> int:
     skip = SkipNonFinite(optimizer)  # a gradient that is not finite changes no weight
     if options.optimizer_in_backward:
         StepInBackward(optimizer, skip)
+    train = CapturedStep(
+        model, optimizer, max_norm=options.max_grad_norm or None, skip=skip, capture=options.capture,
+        autocast=torch.bfloat16 if options.mixed_precision else None,
+    )  # fmt: skip
     ema = EMA(model, options.ema) if options.ema is not None else None
     averaged = ema.swapped if ema is not None else nullcontext
     run.load(optimizer, batches, model=model, ema=ema)
@@ -247,22 +253,9 @@ def train(options: Options, device: torch.device) -> int:
                 where = f"step {step}, {first_sources(micro_batches)}"
                 raise LigerzooError("no token is trained", where=where, remedy="Look at the data with --dry-run.")
             set_lr(optimizer, factor(step - 1))
-            loss = torch.zeros((), device=device)
-            for batch in micro_batches:
-                inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.inputs.items()}
-                with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
-                    out = model(**inputs, num_items_in_batch=processes.divisor(trained_tokens, device))
-                part = out.loss
-                if out.aux_loss is not None:  # the load-balancing loss of a step is the mean of its micro-batches
-                    part = part - (1 - 1 / len(micro_batches)) * model.aux_loss_weight * out.aux_loss
-                part.backward()
-                loss += part.detach()
-            norm = None
-            if not options.optimizer_in_backward:
-                norm = clip_grad_norm(model.parameters(), options.max_grad_norm or None)
-                skip(norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, norm = train(  # forward and backward of each micro-batch, clipping, and the optimizer's update
+                [batch.inputs for batch in micro_batches], processes.divisor(trained_tokens, device)
+            )
             if ema is not None:
                 ema.update()
             lr = options.lr * factor(step - 1)

@@ -1,0 +1,53 @@
+"""Capturing CUDA graphs: the host launches one graph instead of the kernels that were captured in it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def capture(function: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Captures the kernels of a function in a graph, without running them.
+
+    Unlike `torch.cuda.graph`, it neither waits for the GPU nor returns cached memory to it. Garbage collection, which
+    could free memory of another graph, waits until the end.
+
+    Args:
+        function: launches kernels. What it raises is raised.
+        pool: memory pool of another graph that runs before; None for a new one.
+
+    Returns:
+        The graph, and what the function returns: tensors that each replay overwrites.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream, collects_garbage = _capture_stream(torch.cuda.current_device()), gc.isenabled()
+    stream.wait_stream(torch.cuda.current_stream())
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture is invalid, which hides why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        if collects_garbage:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, result
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,412 @@
+"""`CapturedStep`: a training step that the host launches as a few CUDA graphs instead of thousands of kernels.
+
+Python takes about 2 ms for the forward and backward of a block, whatever its size. A small model computes faster, so
+its GPU waits for the host. A captured step costs the host less than a millisecond, and has the bits of an eager one.
+
+A step of n micro-batches is up to three graphs: forward and backward of the first micro-batch, which creates the
+gradients; forward and backward of a later one, which adds to them; and the update: clipping and the optimizer. The
+graphs have one pool of memory. Gradients exist within a step only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.errors import LigerzooError
+from ligerzoo.kernels.checks import POSITIVE, check_integer, check_num_items, check_optional_numbers
+from ligerzoo.kernels.cuda_graph import capture as capture_graph
+from ligerzoo.layers.context import KnownInputs, has_segments, known_inputs
+from ligerzoo.train.capturable import (
+    reason_against_inputs,
+    reason_against_model,
+    reason_against_optimizer,
+    state_of,
+    steps_in_backward,
+)
+from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm
+
+Capture = Literal["auto", "on", "off"]
+
+ComputeLoss = Callable[[nn.Module, Mapping[str, Any], Tensor | None, int], Tensor]
+"""Called with the model, the inputs of a micro-batch on its device, the divisor of the summed loss (0-d, or None) and
+the number of micro-batches of the step. Returns the micro-batch's part of the loss, 0-d. It may not read values."""
+
+WARMUP_STEPS = 2
+"""Eager steps before a capture: they compile kernels and create what libraries need, which cannot be captured."""
+
+_MAX_OPERATIONS = 2e13
+"""Of a micro-batch with capture="auto": a fast GPU computes it in about 50 ms, and Python launches most models faster.
+Larger ones gain nothing, and a graph keeps the memory of their activations."""
+
+
+def language_model_loss(
+    model: nn.Module, inputs: Mapping[str, Any], num_items: Tensor | None, micro_batches: int
+) -> Tensor:
+    """Returns a micro-batch's part of the loss of a step: the cross entropy, and the mean load-balancing loss."""
+    out = model(**inputs, num_items_in_batch=num_items)
+    if out.aux_loss is None or micro_batches == 1:
+        return out.loss  # type: ignore[no-any-return]
+    weight: Any = model.aux_loss_weight  # the whole one is in the loss of each micro-batch
+    return out.loss - (1 - 1 / micro_batches) * weight * out.aux_loss  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Graphs:
+    """The graphs of steps of one signature, and the tensors that they read.
+
+    Attributes:
+        inputs: the inputs of a micro-batch.
+        num_items: the divisor of the loss, 0-d float64; None for none.
+        first: forward and backward of the first micro-batch.
+        more: forward and backward of a later one; None with one micro-batch.
+        update: the update; None if it runs eagerly.
+        gradients: by parameter, for an eager update.
+    """
+
+    inputs: dict[str, Any]
+    num_items: Tensor | None
+    first: Any = None
+    more: Any = None
+    update: Any = None
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+
+class CapturedStep:
+    """A training step: forward and backward of one or more micro-batches, clipping, and the optimizer's update.
+
+        step = CapturedStep(model, optimizer, max_norm=1.0)
+        for i, batch in enumerate(batches):
+            set_lr(optimizer, lr_factor(i))
+            loss, norm = step({"input_ids": batch, "labels": batch})
+
+    The first two steps of each shape run eagerly; the third is captured. What cannot be captured runs eagerly, with the
+    same results, and `reason` says why: for example images, sharded or compiled models, hooks, or parameters on a CPU.
+    Changes of the model and the optimizer, such as `load_state_dict`, are noticed: graphs are captured again.
+
+    Pass inputs as CPU tensors, pinned ones if possible. Whether rows have padding or several segments selects the
+    attention kernels, so the host reads it; of a tensor on a GPU, this waits for the GPU.
+
+    If the model can be captured, the learning rate of the optimizer's groups becomes a 0-d fp32 tensor on the device,
+    which `set_lr` and torch's schedulers fill; a number that replaces it is copied into it.
+
+    Args:
+        model: the model.
+        optimizer: of `make_optimizer`, or of torch with `fused=True`. The update of others runs eagerly.
+        max_norm: norm to which the gradients are clipped; None for no clipping.
+        skip: skips updates whose gradients are infinite or NaN.
+        compute_loss: the loss of a micro-batch, see `ComputeLoss`. Default: `language_model_loss`.
+        autocast: dtype of `torch.autocast` for the forward; None for no autocast.
+        capture: "auto" captures what is known to be capturable and small enough to gain; "on" also large models and
+            layers of other packages, and raises if something cannot be captured; "off" runs eagerly.
+        max_shapes: number of shapes to capture. Steps of further shapes run eagerly.
+
+    Attributes:
+        reason: why the last step ran eagerly, in whole or in part; None if all of it ran as graphs.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: `capture` is unknown, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float | None = None,
+        skip: SkipNonFinite | None = None,
+        compute_loss: ComputeLoss = language_model_loss,
+        autocast: torch.dtype | None = None,
+        capture: Capture = "auto",
+        max_shapes: int = 4,
+    ) -> None:
+        if capture not in get_args(Capture):
+            raise ValueError(f'CapturedStep: capture={capture!r}; expected "auto", "on" or "off"')
+        check_optional_numbers("CapturedStep", POSITIVE, max_norm=max_norm)
+        check_integer("CapturedStep", "max_shapes", max_shapes, 1)
+        self._model, self._optimizer, self._max_norm, self._skip = model, optimizer, max_norm, skip
+        self._compute_loss, self._autocast, self._capture = compute_loss, autocast, capture
+        self._max_shapes = max_shapes
+        self._device = next(model.parameters()).device
+        self._loss, self._norm = (torch.zeros((), device=self._device) for _ in range(2))
+        self._lrs: list[Tensor] = []
+        self._graphs: dict[tuple[Any, ...], _Graphs] = {}
+        self._eager_steps: dict[tuple[Any, ...], int] = {}
+        self._failures: dict[tuple[Any, ...], str] = {}
+        self._state: tuple[Any, ...] = ()
+        self._state_reason: str | None = None
+        self._weights = 0
+        self.reason: str | None = None
+
+    def __call__(
+        self, micro_batches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_items: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs a step. Gradients from before are dropped, and none remain.
+
+        Args:
+            micro_batches: the inputs of the model by name, on any device; or a sequence of them, whose gradients are
+                added up.
+            num_items: divisor of the summed loss, such as the number of trained tokens of the step. None, with one
+                micro-batch only, for the number of its labels that are not ignored.
+
+        Returns:
+            The loss and the norm of the gradients before clipping, 0-d fp32 on the model's device, not overwritten by
+            later steps. Reading a value waits for the GPU. The norm is None with an optimizer in backward, which leaves
+            no gradients.
+
+        Raises:
+            ValueError: there is no micro-batch, or there are several without `num_items`.
+            LigerzooError: with `capture="on"`, the step cannot be captured.
+        """
+        batches = [micro_batches] if isinstance(micro_batches, Mapping) else list(micro_batches)
+        check_num_items("CapturedStep", num_items=num_items)
+        if not batches or (len(batches) > 1 and num_items is None):
+            raise ValueError(
+                f"CapturedStep: got {len(batches)} micro-batches and num_items={num_items}; expected one micro-batch, "
+                "or several and num_items, the number of trained tokens of all"
+            )
+        self._notice_changes()
+        known = _known(batches)
+        key = _signature(batches, known, num_items is not None)
+        self.reason = self._reason_against(batches, key)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            if self.reason is None and key not in self._graphs:
+                self._graphs_of(key, batches[0], num_items, known, len(batches))
+            if (graphs := self._graphs.get(key)) is not None and self.reason is None:
+                self._replay(graphs, batches, num_items)
+            else:
+                self._run_eagerly(batches, num_items, known)
+                self._eager_steps[key] = self._eager_steps.get(key, 0) + 1
+        return self._loss.clone(), self._norm.clone() if self._has_norm else None
+
+    def release(self) -> None:
+        """Frees the graphs and their memory. Later steps are captured again."""
+        self._graphs.clear()
+        self._eager_steps.clear()
+        self._failures.clear()
+
+    # What can be captured
+
+    def _notice_changes(self) -> None:
+        """Drops the graphs if the model or the optimizer has changed, and keeps the learning rates on the device."""
+        state = state_of(self._model, self._optimizer)
+        if state != self._state:
+            self.release()
+            self._state = state
+            self._state_reason = reason_against_model(self._model, trusts_layers=self._capture == "on")
+            self._weights = sum(parameter.numel() for parameter in self._model.parameters())
+        if self._state_reason is None and reason_against_optimizer(self._optimizer) is None:
+            self._keep_lrs()
+
+    def _reason_against(self, batches: Sequence[Mapping[str, Any]], key: tuple[Any, ...]) -> str | None:
+        """Returns why this step runs eagerly; None if its graphs exist or can be captured now."""
+        if self._capture == "off":
+            return "capture is off"
+        reason = self._state_reason or self._reason_against_batches(batches) or self._failures.get(key)
+        if reason is not None:
+            if self._capture == "on":
+                raise LigerzooError(
+                    "the step cannot be captured", where="CapturedStep", got=reason,
+                    remedy='Use capture="auto", which runs such steps eagerly.',
+                )  # fmt: skip
+            return reason
+        if key in self._graphs:
+            return None
+        if len(self._graphs) >= self._max_shapes:
+            return f"steps of {self._max_shapes} other shapes are captured already (max_shapes)"
+        if (steps := self._eager_steps.get(key, 0)) < WARMUP_STEPS:
+            return f"eager step {steps + 1} of {WARMUP_STEPS} before steps of this shape are captured"
+        return None
+
+    def _reason_against_batches(self, batches: Sequence[Mapping[str, Any]]) -> str | None:
+        for inputs in batches:
+            if (reason := reason_against_inputs(self._model, inputs)) is not None:
+                return reason
+        if len({_layout(inputs) for inputs in batches}) > 1:
+            return "the micro-batches of the step have different shapes"
+        if torch.is_autocast_enabled(self._device.type):
+            return "autocast is enabled around the step; pass the dtype as `autocast`"
+        if self._capture == "auto" and 6 * self._weights * _tokens(batches[0]) > _MAX_OPERATIONS:
+            return "the micro-batches are so large that launching takes little of their time"
+        return None
+
+    # The parts of a step, eager or captured
+
+    def _run_eagerly(
+        self, batches: Sequence[Mapping[str, Any]], num_items: int | Tensor | None, known: KnownInputs
+    ) -> None:
+        divisor = None if num_items is None else self._new_divisor(num_items)
+        for index, inputs in enumerate(batches):
+            on_device = {name: self._to_device(value) for name, value in inputs.items()}
+            self._forward_backward(on_device, divisor, known, len(batches), is_first=index == 0)
+        self._update()
+        self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
+
+    def _forward_backward(
+        self, inputs: Mapping[str, Any], num_items: Tensor | None, known: KnownInputs, count: int, *, is_first: bool
+    ) -> None:
+        """Adds a micro-batch's gradients and loss to those of the ones before."""
+        if is_first:
+            self._drop_gradients()
+        with known_inputs(known), self._autocasting():
+            loss = self._compute_loss(self._model, inputs, num_items, count)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if is_first:
+            self._loss.copy_(loss.detach())
+        else:
+            self._loss.add_(loss.detach())
+
+    def _update(self) -> None:
+        """Clips the gradients, updates the parameters and drops the gradients."""
+        if self._has_norm:
+            norm = clip_grad_norm(self._parameters(), self._max_norm)
+            self._norm.copy_(norm)
+            if self._skip is not None:
+                self._skip(norm)
+        self._optimizer.step()
+        self._drop_gradients()
+
+    @property
+    def _has_norm(self) -> bool:
+        """Whether gradients exist after backward: not with an optimizer in backward, which also skips by itself."""
+        return self._max_norm is not None or not any(map(steps_in_backward, self._parameters()))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        groups = (group["params"] for group in self._optimizer.param_groups)
+        return list(dict.fromkeys(chain(self._model.parameters(), *groups)))
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+    # Graphs
+
+    def _graphs_of(
+        self, key: tuple[Any, ...], inputs: Mapping[str, Any], num_items: int | Tensor | None, known: KnownInputs,
+        count: int,
+    ) -> None:  # fmt: skip
+        """Captures the graphs of a signature. If it fails, `reason` says why, and the step runs eagerly."""
+        if self._device.type == "cuda":  # memory that eager steps have left behind becomes that of the graphs
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+        static = {
+            name: torch.empty_like(value, device=self._device).copy_(value) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        graphs = _Graphs(static, None if num_items is None else self._new_divisor(num_items).clone())
+        pool = next((other.first.pool() for other in self._graphs.values()), None)
+        forward_backward = partial(self._forward_backward, static, graphs.num_items, known, count)
+        try:
+            graphs.first, _ = capture_graph(partial(forward_backward, is_first=True), pool)
+            pool = graphs.first.pool()
+            if count > 1:
+                graphs.more, _ = capture_graph(partial(forward_backward, is_first=False), pool)
+            if reason_against_optimizer(self._optimizer) is None:
+                with _capturable(self._optimizer):
+                    graphs.update, _ = capture_graph(self._update, pool)
+            else:
+                graphs.gradients = {p: p.grad for p in self._parameters() if p.grad is not None}
+        except RuntimeError as error:
+            self.reason = self._failures[key] = f"capturing failed: {str(error).partition(chr(10))[0]}"
+            if self._capture == "on":
+                raise
+            return
+        finally:
+            self._drop_gradients()
+        self._graphs[key] = graphs
+
+    def _replay(self, graphs: _Graphs, batches: Sequence[Mapping[str, Any]], num_items: int | Tensor | None) -> None:
+        if graphs.num_items is not None and num_items is not None:
+            graphs.num_items.copy_(num_items) if isinstance(num_items, Tensor) else graphs.num_items.fill_(num_items)
+        for index, inputs in enumerate(batches):
+            for name, value in inputs.items():
+                if isinstance(value, Tensor):
+                    graphs.inputs[name].copy_(self._pinned(value), non_blocking=True)
+            (graphs.first if index == 0 else graphs.more).replay()
+        if graphs.update is not None:
+            graphs.update.replay()
+            return
+        self.reason = f"the update runs eagerly: {reason_against_optimizer(self._optimizer)}"
+        for parameter, gradient in graphs.gradients.items():
+            parameter.grad = gradient
+        self._update()
+
+    # Tensors on the device
+
+    def _new_divisor(self, num_items: int | Tensor) -> Tensor:
+        if isinstance(num_items, Tensor):
+            return num_items.to(self._device, torch.float64)
+        return torch.full((), num_items, dtype=torch.float64, device=self._device)
+
+    def _to_device(self, value: Any) -> Any:
+        return self._pinned(value).to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    def _pinned(self, value: Tensor) -> Tensor:
+        """Returns a tensor whose copy to the device does not make the host wait."""
+        return value.pin_memory() if self._device.type == "cuda" and value.device.type == "cpu" else value
+
+    def _keep_lrs(self) -> None:
+        """Makes the learning rates tensors on the device, always the same ones."""
+        if len(self._lrs) != len(self._optimizer.param_groups):
+            self._lrs = [torch.zeros((), device=self._device) for _ in self._optimizer.param_groups]
+        for group, lr in zip(self._optimizer.param_groups, self._lrs, strict=True):
+            if group["lr"] is not lr:
+                lr.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else lr.fill_(group["lr"])
+                group["lr"] = lr
+
+
+@contextmanager
+def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Sets the flag that torch's optimizers check in a capture. Outside of one they would warn of it."""
+    flags = [group.get("capturable") for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+        yield
+    finally:
+        for group, flag in zip(optimizer.param_groups, flags, strict=True):
+            if "capturable" in group:
+                group["capturable"] = flag
+
+
+def _known(batches: Sequence[Mapping[str, Any]]) -> KnownInputs:
+    """Reads what selects the attention kernels: one answer for all micro-batches of a step."""
+    padding, segments = False, False
+    for inputs in batches:
+        mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+        padding = padding or (isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()))
+        if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and mask is None:
+            segments = segments or has_segments(position_ids)
+    return KnownInputs(padding, segments)
+
+
+def _layout(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(
+        (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, str(value))
+        for name, value in sorted(inputs.items())
+    )
+
+
+def _signature(batches: Sequence[Mapping[str, Any]], known: KnownInputs, has_divisor: bool) -> tuple[Any, ...]:
+    return tuple(map(_layout, batches)), known, has_divisor
+
+
+def _tokens(inputs: Mapping[str, Any]) -> int:
+    x = next((value for name in ("input_ids", "inputs_embeds") if isinstance(value := inputs.get(name), Tensor)), None)
+    return 0 if x is None else x.shape[0] * x.shape[1]
