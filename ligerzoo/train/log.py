@@ -111,17 +111,21 @@ class RunLog:
         first_step: number of steps done before. Later steps in an existing log, which the run repeats, are deleted.
         steps: number of steps at the end of the run.
         report: called with each object that is written, for example to send it to TensorBoard.
+        shown: metrics of a step that the live line begins with.
+        may_be_zero: whether a loss of exactly 0 is normal, as in policy gradients.
     """
 
     def __init__(
         self, output: Path, model: CausalLM, *, first_step: int, steps: int,
-        report: Callable[[Mapping[str, Any]], object] | None = None,
+        report: Callable[[Mapping[str, Any]], object] | None = None, shown: Sequence[str] = (),
+        may_be_zero: bool = False,
     ) -> None:  # fmt: skip
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._steps, self._report = steps, report
-        self._pending: tuple[dict[str, Any], HostCopy, float, Sequence[CountedBatch]] | None = None
-        self._printed, self._warned = 0.0, False
+        self._pending: tuple[dict[str, Any], list[str], HostCopy, float, Sequence[CountedBatch]] | None = None
+        self._shown, self._warns_of_zero = shown, not may_be_zero
+        self._printed = 0.0
         self._file = None
         if processes.is_main():
             output.mkdir(parents=True, exist_ok=True)
@@ -132,7 +136,8 @@ class RunLog:
         self._last = Moment(model.device)
 
     def step(
-        self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, batches: Sequence[CountedBatch]
+        self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, batches: Sequence[CountedBatch],
+        metrics: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Logs a step that has been launched, and writes the one before it.
 
@@ -142,19 +147,22 @@ class RunLog:
             grad_norm: 0-d, norm of the gradients before clipping.
             lr: learning rate.
             batches: batches of the step.
+            metrics: 0-d, further numbers of the step by name.
 
         Raises:
             LigerzooError: The loss or the norm of the step before was not a finite number.
         """
-        copy = HostCopy([loss, grad_norm])
+        copied = {"loss": loss, "grad_norm": grad_norm, **(metrics or {})}
+        copy = HostCopy(list(copied.values()))
         self._write_pending()
         tokens, padding = sum(batch.tokens for batch in batches), sum(batch.padding for batch in batches)
         entry = {
             "step": step, "loss": None, "lr": lr, "grad_norm": None, "tokens": tokens,
-            "trained_tokens": sum(batch.trained_tokens for batch in batches), "padding": padding / (tokens + padding),
+            "trained_tokens": sum(batch.trained_tokens for batch in batches),
+            "padding": padding / max(1, tokens + padding), **dict.fromkeys(metrics or ()),
         }  # fmt: skip
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
-        self._pending = entry, copy, flops, batches
+        self._pending = entry, list(copied), copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
         """Logs an evaluation after a step."""
@@ -181,8 +189,8 @@ class RunLog:
     def _write_pending(self) -> None:
         if self._pending is None:
             return
-        (entry, copy, flops, batches), self._pending = self._pending, None
-        entry["loss"], entry["grad_norm"] = copy.read()
+        (entry, copied, copy, flops, batches), self._pending = self._pending, None
+        entry |= dict(zip(copied, copy.read(), strict=True))
         entry["seconds"] = seconds = copy.moment.seconds_since(self._last)
         self._last = copy.moment
         entry["tokens_per_second"] = entry["tokens"] * processes.world_size() / seconds
@@ -201,8 +209,8 @@ class RunLog:
                     where=f"step {entry['step']}, {first_sources(batches)}", got=value,
                     remedy="Look at these samples, or lower the learning rate. The last checkpoint is from before.",
                 )  # fmt: skip
-        if entry["loss"] == 0 and not self._warned:
-            self._warned = True
+        if entry["loss"] == 0 and self._warns_of_zero:
+            self._warns_of_zero = False
             warnings.warn(
                 f"step {entry['step']}: the loss is exactly 0, as if nothing were trained; look at the labels of "
                 f"{first_sources(batches)}",
@@ -218,6 +226,7 @@ class RunLog:
 
     def _show(self, entry: Mapping[str, Any]) -> None:
         parts = [
+            *(f"{name} {entry[name]:.4g}" for name in self._shown),
             f"loss {entry['loss']:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
             f"padding {entry['padding']:.1%}", f"grad norm {entry['grad_norm']:.2f}", f"lr {entry['lr']:.2e}",

@@ -29,6 +29,13 @@ def plot_loss(output: Path) -> None:
         replace_files(output, {PLOT_FILE: draw(curves, x="step", y="loss, nats per token").encode()}, [])
 
 
+def plot_metric(output: Path, name: str) -> None:
+    """Draws a number of the steps of a run as OUTPUT/NAME.svg."""
+    points = [(entry["step"], entry[name]) for entry in read_log(output / LOG_FILE) if name in entry]
+    if points:
+        replace_files(output, {f"{name}.svg": draw({"training": points}, x="step", y=name).encode()}, [])
+
+
 def draw(curves: Mapping[str, Points], *, x: str, y: str) -> str:
     """Returns a plot as SVG.
 

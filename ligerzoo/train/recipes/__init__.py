@@ -6,6 +6,7 @@ from pathlib import Path
 RECIPES = {
     "sft": "ligerzoo.train.recipes.sft",
     "pretrain": "ligerzoo.train.recipes.sft",
+    "grpo": "ligerzoo.train.recipes.grpo",
 }
 """The module of each method of `ligerzoo train`. It has a dataclass `Options` and a function `main(options)`."""
 
