@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ligerzoo.kernels import token_logps
-from ligerzoo.losses import HeadLoss, LossOutput
+from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
 from ligerzoo.train.completions import SampledCompletion
 from ligerzoo.train.data.packing import pack_best_fit
@@ -115,6 +115,37 @@ def completion_logps(model: CausalLM, batch: CompletionBatch, *, temperature: fl
 
     details: Tensor = _forward(model, batch, logps).details
     return details
+
+
+@torch.no_grad()
+def policy_constants(
+    model: CausalLM, batch: CompletionBatch, *, recomputes: bool, reference: CausalLM | None, temperature: float = 1.0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the constants of a policy gradient, before the first update with a batch.
+
+    Args:
+        model: the model that trains.
+        batch: the completions.
+        recomputes: whether `old_logps` are computed by the model, with truncated importance weights `correction` for
+            their difference from those of sampling. Otherwise they are those of sampling.
+        reference: the model before training; None without a KL term.
+        temperature: that of sampling.
+
+    Returns:
+        Arguments of `ligerzoo.losses.GRPO`: `advantages` (S,), and (S, L) `old_logps` and, if they are needed,
+        `correction` and `ref_logps`. And metrics: "sampler_difference", if it is known, is the mean absolute difference
+        of log-probabilities between the model and sampling.
+    """
+    sampler_logps, mask = batch.sampler_logps.to(model.device), batch.targets.to(model.device) != UNTRAINED
+    given = {"advantages": batch.advantages.to(model.device), "old_logps": sampler_logps}
+    metrics = {}
+    if recomputes:
+        given["old_logps"] = completion_logps(model, batch, temperature=temperature)
+        given["correction"] = sampler_correction(given["old_logps"], sampler_logps, mask)
+        metrics["sampler_difference"] = (given["old_logps"] - sampler_logps).abs().sum() / mask.sum()
+    if reference is not None:
+        given["ref_logps"] = completion_logps(reference, batch, temperature=temperature)
+    return given, metrics
 
 
 def completion_loss(

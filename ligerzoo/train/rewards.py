@@ -54,9 +54,10 @@ class RewardFunction:
         module = _import(self._file)
         function = getattr(module, name, None)
         if not callable(function):
-            functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+            own = vars(module).items()
+            functions = [key for key, value in own if getattr(value, "__module__", None) == module.__name__]
             raise ConfigError(
-                "the file has no such function", where=file, got=", ".join(functions) or "no functions",
+                "the file has no such function", where=file, got=", ".join(functions) or "none",
                 expected=f"a function {name}", remedy="Name another one with --reward FILE.py:NAME.",
             )  # fmt: skip
         if inspect.iscoroutinefunction(function):

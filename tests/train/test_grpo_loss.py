@@ -113,9 +113,7 @@ def test_log_probabilities_of_sampling_are_those_of_training(checkpoint: Path, t
     """With prompts of different lengths, several of them at once, and completions that end early."""
     model, tokenizer = AutoModel.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     model.generation_config["eos_token_id"] = list(range(40, 60))
-    prompts = [
-        PromptSample(tokenizer.encode("a" * n), {"prompt": "?"}, Source("x", n, "row")) for n in (1, 9, 4, 2, 7)
-    ]
+    prompts = [PromptSample(tokenizer.encode("a" * n), {"prompt": "?"}, Source("x", n, "row")) for n in (1, 9, 4, 2, 7)]
     torch.manual_seed(0)
     sample = CompletionSampler(
         model, tokenizer, num_samples=4, max_new_tokens=10, temperature=temperature, batch_size=9, exact=False

@@ -18,12 +18,12 @@ import torch
 from ligerzoo import AutoModel, Tokenizer
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError
-from ligerzoo.losses import GRPO, sampler_correction
+from ligerzoo.losses import GRPO
 from ligerzoo.losses.grpo import VARIANTS
 from ligerzoo.train import processes
 from ligerzoo.train.averages import Averages
 from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
-from ligerzoo.train.completion_batches import completion_logps, completion_loss, pack_completions
+from ligerzoo.train.completion_batches import completion_loss, pack_completions, policy_constants
 from ligerzoo.train.completions import CompletionSampler, samples_exactly, without_labels
 from ligerzoo.train.data import check_data, format_sample, open_data
 from ligerzoo.train.interrupt import StopRequest
@@ -140,6 +140,26 @@ class Options:
         if self.max_new_tokens + 2 > self.seq_length:
             expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
             raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
+        self.loss()
+
+    def loss(self) -> GRPO:
+        """Returns the loss.
+
+        Raises:
+            ConfigError: The variant does not use an option.
+        """
+        given: dict[str, Any] = {"epsilon": self.epsilon, "epsilon_high": self.epsilon_high}
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            given["epsilon_high"] = 4.0
+        if self.loss_type == "dr_grpo":
+            given["max_length"] = self.max_new_tokens
+        try:
+            return GRPO(
+                variant=self.loss_type, temperature=self.temperature, beta=self.beta, is_kl_corrected=self.beta > 0,
+                **given,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error), where="option loss_type") from None
 
 
 MAY_CHANGE = {
@@ -187,12 +207,7 @@ def main(options: Options) -> int:
         sampling_model, tokenizer, num_samples=options.num_samples, max_new_tokens=options.max_new_tokens,
         temperature=options.temperature, batch_size=options.sampling_batch, exact=is_exact,
     )  # fmt: skip
-    is_cispo, is_dr_grpo = options.loss_type == "cispo", options.loss_type == "dr_grpo"
-    grpo = GRPO(
-        variant=options.loss_type, temperature=options.temperature, epsilon=options.epsilon, beta=options.beta,
-        epsilon_high=options.epsilon_high or (4.0 if is_cispo else None),
-        max_length=options.max_new_tokens if is_dr_grpo else None, is_kl_corrected=reference is not None,
-    )  # fmt: skip
+    grpo = options.loss()
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     rows = {"batch_size": options.batch_size, "seq_length": options.seq_length, "pad_token_id": padding}
 
@@ -237,30 +252,24 @@ def main(options: Options) -> int:
                 # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
                 used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
                 batches = pack_completions(used, **rows)
-                constants = []
-                for batch in batches:
-                    sampler_logps = batch.sampler_logps.to(device)
-                    given = {"advantages": batch.advantages.to(device), "old_logps": sampler_logps}
-                    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
-                        if options.old_logps == "recomputed":
-                            given["old_logps"] = completion_logps(model, batch, temperature=options.temperature)
-                            mask = batch.targets.to(device) != -100
-                            given["correction"] = sampler_correction(given["old_logps"], sampler_logps, mask)
-                            difference = (given["old_logps"] - sampler_logps).abs().sum() / batch.trained_tokens
-                            averages.add({"sampler_difference": difference}, batch.trained_tokens)
-                        if reference is not None:
-                            given["ref_logps"] = completion_logps(reference, batch, temperature=options.temperature)
-                    constants.append(given)
+                with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
+                    constants = [
+                        policy_constants(
+                            model, batch, recomputes=options.old_logps == "recomputed", reference=reference,
+                            temperature=options.temperature,
+                        )
+                        for batch in batches
+                    ]  # fmt: skip
                 loss, grad_norm = torch.zeros(2, device=device)
                 for _ in range(options.iterations if batches else 0):
-                    for batch, given in zip(batches, constants, strict=True):
+                    for batch, (given, differences) in zip(batches, constants, strict=True):
                         with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
                             part = completion_loss(
                                 model, batch, grpo, num_items=items, aux_loss_share=1 / len(batches), **given
                             )
                         torch.autograd.backward(part.loss)
                         loss += part.loss.detach() / options.iterations
-                        averages.add(part.metrics, batch.trained_tokens)
+                        averages.add({**part.metrics, **differences}, batch.trained_tokens)
                     grad_norm += clip_grad_norm(model.parameters(), options.max_grad_norm) / options.iterations
                     set_lr(optimizer, factor(step - 1))
                     optimizer.step()
