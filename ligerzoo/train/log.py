@@ -120,7 +120,7 @@ class RunLog:
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._steps, self._report = steps, report
-        self._pending: tuple[dict[str, Any], HostCopy, float, Sequence[CountedBatch]] | None = None
+        self._pending: tuple[dict[str, Any], list[str], HostCopy, float, Sequence[CountedBatch]] | None = None
         self._printed, self._warned = 0.0, False
         self._file = None
         if processes.is_main():
@@ -132,7 +132,8 @@ class RunLog:
         self._last = Moment(model.device)
 
     def step(
-        self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, batches: Sequence[CountedBatch]
+        self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, batches: Sequence[CountedBatch],
+        metrics: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Logs a step that has been launched, and writes the one before it.
 
@@ -142,19 +143,22 @@ class RunLog:
             grad_norm: 0-d, norm of the gradients before clipping.
             lr: learning rate.
             batches: batches of the step.
+            metrics: 0-d, further numbers of the step by name.
 
         Raises:
             LigerzooError: The loss or the norm of the step before was not a finite number.
         """
-        copy = HostCopy([loss, grad_norm])
+        copied = {"loss": loss, "grad_norm": grad_norm, **(metrics or {})}
+        copy = HostCopy(list(copied.values()))
         self._write_pending()
         tokens, padding = sum(batch.tokens for batch in batches), sum(batch.padding for batch in batches)
         entry = {
             "step": step, "loss": None, "lr": lr, "grad_norm": None, "tokens": tokens,
             "trained_tokens": sum(batch.trained_tokens for batch in batches), "padding": padding / (tokens + padding),
+            **dict.fromkeys(metrics or ()),
         }  # fmt: skip
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
-        self._pending = entry, copy, flops, batches
+        self._pending = entry, list(copied), copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
         """Logs an evaluation after a step."""
@@ -181,8 +185,8 @@ class RunLog:
     def _write_pending(self) -> None:
         if self._pending is None:
             return
-        (entry, copy, flops, batches), self._pending = self._pending, None
-        entry["loss"], entry["grad_norm"] = copy.read()
+        (entry, copied, copy, flops, batches), self._pending = self._pending, None
+        entry |= dict(zip(copied, copy.read(), strict=True))
         entry["seconds"] = seconds = copy.moment.seconds_since(self._last)
         self._last = copy.moment
         entry["tokens_per_second"] = entry["tokens"] * processes.world_size() / seconds

@@ -19,14 +19,14 @@ MAX_POINTS = 1000
 Points = Sequence[tuple[float, float]]
 
 
-def plot_loss(output: Path) -> None:
-    """Draws the loss of the steps and of the evaluations of a run."""
+def plot_loss(output: Path, unit: str = "loss, nats per token") -> None:
+    """Draws the loss of the steps and of the evaluations of a run. `unit` is the label of its axis."""
     entries = read_log(output / LOG_FILE)
     training = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     evaluation = [(entry["step"], entry["eval_loss"]) for entry in entries if "eval_loss" in entry]
     if training:
         curves = {"training": training, "evaluation": evaluation}
-        replace_files(output, {PLOT_FILE: draw(curves, x="step", y="loss, nats per token").encode()}, [])
+        replace_files(output, {PLOT_FILE: draw(curves, x="step", y=unit).encode()}, [])
 
 
 def draw(curves: Mapping[str, Points], *, x: str, y: str) -> str:
