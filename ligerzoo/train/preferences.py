@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ligerzoo.train import processes
 from ligerzoo.train.data.batches import Batch, collate
 from ligerzoo.train.data.packing import pack_best_fit, row_length
 from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample
@@ -34,12 +35,15 @@ def sequences_of(batch: Batch) -> Tensor:
                 part.append(first + is_trained.nonzero()[:, 0])
                 first += len(segment.input_ids)
     sequences = [sequence for part in parts for sequence in part]
+    if not sequences:
+        return torch.zeros(0, 0, dtype=torch.int64)
     return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1)
 
 
 def desirable_of(batch: Batch) -> Tensor:
     """Returns the labels of KTO's completions, (N,) bool, in the order of `sequences_of`."""
-    return torch.tensor([sample.is_desirable for sample in samples_of([batch]) if isinstance(sample, LabelledSample)])
+    labels = [sample.is_desirable for sample in samples_of([batch]) if isinstance(sample, LabelledSample)]
+    return torch.tensor(labels, dtype=torch.bool)
 
 
 def chosen_tokens(batches: Iterable[Batch]) -> int:
@@ -47,29 +51,30 @@ def chosen_tokens(batches: Iterable[Batch]) -> int:
     return sum(sample.segments[0].trained_tokens for sample in samples_of(batches))
 
 
-def mismatched(batches: Sequence[Batch], pad_token_id: int) -> list[Batch]:
+def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     """Returns the prompts of batches, each with the completion of the sample before, to estimate KTO's KL divergence.
 
     The first prompt has the last completion, so all completions occur once, as in TRL. They are packed in rows of the
-    length of the batches, or of the longest sequence if that is longer.
+    length of the batches, or of the longest sequence if that is longer. Without a second sample there are none.
+
+    All processes must call it: each gets equally many batches, some of which may be empty, so that a sharded model runs
+    in all of them.
 
     Args:
-        batches: batches of `LabelledSample`.
-        pad_token_id: fills the end of a row.
+        batches: batches of `LabelledSample`, of this process.
     """
     samples = [sample.segments[0] for sample in samples_of(batches)]
-    if len(samples) < 2:
-        return []
-    crossed = [_with_completion(one, before) for before, one in zip([samples[-1], *samples], samples, strict=False)]
+    previous = [samples[-1], *samples] if len(samples) > 1 else []
+    crossed = [_with_completion(one, before) for before, one in zip(previous, samples, strict=False)]
     n_rows, length = batches[0].inputs["input_ids"].shape
-    length = max(length, *map(row_length, crossed))
+    length = max(length, *map(row_length, crossed), 0)
     rows = pack_best_fit(crossed, length, is_last=True).rows
-    groups = [rows[first : first + n_rows] for first in range(0, len(rows), n_rows)]
+    count = max(processes.gather(-(-len(rows) // n_rows)))
+    groups = [rows[first : first + n_rows] or [[]] for first in range(0, count * n_rows, n_rows)]
     return [
-        collate(group, [[segment for sample in row for segment in sample.segments] for row in group], length,
-                pad_token_id)
+        collate(group, [[segment for sample in row for segment in sample.segments] for row in group], length, 0)
         for group in groups
-    ]  # fmt: skip
+    ]
 
 
 def _with_completion(prompt: Sample, other: Sample) -> Sample:
@@ -83,20 +88,31 @@ def _prompt_length(sample: Sample) -> int:
     return next(index for index, label in enumerate(sample.labels) if label != UNTRAINED)
 
 
+def mean_log_ratio(log_ratios: Tensor) -> Tensor:
+    """Returns the mean of (N,) numbers of all processes, 0-d; 0 if there are none."""
+    (count,) = processes.total(len(log_ratios))
+    return processes.mean(log_ratios.sum()) * processes.world_size() / max(1, count)
+
+
 class ReferenceTable:
     """Log-probabilities of a data set's sequences under a reference model, computed once.
 
+    All processes must create it together; each then has the results of all.
+
     Args:
-        batches: all data, once.
+        batches: this process's part of all data, once.
         sequence_logps: returns the (N,) log-probabilities of a batch, in the order of `sequences_of`.
     """
 
     def __init__(self, batches: Iterable[Batch], sequence_logps: Callable[[Batch], Tensor]) -> None:
         self._logps: dict[Source, list[float]] = {}
         for batch in batches:
+            logps = sequence_logps(batch)  # of an empty batch too: a sharded model runs in all processes
             if samples := samples_of([batch]):
-                columns = sequence_logps(batch).view(-1, len(samples)).T.tolist()
+                columns = logps.view(-1, len(samples)).T.tolist()
                 self._logps.update({one.source: column for one, column in zip(samples, columns, strict=True)})
+        for table in processes.gather(self._logps):
+            self._logps.update(table)
 
     def __call__(self, batch: Batch) -> Tensor:
         """Returns the (N,) log-probabilities of a batch, in the order of `sequences_of`."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from ligerzoo.errors import ConfigError, quote
-from ligerzoo.hub import AutoModel
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.train.starting import open_model
 
 
-def load_teacher(teacher: str, student: CausalLM, *, dtype: str, device: torch.device) -> CausalLM:
-    """Loads a teacher without gradients.
+def load_teacher(
+    teacher: str, student: CausalLM, *, dtype: str, device: torch.device, param_dtype: torch.dtype | None = None
+) -> CausalLM:  # fmt: skip
+    """Loads a teacher without gradients. Several processes shard it.
 
     Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,
     which no token of a common tokenizer has, are removed.
@@ -21,21 +23,26 @@ def load_teacher(teacher: str, student: CausalLM, *, dtype: str, device: torch.d
         student: the student, whose tokenizer has been compared by `check_same_tokens`.
         dtype: dtype of the weights.
         device: device of the weights.
+        param_dtype: dtype in which several processes compute.
 
     Raises:
         ConfigError: The student's vocabulary is larger.
     """
-    model = AutoModel.from_pretrained(teacher, dtype=dtype, device=device).requires_grad_(False)
-    size, expected = model.config.vocab_size, student.config.vocab_size
+    expected = student.config.vocab_size
+
+    def shrink(model: CausalLM) -> None:
+        if model.config.vocab_size > expected:
+            model.resize_token_embeddings(expected)
+
+    model = open_model(teacher, dtype=dtype, device=device, adapt=shrink, param_dtype=param_dtype)
+    size = model.config.vocab_size
     if size < expected:
         raise ConfigError(
             "the teacher's vocabulary is smaller than the student's", where=f"teacher {teacher}",
             got=f"vocab_size {size}", expected=expected,
             remedy=f"Resize the student first: model.resize_token_embeddings({size}).",
         )  # fmt: skip
-    if size > expected:
-        model.resize_token_embeddings(expected)
-    return model.eval()
+    return model.requires_grad_(False).eval()
 
 
 def check_same_tokens(student: Tokenizer, teacher: Tokenizer, name: str) -> None:

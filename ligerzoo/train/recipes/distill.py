@@ -1,8 +1,8 @@
 """Distillation: a model learns the distributions that a larger one, the teacher, predicts for each token.
 
 `ligerzoo train MODEL --method distill --teacher TEACHER --data FILE --output DIR` runs this file; with --print-recipe
-it prints it with these options as defaults. Change what you like and run it with `python`; options of the command line
-replace the defaults.
+it prints it with these options as defaults. Change what you like and run it with `python`, or with
+`torchrun --nproc-per-node N` on several GPUs; options of the command line replace the defaults.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -18,21 +19,22 @@ import torch
 from torch import Tensor
 
 from ligerzoo import Tokenizer
-from ligerzoo.device import available_device
+from ligerzoo.adapters import add_lora
 from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.losses import Distillation
+from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
-from ligerzoo.train.data import Batch, PackedBatches, check_data, format_sample, open_data
+from ligerzoo.train.checks import check_model, trains_bfloat16, warn_of_rounding
+from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluating, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
 from ligerzoo.train.metrics import mean_metrics
-from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule, set_lr
+from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm, make_optimizer, schedule, set_lr
 from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
 from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, count_steps, describe_run, load_or_build
+from ligerzoo.train.starting import checkpoint_directory, count_steps, describe_run, make_batches, open_model
 from ligerzoo.train.teacher import check_same_tokens, load_teacher
 from ligerzoo.train.tracking import open_tracker
 
@@ -49,7 +51,7 @@ class Options:
     data: tuple[str, ...]
     """file with training data; several are one data set"""
     output: str
-    """directory for checkpoints, the log and the trained model"""
+    """directory for checkpoints, the log and the trained model or adapter"""
     method: Literal["distill"] = "distill"
     """learns from a teacher, on completions, assistant turns or all tokens of texts"""
     tokenizer: str | None = None
@@ -65,16 +67,26 @@ class Options:
     """weight of the cross entropy with the data's tokens, which is added"""
     seq_length: Count = 2048
     """tokens in a row; shorter samples are packed into one row"""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """what happens to samples of more than --seq-length tokens"""
     batch_size: Count = 4
-    """rows in a micro-batch"""
+    """rows in a micro-batch of a process"""
     accumulate: Count = 1
     """micro-batches in a step, to train large batches in little memory"""
     max_steps: Count | None = None
     """number of steps; the data is repeated as needed (default: as --epochs)"""
     epochs: Count | None = None
     """times that the data is read, without --max-steps (default: 1)"""
+    lora_rank: Count | None = None
+    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter"""
+    lora_alpha: Positive | None = None
+    """the updates are scaled by this number / rank (default: twice the rank)"""
+    lora_targets: tuple[str, ...] | None = None
+    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
     optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
     """name of the optimizer"""
+    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
+    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
     lr: Positive = 1e-5
     """peak learning rate"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -83,8 +95,8 @@ class Options:
     """share of the steps in which the learning rate rises"""
     weight_decay: NotNegative = 0.0
     """decoupled weight decay"""
-    max_grad_norm: Positive = 1.0
-    """norm to which the gradients of a step are clipped"""
+    max_grad_norm: NotNegative = 1.0
+    """norm to which the gradients of a step are clipped; 0 clips nothing"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the weights (default: as stored)"""
     mixed_precision: bool = False
@@ -116,6 +128,8 @@ class Options:
             raise ConfigError("only one of them may be given", where="options max_steps and epochs")
         if self.mixed_precision and self.dtype != "float32":
             raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {self.dtype}")
+        if (self.lora_alpha or self.lora_targets) and not self.lora_rank:
+            raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
         make_loss(self)
 
 
@@ -138,60 +152,76 @@ def make_loss(options: Options) -> Distillation:
 
 
 def main(options: Options) -> int:
-    """Trains. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    processes.refuse_several()
+    """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
+    return processes.run_together(lambda device: train(options, device), options.device)
+
+
+def train(options: Options, device: torch.device) -> int:
+    """Trains in this process."""
     torch.manual_seed(options.seed)
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
     check_same_tokens(tokenizer, Tokenizer.from_pretrained(options.teacher), options.teacher)
-    device = available_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = load_or_build(run.checkpoint or options.model, dtype=options.dtype, device=device).train()
-    if options.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-    check_dtype(model)
-    check_tied_weights(model)
-    check_vocabulary(model, tokenizer)
+
+    def adapt(model: CausalLM) -> None:
+        if options.lora_rank:
+            add_lora(model, options.lora_rank, options.lora_alpha or 2 * options.lora_rank, options.lora_targets)
+
+    source = options.model if options.lora_rank else run.checkpoint or options.model
+    opening: dict[str, Any] = {"dtype": options.dtype, "new": True}
+    opening["adapt"] = adapt if options.lora_rank else None
+    outline = open_model(source, device=torch.device("meta"), **opening)  # shapes alone, for checks
+    check_model(outline, tokenizer, options.optimizer)
 
     epochs = None if options.max_steps else options.epochs or 1
+    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
+    encoding: dict[str, Any] = {"seq_length": options.seq_length, "too_long": options.too_long}
 
-    def samples(paths: tuple[str, ...], **given: Any) -> Any:
-        return open_data(paths, "auto", tokenizer, seq_length=options.seq_length, seed=options.seed, **given)
+    def samples(paths: tuple[str, ...], **given: Any) -> SampleStream:
+        return open_data(paths, "auto", tokenizer, seed=options.seed, **encoding, **given)
 
-    def packed(stream: Any) -> PackedBatches:
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-        return PackedBatches(stream, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding)
+    def packed(stream: SampleStream) -> PackedBatches | PaddedBatches:
+        return make_batches(stream, tokenizer, packing="auto", pin_memory=device.type == "cuda", **sizes)
 
     batches = packed(samples(options.data, epochs=epochs))
     steps = options.max_steps or count_steps(packed(samples(options.data, epochs=epochs)), options.accumulate)
-    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay)
-    factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
-    warn_of_rounding(optimizer, options.lr)
-    run.load(optimizer, batches)
-
-    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
-    print(describe_run(model, first_step=run.step, steps=steps, micro_batches=options.accumulate, **sizes))
+    about: dict[str, Any] = {"first_step": run.step, "steps": steps, "micro_batches": options.accumulate, **sizes}
+    processes.say(describe_run(outline, device=device, **about))
     for sample in islice(samples(options.data, epochs=1), 3):
-        print(format_sample(sample, tokenizer, max_tokens=500))
+        processes.say(format_sample(sample, tokenizer, max_tokens=500))
     if options.dry_run:
-        report = check_data(options.data, "auto", tokenizer, seq_length=options.seq_length)
+        report = check_data(options.data, "auto", tokenizer, **encoding)
         report.raise_if_bad()
-        print(report)
+        processes.say(report)
         return 0
 
+    param_dtype = torch.bfloat16 if options.mixed_precision else None
+    model = open_model(source, device=device, param_dtype=param_dtype, **opening)
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    is_stochastic = {"on": True, "off": False, "auto": trains_bfloat16(outline)}[options.stochastic_rounding]
+    rounding: dict[str, Any] = {"stochastic_rounding": is_stochastic}
+    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, **rounding)
+    factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
+    warn_of_rounding(optimizer, options.lr)
+    skip = SkipNonFinite(optimizer)  # a gradient that is not finite changes no weight
+    run.load(optimizer, batches, model=model)
+
     distillation = make_loss(options)
-    teacher = load_teacher(options.teacher, model, dtype=options.dtype, device=device)
+    teacher = load_teacher(options.teacher, model, device=device, dtype=options.dtype, param_dtype=param_dtype)
 
     def loss_of(micro_batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss and metrics of a step; accumulates gradients, if they are enabled."""
-        trained_tokens = sum(batch.trained_tokens for batch in micro_batches)
+        (trained_tokens,) = processes.total(sum(batch.trained_tokens for batch in micro_batches))
         if not trained_tokens:
             raise LigerzooError("no token is trained", where=first_sources(micro_batches))
+        items = processes.divisor(trained_tokens, device)
         loss, metrics = torch.zeros((), device=device), []
         for batch in micro_batches:
             inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.inputs.items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
                 part = distillation.of_teacher(
-                    model, teacher, inputs["input_ids"], inputs["labels"], num_items=trained_tokens,
+                    model, teacher, inputs["input_ids"], inputs["labels"], num_items=items,
                     model_inputs={"position_ids": inputs["position_ids"]}, aux_loss_share=1 / len(micro_batches),
                 )  # fmt: skip
             if torch.is_grad_enabled():
@@ -205,31 +235,36 @@ def main(options: Options) -> int:
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
             loss, metrics = loss_of(micro_batches)
-            grad_norm = clip_grad_norm(model.parameters(), options.max_grad_norm)
+            norm = clip_grad_norm(model.parameters(), options.max_grad_norm or None)
+            skip(norm)
             set_lr(optimizer, factor(step - 1))
             optimizer.step()
             optimizer.zero_grad()
-            lr = options.lr * factor(step - 1)
-            log.step(step, loss=loss, grad_norm=grad_norm, lr=lr, batches=micro_batches, metrics=metrics)
+            shown: dict[str, Any] = {"lr": options.lr * factor(step - 1), "batches": micro_batches}
+            log.step(step, loss=loss, grad_norm=norm, skipped=skip.count, metrics=metrics, **shown)
 
-            if options.eval_data and (step % options.eval_every == 0 or step == steps):
+            is_last, is_stopped = step == steps, any(processes.total(stop.requested))
+            if options.eval_data and (step % options.eval_every == 0 or is_last):
                 with log.paused():
+                    held_out = partial(samples, options.eval_data, epochs=1, shuffle=False)
                     with evaluating(model):
-                        held_out = list(packed(samples(options.eval_data, epochs=1, shuffle=False)))
-                        eval_loss, metrics = loss_of(held_out)
-                    prompts = map(prompt_of, islice(samples(options.eval_data, epochs=1, shuffle=False), 2))
-                    shown = continue_prompts(model, tokenizer, prompts)
-                    values = {f"eval_{name}": value.item() for name, value in metrics.items()}
-                    log.evaluation(step, eval_loss=eval_loss.item(), **values, samples=shown)
-            if step % options.save_every == 0 or step == steps or stop.requested:
+                        eval_loss, metrics = loss_of(list(packed(held_out())))
+                    first: Any = islice(held_out(), 2)
+                    prompts = map(prompt_of, first)
+                    values = {"loss": processes.mean(eval_loss), **metrics}
+                    log.evaluation(
+                        step, **{f"eval_{name}": value.item() for name, value in values.items()},
+                        samples=continue_prompts(model, tokenizer, prompts),
+                    )  # fmt: skip
+            if step % options.save_every == 0 or is_last or is_stopped:
                 with log.paused():
                     run.save(step, model, tokenizer, optimizer, batches)
                     plot_loss(run.output, unit=f"{options.divergence} from the teacher")
-            if stop.requested and step < steps:
+            if is_stopped and not is_last:
                 log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
                 return 130
     run.finish(model, tokenizer)
-    print(f"{run.output} holds the model, log.jsonl and loss.svg")
+    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 
 

@@ -1,7 +1,8 @@
 """Preference optimization: DPO and its variants, KTO, ORPO, SimPO and CPO.
 
 `ligerzoo train MODEL --method dpo --data FILE --output DIR` runs this file; with --print-recipe it prints it with these
-options as defaults. Change what you like and run it with `python`; options of the command line replace the defaults.
+options as defaults. Change what you like and run it with `python`, or with `torchrun --nproc-per-node N` on several
+GPUs; options of the command line replace the defaults.
 """
 
 from __future__ import annotations
@@ -9,38 +10,41 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ligerzoo import AutoModel, Tokenizer
-from ligerzoo.device import available_device
+from ligerzoo import Tokenizer
+from ligerzoo.adapters import adapters_disabled, add_lora
 from ligerzoo.errors import ConfigError
-from ligerzoo.losses import CPO, DPO, KTO, ORPO, HeadLoss, SimPO, kto_kl, model_sequence_logps
+from ligerzoo.losses import CPO, DPO, KTO, ORPO, HeadLoss, SimPO, model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
-from ligerzoo.train.data import Batch, PackedBatches, check_data, format_sample, open_data
+from ligerzoo.train.checks import check_model, trains_bfloat16, warn_of_rounding
+from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluating, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog
 from ligerzoo.train.metrics import mean_metrics
-from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule, set_lr
+from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm, make_optimizer, schedule, set_lr
 from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
 from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.preferences import (
     ReferenceTable,
     chosen_tokens,
     desirable_of,
+    mean_log_ratio,
     mismatched,
     samples_of,
     sequences_of,
 )
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import count_steps, describe_run
+from ligerzoo.train.starting import count_steps, describe_run, make_batches, open_model
 from ligerzoo.train.tracking import open_tracker
 
 
@@ -54,7 +58,7 @@ class Options:
     """file with pairs (prompt, chosen, rejected) or, for kto, with prompt, completion and label; several
     are one data set"""
     output: str
-    """directory for checkpoints, the log and the trained model"""
+    """directory for checkpoints, the log and the trained model or adapter"""
     method: Literal["dpo", "kto", "orpo", "simpo", "cpo"] = "dpo"
     """the loss, see docs/losses.md; dpo and kto compare with a reference: MODEL before training"""
     variant: str | None = None
@@ -77,16 +81,27 @@ class Options:
     the reference in memory"""
     seq_length: Count = 2048
     """tokens in a row; both sequences of a pair share a row, with other pairs if they fit"""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """what happens to pairs or samples of more than --seq-length tokens"""
     batch_size: Count = 4
-    """rows in a micro-batch"""
+    """rows in a micro-batch of a process"""
     accumulate: Count = 1
     """micro-batches in a step, to train large batches in little memory"""
     max_steps: Count | None = None
     """number of steps; the data is repeated as needed (default: as --epochs)"""
     epochs: Count | None = None
     """times that the data is read, without --max-steps (default: 1)"""
+    lora_rank: Count | None = None
+    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter, and
+    the reference needs no second copy of MODEL"""
+    lora_alpha: Positive | None = None
+    """the updates are scaled by this number / rank (default: twice the rank)"""
+    lora_targets: tuple[str, ...] | None = None
+    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
     optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
     """name of the optimizer"""
+    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
+    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
     lr: Positive = 1e-6
     """peak learning rate"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -95,8 +110,8 @@ class Options:
     """share of the steps in which the learning rate rises"""
     weight_decay: NotNegative = 0.0
     """decoupled weight decay"""
-    max_grad_norm: Positive = 1.0
-    """norm to which the gradients of a step are clipped"""
+    max_grad_norm: NotNegative = 1.0
+    """norm to which the gradients of a step are clipped; 0 clips nothing"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the weights (default: as stored)"""
     mixed_precision: bool = False
@@ -128,6 +143,8 @@ class Options:
             raise ConfigError("only one of them may be given", where="options max_steps and epochs")
         if self.mixed_precision and self.dtype != "float32":
             raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {self.dtype}")
+        if (self.lora_alpha or self.lora_targets) and not self.lora_rank:
+            raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
         loss = make_loss(self)
         if self.precompute_reference and (not loss.needs_reference({}) or uses_kl(self)):
             reason = "pairs prompts and completions anew in each step" if uses_kl(self) else "has no reference"
@@ -161,51 +178,68 @@ def uses_kl(options: Options) -> bool:
 
 
 def main(options: Options) -> int:
-    """Trains. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    processes.refuse_several()
+    """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
+    return processes.run_together(lambda device: train(options, device), options.device)
+
+
+def train(options: Options, device: torch.device) -> int:
+    """Trains in this process."""
     torch.manual_seed(options.seed)
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.model)
-    device = available_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = AutoModel.from_pretrained(run.checkpoint or options.model, dtype=options.dtype, device=device).train()
-    if options.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-    check_dtype(model)
-    check_tied_weights(model)
-    check_vocabulary(model, tokenizer)
+
+    def adapt(model: CausalLM) -> None:
+        if options.lora_rank:
+            add_lora(model, options.lora_rank, options.lora_alpha or 2 * options.lora_rank, options.lora_targets)
+
+    source = options.model if options.lora_rank else run.checkpoint or options.model
+    opening: dict[str, Any] = {"dtype": options.dtype, "adapt": adapt if options.lora_rank else None}
+    outline = open_model(source, device=torch.device("meta"), **opening)  # shapes alone, for checks
+    check_model(outline, tokenizer, options.optimizer)
 
     kind: Literal["labelled", "preference"] = "labelled" if options.method == "kto" else "preference"
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     epochs = None if options.max_steps else options.epochs or 1
+    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
+    encoding: dict[str, Any] = {"seq_length": options.seq_length, "too_long": options.too_long}
 
-    def samples(paths: tuple[str, ...], **given: Any) -> Any:
-        return open_data(paths, kind, tokenizer, seq_length=options.seq_length, seed=options.seed, **given)
+    def samples(paths: tuple[str, ...], **given: Any) -> SampleStream:
+        return open_data(paths, kind, tokenizer, seed=options.seed, **encoding, **given)
 
-    def packed(stream: Any) -> PackedBatches:
-        return PackedBatches(stream, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding)
+    def packed(stream: SampleStream) -> PackedBatches | PaddedBatches:
+        return make_batches(stream, tokenizer, packing="auto", pin_memory=device.type == "cuda", **sizes)
 
     batches = packed(samples(options.data, epochs=epochs))
     steps = options.max_steps or count_steps(packed(samples(options.data, epochs=epochs)), options.accumulate)
-    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay)
-    factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
-    warn_of_rounding(optimizer, options.lr)
-    run.load(optimizer, batches)
-
-    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
-    print(describe_run(model, first_step=run.step, steps=steps, micro_batches=options.accumulate, **sizes))
+    about: dict[str, Any] = {"first_step": run.step, "steps": steps, "micro_batches": options.accumulate, **sizes}
+    processes.say(describe_run(outline, device=device, **about))
     for sample in islice(samples(options.data, epochs=1), 3):
-        print(format_sample(sample, tokenizer, max_tokens=500))
+        processes.say(format_sample(sample, tokenizer, max_tokens=500))
     if options.dry_run:
-        report = check_data(options.data, kind, tokenizer, seq_length=options.seq_length)
+        report = check_data(options.data, kind, tokenizer, **encoding)
         report.raise_if_bad()
-        print(report)
+        processes.say(report)
         return 0
 
+    param_dtype = torch.bfloat16 if options.mixed_precision else None
+    model = open_model(source, device=device, param_dtype=param_dtype, **opening)
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    is_stochastic = {"on": True, "off": False, "auto": trains_bfloat16(outline)}[options.stochastic_rounding]
+    rounding: dict[str, Any] = {"stochastic_rounding": is_stochastic}
+    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, **rounding)
+    factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
+    warn_of_rounding(optimizer, options.lr)
+    skip = SkipNonFinite(optimizer)  # a gradient that is not finite changes no weight
+    run.load(optimizer, batches, model=model)
+
     loss_function = make_loss(options)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision)
-    reference: CausalLM | None = None
-    if loss_function.needs_reference({}):
-        reference = AutoModel.from_pretrained(options.model, dtype=options.dtype, device=device).requires_grad_(False)
+    needs_reference = loss_function.needs_reference({})
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=options.mixed_precision)
+    reference: CausalLM | None = model  # of adapters: the same weights without them
+    base = partial(adapters_disabled, model) if options.lora_rank else nullcontext
+    if needs_reference and not options.lora_rank:
+        reference = open_model(options.model, device=device, dtype=options.dtype, param_dtype=param_dtype)
+        reference.requires_grad_(False)
 
     def on_device(batch: Batch) -> dict[str, Any]:
         tensors = {**batch.inputs, "sequences": sequences_of(batch)}
@@ -213,42 +247,44 @@ def main(options: Options) -> int:
 
     def reference_logps(batch: Batch) -> Tensor:
         assert reference is not None
-        with torch.no_grad(), autocast:
+        with torch.no_grad(), autocast(), base():
             return model_sequence_logps(reference, **on_device(batch))
 
     ref_logps_of: Callable[[Batch], Tensor] = reference_logps
     if options.precompute_reference:
-        every = (batch for paths in (options.data, options.eval_data) if paths
-                 for batch in packed(samples(paths, epochs=1, shuffle=False)))  # fmt: skip
-        ref_logps_of, reference = ReferenceTable(every, reference_logps), None
+        all_data = (*options.data, *(options.eval_data or ()))
+        ref_logps_of = ReferenceTable(packed(samples(all_data, epochs=1, shuffle=False)), reference_logps)
+        reference = None
 
     def kl_divergence(micro_batches: Sequence[Batch]) -> Tensor:
         """Estimates KTO's KL divergence of the model from the reference, over all samples of a step."""
-        pairs = [torch.zeros(2, 0, device=device)]
-        for batch in mismatched(micro_batches, padding):
-            with torch.no_grad(), autocast:
+        log_ratios = [torch.zeros(0, device=device)]
+        for batch in mismatched(micro_batches):
+            with torch.no_grad(), autocast():
                 logps = model_sequence_logps(model, **on_device(batch))
-            pairs.append(torch.stack([logps, ref_logps_of(batch)]))
-        return kto_kl(*torch.cat(pairs, 1))
+            log_ratios.append(logps - ref_logps_of(batch).to(device))
+        return mean_log_ratio(torch.cat(log_ratios)).clamp(min=0)
 
     def loss_of(micro_batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss and metrics of a step; accumulates gradients, if they are enabled."""
         sizes = [len(samples_of([batch])) for batch in micro_batches]
-        step: dict[str, Any] = {"num_items": sum(sizes), "aux_loss_share": 1 / len(micro_batches)}
+        pairs, tokens = processes.total(sum(sizes), chosen_tokens(micro_batches))
+        step: dict[str, Any] = {"num_items": processes.divisor(pairs, device)}
+        step["aux_loss_share"] = 1 / len(micro_batches)
         if options.method != "kto":
-            step["num_nll_items"] = chosen_tokens(micro_batches)
+            step["num_nll_items"] = processes.divisor(tokens, device)
         if uses_kl(options):
             step["kl"] = kl_divergence(micro_batches)
         loss, metrics = torch.zeros((), device=device), []
         for batch in micro_batches:
             given = dict(step)
-            if loss_function.needs_reference({}):
+            if needs_reference:
                 given["ref_logps"] = ref_logps_of(batch).to(device)
             if options.method == "kto":
                 given["desirable"] = desirable_of(batch).to(device)
             inputs = on_device(batch)
             positions = {"position_ids": inputs.pop("position_ids")}
-            with autocast:
+            with autocast():
                 part = loss_function.of(model, **inputs, model_inputs=positions, **given)
             if torch.is_grad_enabled():
                 part.loss.backward()  # type: ignore[no-untyped-call]
@@ -261,31 +297,36 @@ def main(options: Options) -> int:
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
             loss, metrics = loss_of(micro_batches)
-            grad_norm = clip_grad_norm(model.parameters(), options.max_grad_norm)
-            lr = options.lr * factor(step - 1)
+            norm = clip_grad_norm(model.parameters(), options.max_grad_norm or None)
+            skip(norm)
             set_lr(optimizer, factor(step - 1))
             optimizer.step()
             optimizer.zero_grad()
-            log.step(step, loss=loss, grad_norm=grad_norm, lr=lr, batches=micro_batches, metrics=metrics)
+            shown: dict[str, Any] = {"lr": options.lr * factor(step - 1), "batches": micro_batches}
+            log.step(step, loss=loss, grad_norm=norm, skipped=skip.count, metrics=metrics, **shown)
 
-            if options.eval_data and (step % options.eval_every == 0 or step == steps):
+            is_last, is_stopped = step == steps, any(processes.total(stop.requested))
+            if options.eval_data and (step % options.eval_every == 0 or is_last):
                 with log.paused():
+                    held_out = partial(samples, options.eval_data, epochs=1, shuffle=False)
                     with evaluating(model):
-                        held_out = list(packed(samples(options.eval_data, epochs=1, shuffle=False)))
-                        eval_loss, metrics = loss_of(held_out)
-                    first = islice(samples(options.eval_data, epochs=1, shuffle=False), 2)
-                    shown = continue_prompts(model, tokenizer, (prompt_of(sample.segments[0]) for sample in first))
-                    values = {f"eval_{name}": value.item() for name, value in metrics.items()}
-                    log.evaluation(step, eval_loss=eval_loss.item(), **values, samples=shown)
-            if step % options.save_every == 0 or step == steps or stop.requested:
+                        eval_loss, metrics = loss_of(list(packed(held_out())))
+                    first: Any = islice(held_out(), 2)
+                    prompts = (prompt_of(sample.segments[0]) for sample in first)
+                    values = {"loss": processes.mean(eval_loss), **metrics}
+                    log.evaluation(
+                        step, **{f"eval_{name}": value.item() for name, value in values.items()},
+                        samples=continue_prompts(model, tokenizer, prompts),
+                    )  # fmt: skip
+            if step % options.save_every == 0 or is_last or is_stopped:
                 with log.paused():
                     run.save(step, model, tokenizer, optimizer, batches)
                     plot_loss(run.output, unit=f"{options.method} loss")
-            if stop.requested and step < steps:
+            if is_stopped and not is_last:
                 log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
                 return 130
     run.finish(model, tokenizer)
-    print(f"{run.output} holds the model, log.jsonl and loss.svg")
+    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 
 
