@@ -2,6 +2,7 @@
 
 from ligerzoo.adapters.attach import add_lora as add_lora
 from ligerzoo.adapters.attach import freeze_all_but as freeze_all_but
+from ligerzoo.adapters.attach import has_adapters as has_adapters
 from ligerzoo.adapters.loading import load_adapter as load_adapter
 from ligerzoo.adapters.merge import fuse as fuse
 from ligerzoo.adapters.merge import merge_lora as merge_lora

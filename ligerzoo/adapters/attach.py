@@ -148,9 +148,14 @@ def untie(model: LanguageModel, name: str) -> None:
     model.config = dataclasses.replace(model.config, tie_word_embeddings=False)  # type: ignore[type-var]
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether layers of the model have low-rank updates."""
+    return any(isinstance(module, LoRALayer) for module in model.modules())
+
+
 def refuse_adapters(model: LanguageModel, where: str) -> None:
     """Raises LigerzooError if the model has adapters."""
-    if any(isinstance(module, LoRALayer) for module in model.modules()):
+    if has_adapters(model):
         raise LigerzooError(
             "the model has adapters already", where=where,
             remedy="Call ligerzoo.adapters.merge_lora(model) or remove_lora(model) first.",

@@ -19,6 +19,7 @@ from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint import write_safetensors
+from ligerzoo.hub.sharding import full, is_sharded
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.models import SequenceClassifier
 from ligerzoo.models.language_model import LanguageModel
@@ -30,6 +31,8 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
     The names are those of transformers' model. Where it fuses weights, such as Phi3's `qkv_proj`, updates of the parts
     become one: if they share A, with the same rank; else with the sum of the ranks, which computes the same. Weights of
     the base model are not written. Other files of the directory are kept.
+
+    If weights are DTensors, as with FSDP2, all processes must call it, and the main process writes.
 
     Args:
         model: a model with updates, see `add_lora`.
@@ -67,9 +70,15 @@ def save_adapter(model: LanguageModel, directory: str | Path, *, base_model: str
         or None,
         "modules_to_save": saved_modules or None,
     }
+    if is_sharded(dict(model.named_parameters())) and torch.distributed.get_rank() != 0:
+        return
     with replacing_directory(directory, keep=lambda name: True) as temporary:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         write_safetensors(temporary / WEIGHT_FILE, tensors)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return full(tensor).detach()
 
 
 def _uses_dora(model: LanguageModel, updates: Sequence[StoredUpdate], directory: str | Path) -> bool:
@@ -92,14 +101,14 @@ def _merge_parts(model: LanguageModel, update: StoredUpdate) -> tuple[list[Tenso
     layers: list[Any] = [model.get_submodule(target.module) for target in update.targets]
     options: list[LoRAOptions] = [layer.lora[t.parameter] for layer, t in zip(layers, update.targets, strict=True)]
     if first.is_experts:
-        a, b = (getattr(layers[0], f"{first.parameter}_lora_{name}").detach() for name in "AB")
+        a, b = (_whole(getattr(layers[0], f"{first.parameter}_lora_{name}")) for name in "AB")
         return [*pack_experts(a, b), None], options[0]
     if not first.is_part:
         magnitude = layers[0].lora_magnitude_vector
-        matrices = [getattr(layers[0], name).detach() for name in (layers[0].a_name, layers[0].b_name)]
-        return [*matrices, None if magnitude is None else magnitude.detach()], options[0]
+        matrices = [_whole(getattr(layers[0], name)) for name in (layers[0].a_name, layers[0].b_name)]
+        return [*matrices, None if magnitude is None else _whole(magnitude)], options[0]
     # Rows of B select the parts, columns the matrices A.
-    distinct: list[Tensor] = list({id(layer.lora_A): layer.lora_A.detach() for layer in layers}.values())
+    distinct: list[Tensor] = [_whole(a) for a in {id(layer.lora_A): layer.lora_A for layer in layers}.values()]
     starts = dict(zip(dict.fromkeys(id(layer.lora_A) for layer in layers), _starts(distinct), strict=True))
     b = distinct[0].new_zeros(first.stored_shape[0], sum(map(len, distinct)))
     magnitudes = None
@@ -109,10 +118,10 @@ def _merge_parts(model: LanguageModel, update: StoredUpdate) -> tuple[list[Tenso
     scale = options[0].scale
     for layer, target, own in zip(layers, update.targets, options, strict=True):
         start = starts[id(layer.lora_A)]
-        part = layer.lora_B.detach() * (own.scale / scale)
+        part = _whole(layer.lora_B) * (own.scale / scale)
         b[slice(*target.rows), start : start + own.rank] = part
         if magnitudes is not None:
-            magnitudes[slice(*target.rows)] = layer.lora_magnitude_vector.detach()
+            magnitudes[slice(*target.rows)] = _whole(layer.lora_magnitude_vector)
     alpha = scale * (rank**0.5 if rslora else rank)
     merged = LoRAOptions(rank=rank, alpha=alpha, use_rslora=rslora, dropout=options[0].dropout)
     return [torch.cat(distinct), b, magnitudes], merged
@@ -131,7 +140,7 @@ def _row_norms_of_whole(model: LanguageModel, part: Target) -> Tensor:
             layer: Any = model.get_submodule(target.module)
             if not len(norms):
                 norms = torch.empty(part.stored_shape[0], device=layer.weight.device)
-            norms[slice(*target.rows)] = torch.linalg.vector_norm(layer.weight.detach().float(), dim=1)
+            norms[slice(*target.rows)] = torch.linalg.vector_norm(_whole(layer.weight).float(), dim=1)
     return norms
 
 
@@ -193,6 +202,6 @@ def _add_saved_modules(model: LanguageModel, tensors: dict[str, Tensor], directo
                     where=f"{directory}, module {name!r}", expected=f"an update of {part.stored_name!r}",
                     remedy="Train it with add_lora, or save the whole model.",
                 )  # fmt: skip
-            tensors[f"{PREFIX}{part.stored_name}"] = parameter.detach()
+            tensors[f"{PREFIX}{part.stored_name}"] = _whole(parameter)
         saved.append(part.stored_name.rpartition(".")[0])
     return saved

@@ -80,6 +80,8 @@ def plan_activations(
     optimizer: str = "adamw",
     accumulate: bool = False,
     gpus: int = 1,
+    device: torch.device | None = None,
+    reserved: int = 0,
 ) -> ActivationPlan:
     """Chooses what backward recomputes of each block, as little as the budget allows.
 
@@ -95,6 +97,8 @@ def plan_activations(
         optimizer: "adamw", "adamw-8bit", "adamw-4bit", "muon" or "sgd".
         accumulate: whether gradients accumulate over several microbatches.
         gpus: number of GPUs that share weights, gradients and optimizer states (FSDP2).
+        device: where the step will run, if the model is on the meta device; only for "auto". Default: the model's.
+        reserved: bytes of the budget for other tensors, such as averaged weights.
 
     Raises:
         LigerzooError: the step does not fit even if all blocks are recomputed, or an argument is invalid.
@@ -102,7 +106,8 @@ def plan_activations(
     for name, value in (("batch_size", batch_size), ("seq_length", seq_length), ("gpus", gpus)):
         if type(value) is not int or value < 1:
             raise LigerzooError("not a count", where=name, got=repr(value), expected="an integer, 1 or more")
-    limit = budget_bytes(model, budget)
+    limit = budget_bytes(model, budget, device)
+    limit = None if limit is None else limit - reserved
     simulated = on_meta(model)
 
     def simulate(levels: Sequence[Recompute]) -> StepMemory:
@@ -193,7 +198,9 @@ def efficient_levels(uniform: dict[Recompute, StepMemory]) -> list[Recompute]:
         levels.append(min(cheaper, key=lambda level: cheaper[level]))
 
 
-def budget_bytes(model: nn.Module, budget: float | Literal["auto"] | None) -> int | None:
+def budget_bytes(
+    model: nn.Module, budget: float | Literal["auto"] | None, device: torch.device | None = None
+) -> int | None:
     """Returns a budget in bytes, see `plan_activations`; None for no limit.
 
     Raises:
@@ -202,7 +209,7 @@ def budget_bytes(model: nn.Module, budget: float | Literal["auto"] | None) -> in
     if budget is None:
         return None
     if budget == "auto":
-        device = next(model.parameters()).device
+        device = next(model.parameters()).device if device is None else device
         return _free_bytes(model, device) if device.type == "cuda" else None
     if isinstance(budget, str | bool) or not budget > 0:
         raise LigerzooError(

@@ -29,12 +29,13 @@ FSDP_BLOCKS = 3
 """Blocks of unsharded weights or gradients that FSDP2 holds: one that computes, one gathered ahead, one in a buffer."""
 
 _SCALES = 4 / 256, 4 / 128
-"""Bytes per number of torchao's 8-bit and 4-bit optimizer states for an fp32 scale of each 256 and 128 numbers."""
+"""Bytes per number of torchao's states for an fp32 scale of each 256 numbers (8 bits, fp8) or 128 (4 bits)."""
 
 OPTIMIZERS: dict[str, tuple[int, float]] = {
     "adamw": (2, 0),
     "adamw-8bit": (0, 2 * (1 + _SCALES[0])),
     "adamw-4bit": (0, 2 * (0.5 + _SCALES[1])),
+    "adamw-fp8": (0, 2 * (1 + _SCALES[0])),
     "muon": (1, 0),
     "sgd": (0, 0),
 }

@@ -5,6 +5,7 @@ fsdp           shards a model with FSDP2
 loading        loads and initializes sharded models: each process reads its part
 directories    replaces a directory atomically, written by all processes
 optimizers     saves and loads optimizer states of sharded models
+tensors        saves and loads other tensors that may be sharded
 vocab_parallel a loss head whose vocabulary is sharded
 """
 
@@ -23,6 +24,8 @@ from ligerzoo.parallel.processes import gather_objects as gather_objects
 from ligerzoo.parallel.processes import items_per_process as items_per_process
 from ligerzoo.parallel.processes import start_processes as start_processes
 from ligerzoo.parallel.processes import stop_processes as stop_processes
+from ligerzoo.parallel.tensors import load_tensors as load_tensors
+from ligerzoo.parallel.tensors import save_tensors as save_tensors
 from ligerzoo.parallel.vocab_parallel import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )

@@ -3,13 +3,62 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.train import processes
 from ligerzoo.train.optimizers import share_unchanged
+
+LOW_BIT = ("adamw-8bit", "adamw-4bit", "adamw-fp8")
+"""Optimizers whose states torchao quantizes."""
+
+
+def check_combinations(options: Any) -> None:
+    """Refuses options of a recipe that exclude each other.
+
+    Raises:
+        ConfigError: Two options exclude each other.
+    """
+    lora = options.lora_alpha or options.lora_dropout or options.lora_targets or options.dora
+    recomputes = options.mixed_precision or options.activation_checkpointing
+    in_backward = "option optimizer_in_backward"
+    for is_wrong, where, what, got in (
+        (options.max_steps and options.epochs, "options max_steps and epochs", "only one of them may be given", None),
+        (options.lora_rank and options.train_only, "options lora_rank and train_only", "only one of them may be given",
+         None),
+        (lora and not options.lora_rank, "option lora_rank", "is needed by the other options of adapters", None),
+        (options.optimizer_in_backward and options.max_grad_norm, in_backward,
+         "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {options.max_grad_norm}"),
+        (options.optimizer_in_backward and options.accumulate > 1, in_backward, "needs accumulate 1",
+         f"accumulate {options.accumulate}"),
+        (options.mixed_precision and options.dtype != "float32", "option mixed_precision", "needs dtype float32",
+         f"dtype {options.dtype}"),
+        (recomputes and options.activation_budget not in ("auto", "none"), "option activation_budget",
+         "excludes mixed_precision and activation_checkpointing", options.activation_budget),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ConfigError(what, where=where, got=got)
+
+
+def check_model(model: CausalLM, tokenizer: Tokenizer, optimizer: str) -> None:
+    """Makes the checks below.
+
+    Args:
+        model: the model as it will be trained, also on the meta device.
+        tokenizer: its tokenizer.
+        optimizer: name of its optimizer.
+
+    Raises:
+        ConfigError: One of them fails.
+    """
+    check_dtype(model)
+    check_tied_weights(model)
+    check_vocabulary(model, tokenizer)
+    check_optimizer(optimizer)
 
 
 def check_dtype(model: CausalLM) -> None:
@@ -56,6 +105,23 @@ def check_vocabulary(model: CausalLM, tokenizer: Tokenizer) -> None:
         )  # fmt: skip
 
 
+def check_optimizer(name: str) -> None:
+    """Refuses low-bit optimizers in several processes, whose quantized states could not be saved.
+
+    Raises:
+        ConfigError: The optimizer is of torchao, and there are several processes.
+    """
+    if name in LOW_BIT and processes.world_size() > 1:
+        raise ConfigError(
+            "cannot be saved by several processes", where="option optimizer", got=name, expected="adamw or muon"
+        )
+
+
+def trains_bfloat16(model: CausalLM) -> bool:
+    """Whether a weight that trains is in bfloat16, in which most small updates would be lost by rounding."""
+    return any(weight.requires_grad and weight.dtype == torch.bfloat16 for weight in model.parameters())
+
+
 def warn_of_rounding(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Warns if most weights would not change by an update of size `lr`, because their dtype rounds it away.
 
@@ -68,6 +134,7 @@ def warn_of_rounding(optimizer: torch.optim.Optimizer, lr: float) -> None:
         dtype = optimizer.param_groups[0]["params"][0].dtype
         warnings.warn(
             f"a learning rate of {lr:g} is below the resolution of {str(dtype).removeprefix('torch.')} for {share:.0%} "
-            "of the weights, which would not change; use --dtype float32 --mixed-precision or a higher learning rate",
+            "of the weights, which would not change; use --stochastic-rounding on, --dtype float32 --mixed-precision "
+            "or a higher learning rate",
             stacklevel=2,
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ligerzoo.adapters import adapters_disabled
 from ligerzoo.kernels import token_logps
 from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
@@ -128,7 +129,7 @@ def policy_constants(
         batch: the completions.
         recomputes: whether `old_logps` are computed by the model, with truncated importance weights `correction` for
             their difference from those of sampling. Otherwise they are those of sampling.
-        reference: the model before training; None without a KL term.
+        reference: the model before training, without adapters that it has; None without a KL term.
         temperature: that of sampling.
 
     Returns:
@@ -144,7 +145,8 @@ def policy_constants(
         given["correction"] = sampler_correction(given["old_logps"], sampler_logps, mask)
         metrics["sampler_difference"] = (given["old_logps"] - sampler_logps).abs().sum() / mask.sum()
     if reference is not None:
-        given["ref_logps"] = completion_logps(reference, batch, temperature=temperature)
+        with adapters_disabled(reference):
+            given["ref_logps"] = completion_logps(reference, batch, temperature=temperature)
     return given, metrics
 
 

@@ -9,7 +9,9 @@ A line of log.jsonl is a step, or an evaluation after it:
     {"step": 10, "eval_loss": 2.4, "eval_tokens": 100000, "samples": [{"prompt": "...", "continuation": "..."}]}
 
 `loss` is the mean over the trained tokens of the step, in nats. `padding` is a share of all positions. `mfu` is null if
-the peak of the device is not known. `seconds` leaves out saving and evaluation.
+the peak of the device is not known. `seconds` leaves out saving and evaluation. All numbers but `memory_gib` are
+those of all processes. `skipped` is there if the update was skipped because gradients were not finite; `loss` and `grad_norm` are
+then null if they are not finite.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
 LOG_FILE = "log.jsonl"
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
+
+MAX_SKIPPED = 10
+"""So many steps in a row may be skipped; then the run stops."""
 
 
 class CountedBatch(Protocol):
@@ -126,6 +131,7 @@ class RunLog:
         self._pending: tuple[dict[str, Any], list[str], HostCopy, float, Sequence[CountedBatch]] | None = None
         self._shown, self._warns_of_zero = shown, not may_be_zero
         self._printed = 0.0
+        self._skipped, self._skipped_in_a_row = 0, 0
         self._file = None
         if processes.is_main():
             output.mkdir(parents=True, exist_ok=True)
@@ -136,32 +142,36 @@ class RunLog:
         self._last = Moment(model.device)
 
     def step(
-        self, step: int, *, loss: Tensor, grad_norm: Tensor, lr: float, batches: Sequence[CountedBatch],
-        metrics: Mapping[str, Tensor] | None = None,
+        self, step: int, *, loss: Tensor, grad_norm: Tensor | None, lr: float, batches: Sequence[CountedBatch],
+        skipped: Tensor | None = None, metrics: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Logs a step that has been launched, and writes the one before it.
+        """Logs a step that has been launched, and writes the one before it. All processes must call it.
 
         Args:
             step: number of the step, from 1.
-            loss: 0-d, mean over the trained tokens of all batches.
-            grad_norm: 0-d, norm of the gradients before clipping.
+            loss: 0-d, mean over the trained tokens of all batches; averaged over the processes.
+            grad_norm: 0-d, norm of the gradients before clipping; None if it is not known.
             lr: learning rate.
-            batches: batches of the step.
+            batches: batches of the step, of this process.
+            skipped: 0-d, number of updates that have been skipped so far because of gradients that are not finite, see
+                `SkipNonFinite`. None if such gradients are an error.
             metrics: 0-d, further numbers of the step by name.
 
         Raises:
-            LigerzooError: The loss or the norm of the step before was not a finite number.
+            LigerzooError: The loss or the norm of the step before was not a finite number, and its update was not
+                skipped, or too many were.
         """
-        copied = {"loss": loss, "grad_norm": grad_norm, **(metrics or {})}
+        copied = {"loss": processes.mean(loss), "grad_norm": grad_norm, "skipped": skipped, **(metrics or {})}
+        copied = {name: value for name, value in copied.items() if value is not None}
         copy = HostCopy(list(copied.values()))
         self._write_pending()
-        tokens, padding = sum(batch.tokens for batch in batches), sum(batch.padding for batch in batches)
-        entry = {
-            "step": step, "loss": None, "lr": lr, "grad_norm": None, "tokens": tokens,
-            "trained_tokens": sum(batch.trained_tokens for batch in batches),
-            "padding": padding / max(1, tokens + padding), **dict.fromkeys(metrics or ()),
-        }  # fmt: skip
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
+        counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
+        tokens, trained, padding, flops = processes.total(*counts, int(flops))
+        entry = {
+            "step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens, "trained_tokens": trained,
+            "padding": padding / max(1, tokens + padding),
+        }  # fmt: skip
         self._pending = entry, list(copied), copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
@@ -191,18 +201,39 @@ class RunLog:
             return
         (entry, copied, copy, flops, batches), self._pending = self._pending, None
         entry |= dict(zip(copied, copy.read(), strict=True))
+        skipped = entry.pop("skipped", 0)
         entry["seconds"] = seconds = copy.moment.seconds_since(self._last)
         self._last = copy.moment
-        entry["tokens_per_second"] = entry["tokens"] * processes.world_size() / seconds
-        entry["mfu"] = flops / seconds / self._peak if self._peak else None
+        entry["tokens_per_second"] = entry["tokens"] / seconds
+        entry["mfu"] = flops / seconds / self._peak / processes.world_size() if self._peak else None
         entry["memory_gib"] = peak_memory_gib(self._device)
-        self._check(entry, batches)
+        if skipped > self._skipped:
+            self._note_skipped(entry, batches)
+        else:
+            self._skipped_in_a_row = 0
+            self._check(entry, batches)
+        self._skipped = int(skipped)
         self._write(entry)
         self._show(entry)
 
+    def _note_skipped(self, entry: dict[str, Any], batches: Sequence[CountedBatch]) -> None:
+        """Warns of a step whose update was skipped, and raises LigerzooError if many were in a row."""
+        where = f"step {entry['step']}, {first_sources(batches)}"
+        entry["skipped"] = True
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == MAX_SKIPPED:
+            raise LigerzooError(
+                f"the gradients of {MAX_SKIPPED} steps in a row are not finite, so the run stops", where=where,
+                got=f"loss {entry['loss']}", remedy="Look at these samples, or lower the learning rate.",
+            )  # fmt: skip
+        warnings.warn(f"{where}: gradients are not finite, so the update is skipped", stacklevel=5)
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(entry.get(name, 0.0)):
+                entry[name] = None
+
     def _check(self, entry: Mapping[str, Any], batches: Sequence[CountedBatch]) -> None:
         """Warns of a loss of 0, and raises LigerzooError if it is not finite."""
-        for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry["grad_norm"])):
+        for name, value in (("loss", entry["loss"]), ("norm of the gradients", entry.get("grad_norm", 0.0))):
             if not math.isfinite(value):
                 raise LigerzooError(
                     f"the {name} is not a finite number, so the run stops",
@@ -225,12 +256,13 @@ class RunLog:
             self._report(entry)
 
     def _show(self, entry: Mapping[str, Any]) -> None:
+        loss, norm = entry["loss"], entry.get("grad_norm")
         parts = [
             *(f"{name} {entry[name]:.4g}" for name in self._shown),
-            f"loss {entry['loss']:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
+            "loss not finite" if loss is None else f"loss {loss:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
-            f"padding {entry['padding']:.1%}", f"grad norm {entry['grad_norm']:.2f}", f"lr {entry['lr']:.2e}",
-            f"{entry['memory_gib']:.1f} GiB",
+            f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",
+            f"lr {entry['lr']:.2e}", f"{entry['memory_gib']:.1f} GiB",
         ]  # fmt: skip
         line = ", ".join(filter(None, parts))
         self._progress.set_postfix_str(line, refresh=False)

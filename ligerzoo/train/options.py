@@ -32,6 +32,7 @@ Number: TypeAlias = int
 Positive: TypeAlias = float
 NotNegative: TypeAlias = float
 Fraction: TypeAlias = float
+Budget: TypeAlias = str
 
 T = TypeVar("T")
 
@@ -64,6 +65,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_budget(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return value in ("auto", "none") or 0 < float(value) < math.inf
+    except ValueError:
+        return False
+
+
 VALUE_TYPES = {
     "str": ValueType(str, lambda value: isinstance(value, str) and value != "", "a text that is not empty"),
     "bool": ValueType(bool, lambda value: isinstance(value, bool), "True or False"),
@@ -71,6 +81,7 @@ VALUE_TYPES = {
     "Number": ValueType(int, lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer from 0"),
     "Positive": ValueType(float, lambda value: _is_number(value) and value > 0, "a positive number"),
     "NotNegative": ValueType(float, lambda value: _is_number(value) and value >= 0, "a number from 0"),
+    "Budget": ValueType(str, lambda value: _is_budget(value), '"auto", "none" or a positive number of GiB'),
     "Fraction": ValueType(float, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
 }
 """The type of a value by the annotation of the field."""
@@ -101,7 +112,9 @@ class Option:
     def metavar(self) -> str:
         """A letter or word for the value in the help."""
         kind = self.value_type
-        return "FILE" if self.has_several_values else "TEXT" if kind.parse is str else "N" if kind.parse is int else "X"
+        return (
+            "FILE" if self.name.endswith("data") else "TEXT" if kind.parse is str else "N" if kind.parse is int else "X"
+        )
 
     @property
     def is_required(self) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from ligerzoo.files.atomic import replace_files
+from ligerzoo.train import processes
 from ligerzoo.train.log import LOG_FILE, read_log
 
 PLOT_FILE = "loss.svg"
@@ -19,14 +20,21 @@ MAX_POINTS = 1000
 Points = Sequence[tuple[float, float]]
 
 
-def plot_loss(output: Path) -> None:
-    """Draws the loss of the steps and of the evaluations of a run."""
+def plot_loss(output: Path, unit: str = "loss, nats per token") -> None:
+    """Draws the loss of the steps and of the evaluations of a run. Only the main process does.
+
+    Args:
+        output: directory of the run.
+        unit: label of the axis of the loss.
+    """
+    if not processes.is_main():
+        return
     entries = read_log(output / LOG_FILE)
-    training = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+    training = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
     evaluation = [(entry["step"], entry["eval_loss"]) for entry in entries if "eval_loss" in entry]
     if training:
         curves = {"training": training, "evaluation": evaluation}
-        replace_files(output, {PLOT_FILE: draw(curves, x="step", y="loss, nats per token").encode()}, [])
+        replace_files(output, {PLOT_FILE: draw(curves, x="step", y=unit).encode()}, [])
 
 
 def plot_metric(output: Path, name: str) -> None:

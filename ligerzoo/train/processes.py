@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ligerzoo import parallel
 from ligerzoo.errors import LigerzooError
+from ligerzoo.parallel.processes import control_group
 
 
 def rank() -> int:
@@ -25,13 +30,59 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def say(text: object) -> None:
+    """Prints a text in the main process."""
+    if is_main():
+        print(text)
+
+
+def run_together(work: Callable[[torch.device], int], device: str | None) -> int:
+    """Joins the processes of torchrun, if any, and leaves them after the work, unless they had been joined before.
+
+    Args:
+        work: what each process does, given its device. Returns the exit code.
+        device: device of a single process, or "cuda" or "cpu" for several. None: a GPU if there is one.
+    """
+    was_joined = dist.is_initialized()
+    own = parallel.start_processes(device)
+    try:
+        return work(own.device)
+    finally:
+        if not was_joined:
+            parallel.stop_processes()
+
+
 def gather(value: Any) -> list[Any]:
     """Returns the value of each process, in the order of the ranks. All processes must call this function."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return parallel.gather_objects(value)
+
+
+def total(*counts: int) -> tuple[int, ...]:
+    """Returns the sum of each number over all processes, without waiting for GPUs."""
+    if world_size() == 1:
+        return counts
+    sums = torch.tensor(counts)
+    dist.all_reduce(sums, group=control_group())
+    return tuple(sums.tolist())
+
+
+def mean(value: Tensor) -> Tensor:
+    """Returns the mean of a 0-d tensor over all processes, without waiting for GPUs."""
+    if world_size() == 1:
+        return value
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value / world_size()
+
+
+def divisor(count: int, device: torch.device) -> int | Tensor:
+    """Returns `num_items_in_batch` of this process: gradients are averaged over processes, so `count` is too.
+
+    Args:
+        count: number of trained tokens of the step, in all processes.
+        device: device of the model.
+    """
+    return count if world_size() == 1 else torch.full((), count / world_size(), device=device)
 
 
 def refuse_several() -> None:

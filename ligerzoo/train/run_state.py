@@ -1,10 +1,14 @@
 """The output directory of a run: checkpoints from which the run continues bit for bit, and the model at the end.
 
-    OUTPUT/checkpoint-STEP/    the model and tokenizer in Hugging Face format, and two files more:
-        state.json             step and options
+    OUTPUT/checkpoint-STEP/    the model and tokenizer in Hugging Face format, and what resuming needs:
+        state.json             step, options and number of processes
         state.pt               optimizer, data position and random number generators: tensors and numbers, no code
+        optimizer/             the optimizer of a run of several processes
+        averages/              averaged weights, with an EMA
+        trained/               trained parameters of a run that trains adapters, by their names in the model
     OUTPUT/                    the model and tokenizer when the run has ended
 
+The model of a run that trains adapters is an adapter in PEFT's format. Several processes save together.
 A checkpoint appears in one step, when all of its files are complete. A kill at any time leaves only whole ones.
 """
 
@@ -19,14 +23,25 @@ from typing import Any, Protocol
 
 import torch
 
+from ligerzoo import adapters
 from ligerzoo.errors import CheckpointError, ConfigError
-from ligerzoo.files.atomic import delete_directory, delete_leftovers, refuse_irreplaceable, replacing_directory
+from ligerzoo.files.atomic import delete_directory, delete_leftovers, refuse_irreplaceable
 from ligerzoo.files.checkpoint import read_json
 from ligerzoo.models import CausalLM
+from ligerzoo.parallel import (
+    failing_together,
+    load_optimizer,
+    load_tensors,
+    replacing_directory_together,
+    save_optimizer,
+    save_tensors,
+)
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
+from ligerzoo.train.optimizers import EMA
 
 STATE_FILE, TENSORS_FILE = "state.json", "state.pt"
+OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FILES_OF_A_RUN = ("config.json", "log.jsonl", "*.safetensors")
 
@@ -54,7 +69,7 @@ class RunState:
 
     Raises:
         CheckpointError: `output` holds a run and `resume` is False, or it cannot be replaced by the model at the end.
-        ConfigError: Options other than `may_change` differ from those of the run.
+        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run.
     """
 
     def __init__(
@@ -62,59 +77,108 @@ class RunState:
     ) -> None:
         self.output, self.keep = Path(output), keep
         self.options = json.loads(json.dumps(dataclasses.asdict(options)))
-        refuse_irreplaceable(self.output.resolve())
-        if not resume:
-            _refuse_earlier_run(self.output)
-        self.checkpoint = newest_checkpoint(self.output)
+        self.checkpoint: Path | None = None
         self.step = 0
-        if self.checkpoint is not None:
-            state = read_json(self.checkpoint / STATE_FILE)
-            self._refuse_changes(state["options"], may_change)
-            self.step = int(state["step"])
+        with failing_together(f"opening {output}"):
+            refuse_irreplaceable(self.output.resolve())
+            if not resume:
+                _refuse_earlier_run(self.output)
+            self.checkpoint = newest_checkpoint(self.output)
+            if self.checkpoint is not None:
+                state = read_json(self.checkpoint / STATE_FILE)
+                self._refuse_changes(state["options"], may_change)
+                self._refuse_other_processes(state.get("processes", 1))
+                self.step = int(state["step"])
 
-    def load(self, optimizer: Stateful, data: Stateful) -> None:
-        """Restores the optimizer, the data position and the random number generators from the checkpoint, if any."""
+    def load(
+        self, optimizer: torch.optim.Optimizer, data: Stateful, *, model: CausalLM | None = None, ema: EMA | None = None
+    ) -> None:  # fmt: skip
+        """Restores the state of the run from the checkpoint, if any.
+
+        Args:
+            optimizer: of the model that was loaded from the checkpoint, or of a model with new adapters.
+            data: gets the position in the data.
+            model: the model; needed if it is sharded or has adapters, whose parameters are restored.
+            ema: gets the averaged weights.
+        """
         if self.checkpoint is None:
             return
         state = torch.load(self.checkpoint / TENSORS_FILE, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
+        if model is not None and adapters.has_adapters(model):
+            load_tensors(_trained(model), self.checkpoint / TRAINED)
+        if "optimizer" in state:
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            assert model is not None
+            load_optimizer(model, optimizer, self.checkpoint / OPTIMIZER)
+        if ema is not None:
+            averaged = ema.state_dict()
+            load_tensors(averaged["averages"], self.checkpoint / AVERAGES)
+            ema.load_state_dict({**averaged, "updates": state["ema_updates"]})
         own = state["processes"][processes.rank()]
         data.load_state_dict(own["data"])
         set_random_state(own["random"])
 
-    def save(self, step: int, model: CausalLM, tokenizer: Tokenizer, optimizer: Stateful, data: Stateful) -> None:
-        """Saves a checkpoint, and deletes the oldest ones.
+    def save(
+        self, step: int, model: CausalLM, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, data: Stateful,
+        ema: EMA | None = None,
+    ) -> None:  # fmt: skip
+        """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
 
         Raises:
             CheckpointError: It cannot be written, for example because the disk is full. Earlier ones are unchanged.
         """
         target = self.output / f"checkpoint-{step}"
-        delete_leftovers(self.output)
         own = processes.gather({"data": data.state_dict(), "random": random_state()})
+        tensors: dict[str, Any] = {"processes": own}
         try:
-            with replacing_directory(target, keep=lambda _: False) as new:
-                model.save_pretrained(new)
-                tokenizer.save_pretrained(new)
-                torch.save({"optimizer": optimizer.state_dict(), "processes": own}, new / TENSORS_FILE)
-                state = {"step": step, "options": self.options}
-                (new / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            if processes.is_main():
+                delete_leftovers(self.output)
+            with replacing_directory_together(target) as new:
+                self._save_model(model, new)
+                if adapters.has_adapters(model):
+                    save_tensors(_trained(model), new / TRAINED)
+                if ema is not None:
+                    averaged = ema.state_dict()
+                    tensors["ema_updates"] = averaged["updates"]
+                    save_tensors(averaged["averages"], new / AVERAGES)
+                if processes.world_size() > 1:
+                    save_optimizer(model, optimizer, new / OPTIMIZER)
+                else:
+                    tensors["optimizer"] = optimizer.state_dict()
+                if processes.is_main():  # after all that the processes do together
+                    tokenizer.save_pretrained(new)
+                    torch.save(tensors, new / TENSORS_FILE)
+                    state = {"step": step, "options": self.options, "processes": processes.world_size()}
+                    (new / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
             raise self._not_saved(target, error) from error
         self.checkpoint, self.step = target, step
-        for old in checkpoints(self.output)[: -self.keep]:
-            delete_directory(old)
+        if processes.is_main():
+            for old in checkpoints(self.output)[: -self.keep]:
+                delete_directory(old)
 
     def finish(self, model: CausalLM, tokenizer: Tokenizer) -> None:
-        """Saves the model and the tokenizer in the output directory itself.
+        """Saves the model and the tokenizer in the output directory itself. All processes must call it.
 
         Raises:
             CheckpointError: They cannot be written. Checkpoints are unchanged.
         """
         try:
-            model.save_pretrained(self.output)
-            tokenizer.save_pretrained(self.output)
+            self._save_model(model, self.output)
+            with failing_together(f"saving {self.output}"):
+                if processes.is_main():
+                    tokenizer.save_pretrained(self.output)
         except OSError as error:
             raise self._not_saved(self.output, error) from error
+
+    def _save_model(self, model: CausalLM, directory: Path) -> None:
+        """Saves the model, or its adapter if it has one."""
+        if not adapters.has_adapters(model):
+            model.save_pretrained(directory)
+            return
+        with failing_together(f"saving {directory}"):
+            adapters.save_adapter(model, directory, base_model=self.options.get("model"))
 
     def _not_saved(self, target: Path, error: Exception) -> CheckpointError:
         last = f"{self.checkpoint} is whole: continue from it with --resume." if self.checkpoint else ""
@@ -122,6 +186,13 @@ class RunState:
             "cannot be saved, so the run stops", where=target, got=" ".join(str(error).split()),
             remedy=f"Make room on the disk. {last}".strip(),
         )  # fmt: skip
+
+    def _refuse_other_processes(self, count: int) -> None:
+        if count != processes.world_size():
+            raise ConfigError(
+                "the run had another number of processes", where=self.checkpoint, got=processes.world_size(),
+                expected=count, remedy=f"Resume it with {count}, or start a new run from this checkpoint as the model.",
+            )  # fmt: skip
 
     def _refuse_changes(self, stored: Mapping[str, Any], may_change: Collection[str]) -> None:
         changes = [
@@ -152,17 +223,27 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+def _trained(model: CausalLM) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _own_gpus() -> list[int]:
+    """Returns the GPUs that this process uses: its own among several processes, else all."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.current_device()] if processes.world_size() > 1 else list(range(torch.cuda.device_count()))
+
+
 def random_state() -> dict[str, Any]:
-    """Returns the states of torch's random number generators."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    """Returns the states of torch's random number generators, on the CPU and on the GPUs of this process."""
+    return {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state(gpu) for gpu in _own_gpus()]}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Sets torch's random number generators to a state of `random_state`. GPUs that are missing now are left out."""
     torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available():
-        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(gpu_state, device)
+    for gpu, gpu_state in zip(_own_gpus(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(gpu_state, gpu)
 
 
 def _refuse_earlier_run(output: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.errors import LigerzooError
+from ligerzoo.train import processes
 
 Report = Callable[[Mapping[str, Any]], object]
 
@@ -22,7 +23,7 @@ def open_tracker(name: str | None, output: Path, options: Mapping[str, Any]) -> 
     Raises:
         LigerzooError: The package is not installed.
     """
-    if name is None:
+    if name is None or not processes.is_main():
         return None
     try:
         return _open_tensorboard(output) if name == "tensorboard" else _open_wandb(output, options)

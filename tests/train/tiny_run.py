@@ -56,7 +56,7 @@ def options(checkpoint: Path, data: Path, output: Path, /, **changes: Any) -> di
     """Returns options of a run of a few steps in float32 on the CPU."""
     given: dict[str, Any] = {
         "model": str(checkpoint), "data": (str(data),), "output": str(output), "seq_length": 64, "batch_size": 2,
-        "max_steps": 6, "lr": 1e-3, "device": "cpu",
+        "max_steps": 6, "lr": 1e-3, "device": "cpu", "activation_budget": "none",
     }  # fmt: skip
     return {**given, **changes}
 

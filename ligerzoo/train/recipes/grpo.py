@@ -15,14 +15,16 @@ from typing import Any, Literal
 
 import torch
 
-from ligerzoo import AutoModel, Tokenizer
+from ligerzoo import Tokenizer
+from ligerzoo.adapters import add_lora
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError
 from ligerzoo.losses import GRPO
 from ligerzoo.losses.grpo import VARIANTS
+from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.averages import Averages
-from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
+from ligerzoo.train.checks import check_model, trains_bfloat16, warn_of_rounding
 from ligerzoo.train.completion_batches import completion_loss, pack_completions, policy_constants
 from ligerzoo.train.completions import CompletionSampler, samples_exactly, without_labels
 from ligerzoo.train.data import check_data, format_sample, open_data
@@ -35,7 +37,7 @@ from ligerzoo.train.rewards import RewardFunction, summarize, with_advantages
 from ligerzoo.train.run_state import RunState
 from ligerzoo.train.sample_log import SampleLog
 from ligerzoo.train.sampling_copy import SamplingCopy
-from ligerzoo.train.starting import checkpoint_directory, count_steps
+from ligerzoo.train.starting import checkpoint_directory, count_steps, open_model
 from ligerzoo.train.stopwatch import Stopwatch
 from ligerzoo.train.tracking import open_tracker
 
@@ -51,7 +53,7 @@ class Options:
     reward: str
     """Python file with a function `reward`, or FILE.py:NAME; see ligerzoo.train.rewards"""
     output: str
-    """directory for checkpoints, the log, samples and the trained model"""
+    """directory for checkpoints, the log, samples and the trained model or adapter"""
     method: Literal["grpo"] = "grpo"
     """name of the recipe"""
     tokenizer: str | None = None
@@ -93,8 +95,19 @@ class Options:
     """number of steps; the prompts are repeated as needed (default: as --epochs)"""
     epochs: Count | None = None
     """times that the prompts are read, without --max-steps (default: 1)"""
+    lora_rank: Count | None = None
+    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter, and
+    the reference of --beta needs no second copy of MODEL"""
+    lora_alpha: Positive | None = None
+    """the updates are scaled by this number / rank (default: twice the rank)"""
+    lora_targets: tuple[str, ...] | None = None
+    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
+    dora: bool = False
+    """also train the norms of the updated weights' rows (DoRA)"""
     optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
     """name of the optimizer"""
+    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
+    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
     lr: Positive = 1e-6
     """peak learning rate"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -140,6 +153,8 @@ class Options:
         if self.max_new_tokens + 2 > self.seq_length:
             expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
             raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
+        if not self.lora_rank and (self.lora_alpha or self.lora_targets or self.dora):
+            raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
         self.loss()
 
     def loss(self) -> GRPO:
@@ -177,15 +192,22 @@ def main(options: Options) -> int:
     reward = RewardFunction(options.reward)
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
     device = available_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = AutoModel.from_pretrained(run.checkpoint or options.model, dtype=options.dtype, device=device).train()
+
+    def adapt(model: CausalLM) -> None:
+        assert options.lora_rank is not None
+        alpha = options.lora_alpha or 2 * options.lora_rank
+        add_lora(model, options.lora_rank, alpha, options.lora_targets, dora=options.dora)
+
+    source = options.model if options.lora_rank else run.checkpoint or options.model
+    model = open_model(source, dtype=options.dtype, device=device, adapt=adapt if options.lora_rank else None)
+    check_model(model, tokenizer, options.optimizer)
     reference = None
-    if options.beta:
-        reference = AutoModel.from_pretrained(options.model, dtype=options.dtype, device=device).requires_grad_(False)
+    if options.beta and options.lora_rank:
+        reference = model  # without its adapters
+    elif options.beta:
+        reference = open_model(options.model, dtype=options.dtype, device=device).requires_grad_(False)
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()
-    check_dtype(model)
-    check_tied_weights(model)
-    check_vocabulary(model, tokenizer)
 
     epochs = None if options.max_steps else options.epochs or 1
     longest_prompt = options.seq_length - options.max_new_tokens
@@ -195,10 +217,13 @@ def main(options: Options) -> int:
 
     stream = prompts(epochs)
     steps = options.max_steps or count_steps(prompts(epochs), options.prompts)
-    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay)
+    rounding = {"on": True, "off": False, "auto": trains_bfloat16(model)}[options.stochastic_rounding]
+    optimizer = make_optimizer(
+        model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, stochastic_rounding=rounding
+    )
     factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
     warn_of_rounding(optimizer, options.lr)
-    run.load(optimizer, stream)
+    run.load(optimizer, stream, model=model)
 
     sampling_copy = SamplingCopy(model) if options.mixed_precision else None
     sampling_model = sampling_copy.model if sampling_copy else model
@@ -211,8 +236,9 @@ def main(options: Options) -> int:
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     rows = {"batch_size": options.batch_size, "seq_length": options.seq_length, "pad_token_id": padding}
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{type(model).__name__}: {parameters:,} parameters in {model.dtype} on {device}")
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    total, updated = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    print(f"{type(model).__name__}: {total:,} parameters in {model.dtype}, {updated:,} of them trained, on {device}")
     print(f"{steps:,} steps of {options.prompts} prompts x {options.num_samples} completions; {run.step:,} are done")
     print(f"Log-probabilities of sampling are {'exact' if is_exact else 'not exact: --exact off, or not supported'}")
     for prompt in islice(prompts(1), 3):
@@ -291,7 +317,8 @@ def main(options: Options) -> int:
                 log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
                 return 130
     run.finish(model, tokenizer)
-    print(f"{run.output} holds the model, log.jsonl, samples.jsonl, reward.svg and loss.svg")
+    trained = "adapter" if options.lora_rank else "model"
+    print(f"{run.output} holds the {trained}, log.jsonl, samples.jsonl, reward.svg and loss.svg")
     return 0
 
 

@@ -1,33 +1,53 @@
 """Pretraining and supervised fine-tuning (SFT).
 
 `ligerzoo train MODEL --data FILE --output DIR` runs this file; with --print-recipe it prints it with these options as
-defaults. Change what you like and run it with `python`; options of the command line replace the defaults.
+defaults. Change what you like and run it with `python`, or with `torchrun --nproc-per-node N` on several GPUs; options
+of the command line replace the defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 import torch
 
-from ligerzoo import AutoModel, Tokenizer
-from ligerzoo.device import available_device
-from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo import Tokenizer
+from ligerzoo.adapters import add_lora, freeze_all_but
+from ligerzoo.errors import LigerzooError
+from ligerzoo.memory import apply_activation_plan
+from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.checks import check_dtype, check_tied_weights, check_vocabulary, warn_of_rounding
-from ligerzoo.train.data import Kind, PackedBatches, check_data, format_sample, open_data
-from ligerzoo.train.evaluation import continue_prompts, evaluation_loss, prompt_of
+from ligerzoo.train.checks import check_combinations, check_model, trains_bfloat16, warn_of_rounding
+from ligerzoo.train.data import Kind, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
+from ligerzoo.train.evaluation import evaluate
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
-from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule, set_lr
-from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
+from ligerzoo.train.optimizers import (
+    EMA,
+    SkipNonFinite,
+    StepInBackward,
+    clip_grad_norm,
+    make_optimizer,
+    schedule,
+    set_lr,
+)
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
 from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, count_steps, describe_run, load_or_build
+from ligerzoo.train.starting import (
+    checkpoint_directory,
+    count_steps,
+    describe_run,
+    make_batches,
+    open_model,
+    plan_memory,
+)
 from ligerzoo.train.tracking import open_tracker
 
 
@@ -41,23 +61,48 @@ class Options:
     data: tuple[str, ...]
     """file with training data; several are one data set"""
     output: str
-    """directory for checkpoints, the log and the trained model"""
+    """directory for checkpoints, the log and the trained model or adapter"""
     method: Literal["sft", "pretrain"] = "sft"
     """sft trains completions and assistant turns, pretrain all tokens of texts"""
     tokenizer: str | None = None
     """checkpoint of the tokenizer (default: MODEL)"""
     seq_length: Count = 2048
-    """tokens in a row; shorter samples are packed into one row"""
+    """tokens in a row"""
+    packing: Literal["auto", "separate", "whole", "none"] = "auto"
+    """auto: samples share rows without attending to each other, texts are concatenated; separate: texts
+    attend to themselves only; whole: texts are packed like samples; none: one sample in a row"""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """what happens to samples of more than --seq-length tokens"""
+    train_answers: Literal["all", "last"] = "all"
+    """answers of a conversation that are trained"""
+    train_on_prompt: bool = False
+    """also train the prompts of completions"""
     batch_size: Count = 4
-    """rows in a micro-batch"""
+    """rows in a micro-batch of a process"""
     accumulate: Count = 1
     """micro-batches in a step, to train large batches in little memory"""
     max_steps: Count | None = None
     """number of steps; the data is repeated as needed (default: as --epochs)"""
     epochs: Count | None = None
     """times that the data is read, without --max-steps (default: 1)"""
+    lora_rank: Count | None = None
+    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter"""
+    lora_alpha: Positive | None = None
+    """the updates are scaled by this number / rank (default: twice the rank)"""
+    lora_dropout: Fraction = 0.0
+    """dropout of the updates' inputs"""
+    lora_targets: tuple[str, ...] | None = None
+    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
+    dora: bool = False
+    """also train the norms of the updated weights' rows (DoRA)"""
+    train_only: tuple[str, ...] | None = None
+    """part of the names of the parameters to train, such as layers.3 or lm_head; others are frozen"""
     optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
     """name of the optimizer"""
+    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
+    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
+    optimizer_in_backward: bool = False
+    """update each weight in backward and free its gradient; needs --max-grad-norm 0"""
     lr: Positive = 1e-5
     """peak learning rate"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -66,12 +111,16 @@ class Options:
     """share of the steps in which the learning rate rises"""
     weight_decay: NotNegative = 0.0
     """decoupled weight decay"""
-    max_grad_norm: Positive = 1.0
-    """norm to which the gradients of a step are clipped"""
+    max_grad_norm: NotNegative = 1.0
+    """norm to which the gradients of a step are clipped; 0 clips nothing"""
+    ema: Fraction | None = None
+    """decay of averaged weights, which are evaluated, and saved at the end"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the weights (default: as stored)"""
     mixed_precision: bool = False
     """compute in bfloat16 with weights in float32"""
+    activation_budget: Budget = "auto"
+    """memory of a step in GiB, within which activations are kept; auto: what the GPU has; none: all are kept"""
     activation_checkpointing: bool = False
     """recompute each block in backward instead of keeping its activations: less memory, more time"""
     eval_data: tuple[str, ...] | None = None
@@ -95,101 +144,138 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_steps and self.epochs:
-            raise ConfigError("only one of them may be given", where="options max_steps and epochs")
-        if self.mixed_precision and self.dtype != "float32":
-            raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {self.dtype}")
+        check_combinations(self)
 
 
 MAY_CHANGE = {
     "resume", "dry_run", "output", "max_steps", "epochs", "save_every", "keep", "eval_data", "eval_every", "device",
-    "tracker", "activation_checkpointing",
+    "tracker", "activation_checkpointing", "activation_budget",
 }  # fmt: skip
 """Options that may differ when a run is resumed."""
 
 
 def main(options: Options) -> int:
-    """Trains. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    processes.refuse_several()
+    """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
+    return processes.run_together(lambda device: train(options, device), options.device)
+
+
+def train(options: Options, device: torch.device) -> int:
+    """Trains in this process."""
     torch.manual_seed(options.seed)
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
-    device = available_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    load = load_or_build if options.method == "pretrain" else AutoModel.from_pretrained
-    model = load(run.checkpoint or options.model, dtype=options.dtype, device=device).train()
-    if options.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-    check_dtype(model)
-    check_tied_weights(model)
-    check_vocabulary(model, tokenizer)
+
+    def adapt(model: CausalLM) -> None:
+        if options.lora_rank:
+            alpha = options.lora_alpha or 2 * options.lora_rank
+            add_lora(
+                model, options.lora_rank, alpha, options.lora_targets, dropout=options.lora_dropout, dora=options.dora
+            )
+        elif options.train_only:
+            freeze_all_but(model, options.train_only)
+
+    source = options.model if options.lora_rank else run.checkpoint or options.model
+    opening: dict[str, Any] = {"dtype": options.dtype, "new": options.method == "pretrain"}
+    opening["adapt"] = adapt if options.lora_rank or options.train_only else None
+    outline = open_model(source, device=torch.device("meta"), **opening)  # shapes alone, for checks and plans
+    check_model(outline, tokenizer, options.optimizer)
 
     kind: Kind | Literal["auto"] = "text" if options.method == "pretrain" else "auto"
     epochs = None if options.max_steps else options.epochs or 1
+    encoding: dict[str, Any] = {
+        "seq_length": options.seq_length, "too_long": options.too_long, "train_answers": options.train_answers,
+        "train_on_prompt": options.train_on_prompt,
+    }  # fmt: skip
 
-    def samples(paths: tuple[str, ...], **given: Any) -> Any:
-        return open_data(paths, kind, tokenizer, seq_length=options.seq_length, seed=options.seed, **given)
+    def samples(paths: tuple[str, ...], **given: Any) -> SampleStream:
+        return open_data(paths, kind, tokenizer, seed=options.seed, **encoding, **given)
 
-    def packed(stream: Any) -> PackedBatches:
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-        return PackedBatches(stream, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding)
+    def batched(stream: SampleStream) -> PackedBatches | PaddedBatches:
+        sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
+        return make_batches(stream, tokenizer, packing=options.packing, pin_memory=device.type == "cuda", **sizes)
 
-    batches = packed(samples(options.data, epochs=epochs))
-    steps = options.max_steps or count_steps(packed(samples(options.data, epochs=epochs)), options.accumulate)
-    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay)
+    batches = batched(samples(options.data, epochs=epochs))
+    steps = options.max_steps or count_steps(batched(samples(options.data, epochs=epochs)), options.accumulate)
+    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
+    recomputes = options.mixed_precision or options.activation_checkpointing
+    plan = plan_memory(
+        outline, "none" if recomputes else options.activation_budget, device=device, optimizer=options.optimizer,
+        accumulate=options.accumulate, ema=options.ema is not None, **sizes,
+    )  # fmt: skip
+    is_stochastic = {"on": True, "off": False, "auto": trains_bfloat16(outline)}[options.stochastic_rounding]
+    update = f"{options.optimizer} with {'stochastic rounding' if is_stochastic else 'rounding to the nearest'}"
+    about = {"first_step": run.step, "steps": steps, "micro_batches": options.accumulate, "more": (update, plan)}
+    processes.say(describe_run(outline, device=device, **about, **sizes))
+    for sample in islice(samples(options.data, epochs=1), 3):
+        processes.say(format_sample(sample, tokenizer, max_tokens=500))
+    if options.dry_run:
+        report = check_data(options.data, kind, tokenizer, **encoding)
+        report.raise_if_bad()
+        processes.say(report)
+        return 0
+
+    param_dtype = torch.bfloat16 if options.mixed_precision else None
+    model = open_model(source, device=device, param_dtype=param_dtype, **opening)
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    elif plan is not None:
+        apply_activation_plan(model, plan)
+    rounding = {"stochastic_rounding": is_stochastic}
+    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, **rounding)
     factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
     warn_of_rounding(optimizer, options.lr)
-    run.load(optimizer, batches)
-
-    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
-    print(describe_run(model, first_step=run.step, steps=steps, micro_batches=options.accumulate, **sizes))
-    for sample in islice(samples(options.data, epochs=1), 3):
-        print(format_sample(sample, tokenizer, max_tokens=500))
-    if options.dry_run:
-        report = check_data(options.data, kind, tokenizer, seq_length=options.seq_length)
-        report.raise_if_bad()
-        print(report)
-        return 0
+    skip = SkipNonFinite(optimizer)  # a gradient that is not finite changes no weight
+    if options.optimizer_in_backward:
+        StepInBackward(optimizer, skip)
+    ema = EMA(model, options.ema) if options.ema is not None else None
+    averaged = ema.swapped if ema is not None else nullcontext
+    run.load(optimizer, batches, model=model, ema=ema)
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     with StopRequest() as stop, RunLog(run.output, model, first_step=run.step, steps=steps, report=tracker) as log:
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
-            trained_tokens = sum(batch.trained_tokens for batch in micro_batches)
+            (trained_tokens,) = processes.total(sum(batch.trained_tokens for batch in micro_batches))
             if not trained_tokens:
                 where = f"step {step}, {first_sources(micro_batches)}"
                 raise LigerzooError("no token is trained", where=where, remedy="Look at the data with --dry-run.")
+            set_lr(optimizer, factor(step - 1))
             loss = torch.zeros((), device=device)
             for batch in micro_batches:
                 inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.inputs.items()}
                 with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
-                    out = model(**inputs, num_items_in_batch=trained_tokens)
+                    out = model(**inputs, num_items_in_batch=processes.divisor(trained_tokens, device))
                 part = out.loss
                 if out.aux_loss is not None:  # the load-balancing loss of a step is the mean of its micro-batches
                     part = part - (1 - 1 / len(micro_batches)) * model.aux_loss_weight * out.aux_loss
                 part.backward()
                 loss += part.detach()
-            grad_norm = clip_grad_norm(model.parameters(), options.max_grad_norm)
-            set_lr(optimizer, factor(step - 1))
+            norm = None
+            if not options.optimizer_in_backward:
+                norm = clip_grad_norm(model.parameters(), options.max_grad_norm or None)
+                skip(norm)
             optimizer.step()
             optimizer.zero_grad()
-            log.step(step, loss=loss, grad_norm=grad_norm, lr=options.lr * factor(step - 1), batches=micro_batches)
+            if ema is not None:
+                ema.update()
+            lr = options.lr * factor(step - 1)
+            log.step(step, loss=loss, grad_norm=norm, lr=lr, batches=micro_batches, skipped=skip.count)
 
-            if options.eval_data and (step % options.eval_every == 0 or step == steps):
+            is_last, is_stopped = step == steps, any(processes.total(stop.requested))
+            if options.eval_data and (step % options.eval_every == 0 or is_last):
+                with log.paused(), averaged():
+                    held_out = partial(samples, options.eval_data, epochs=1, shuffle=False)
+                    log.evaluation(step, **evaluate(model, tokenizer, batched(held_out()), islice(held_out(), 2)))
+            if step % options.save_every == 0 or is_last or is_stopped:
                 with log.paused():
-                    held_out = samples(options.eval_data, epochs=1, shuffle=False)
-                    mean, tokens = evaluation_loss(model, packed(held_out))
-                    prompts = map(prompt_of, islice(samples(options.eval_data, epochs=1, shuffle=False), 2))
-                    shown = continue_prompts(model, tokenizer, prompts)
-                    log.evaluation(step, eval_loss=mean, eval_tokens=tokens, samples=shown)
-            if step % options.save_every == 0 or step == steps or stop.requested:
-                with log.paused():
-                    run.save(step, model, tokenizer, optimizer, batches)
+                    run.save(step, model, tokenizer, optimizer, batches, ema)
                     plot_loss(run.output)
-            if stop.requested and step < steps:
+            if is_stopped and not is_last:
                 log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
                 return 130
-    run.finish(model, tokenizer)
-    print(f"{run.output} holds the model, log.jsonl and loss.svg")
+    with averaged():
+        run.finish(model, tokenizer)
+    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 
 
