@@ -1,4 +1,4 @@
-"""Numbers of a step: means over its micro-batches, and those that are known at once."""
+"""Numbers of a step: means over its micro-batches, and single ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Averages:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[str, float] = {}
+        self._single: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, float] = {}
 
     def update(self, numbers: Mapping[str, float]) -> None:
         """Sets numbers that are not averaged."""
-        self._known.update(numbers)
+        self._single.update(numbers)
 
     def add(self, numbers: Mapping[str, Tensor], weight: float) -> None:
         """Adds 0-d numbers of a micro-batch with a weight, such as its number of tokens."""
@@ -33,6 +33,6 @@ class Averages:
 
     def means(self) -> dict[str, Tensor]:
         """Returns all numbers as 0-d tensors."""
-        known = torch.tensor(list(self._known.values()), dtype=torch.float64, device=self._device)
+        single = torch.tensor(list(self._single.values()), dtype=torch.float64, device=self._device)
         means = {name: total / self._weights[name] for name, total in self._sums.items()}
-        return {**dict(zip(self._known, known, strict=True)), **means}
+        return {**dict(zip(self._single, single, strict=True)), **means}

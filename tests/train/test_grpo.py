@@ -46,8 +46,8 @@ def steps(output: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in TIMED} for entry in read_log(Path(output) / "log.jsonl")]
 
 
-def weights(output: Any) -> bytes:
-    return (Path(output) / "model.safetensors").read_bytes()
+def weights(output: Any, lora_rank: int | None = None) -> bytes:
+    return (Path(output) / ("adapter_model.safetensors" if lora_rank else "model.safetensors")).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,9 @@ def weights(output: Any) -> bytes:
         {"loss_type": "grpo", "iterations": 2, "old_logps": "recomputed", "temperature": 0.9, "beta": 0.01},
         {"loss_type": "dr_grpo", "scale_rewards": "none"},
         {"dtype": "float32", "mixed_precision": True, "activation_checkpointing": True},
+        {"lora_rank": 8, "lora_targets": ("layers", "lm_head"), "beta": 0.001, "lr": 3e-2},
     ],
-    ids=["default", "iterations", "dr_grpo", "mixed"],
+    ids=["default", "iterations", "dr_grpo", "mixed", "lora"],
 )
 def test_the_reward_rises(
     checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, changes: dict[str, Any]
@@ -71,11 +72,20 @@ def test_the_reward_rises(
     assert "polyline" in (tmp_path / "run" / "reward.svg").read_text()
 
 
+@pytest.mark.parametrize("lora_rank", [None, 4])
 def test_a_stopped_run_continues_bit_for_bit(
-    checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    lora_rank: int | None,
+) -> None:  # fmt: skip
     """Weights, optimizer, position in the prompts, random numbers of sampling, log and samples."""
-    changes = {"max_steps": 5, "sample_every": 2, "iterations": 2, "schedule": "linear", "beta": 0.02}
+    changes = {
+        "max_steps": 5,
+        "sample_every": 2,
+        "iterations": 2,
+        "schedule": "linear",
+        "beta": 0.02,
+        "lora_rank": lora_rank,
+    }
     whole = grpo_options(checkpoint, prompts, reward, tmp_path / "whole", **changes)
     assert train(whole) == 0
     parts = {**whole, "output": str(tmp_path / "parts")}
@@ -96,7 +106,7 @@ def test_a_stopped_run_continues_bit_for_bit(
         file.write('{"step": 4, "prompt": "')
     torch.manual_seed(99)
     assert train({**parts, "resume": True}) == 0
-    assert weights(parts["output"]) == weights(whole["output"])
+    assert weights(parts["output"], lora_rank) == weights(whole["output"], lora_rank)
     assert steps(parts["output"]) == steps(whole["output"])
     samples = [(Path(given["output"]) / "samples.jsonl").read_text() for given in (whole, parts)]
     assert samples[0] == samples[1]
@@ -253,6 +263,7 @@ def test_exact_sampling_is_refused_with_the_reason(
     [
         ({"num_samples": 1}, "option num_samples: too few; got 1; expected at least 2"),
         ({"max_new_tokens": 63}, "option seq_length: too small; got 64; expected at least 65"),
+        ({"dora": True}, "option lora_rank: is needed by the other options of adapters"),
         ({"epochs": 2}, "options max_steps and epochs: only one"),
         ({"epsilon": 1.5}, "option epsilon: invalid value; got 1.5; expected a number from 0 to 1"),
         ({"loss_type": "sapo", "epsilon": 0.1}, "option loss_type: GRPO: epsilon=0.1 with variant='sapo'"),
