@@ -80,7 +80,7 @@ def continue_prompts(
 
 
 def evaluate(
-    model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompted: Iterable[TokenLabels]
+    model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompted: Iterable[Any]
 ) -> dict[str, Any]:
     """Returns what a run logs of an evaluation: the loss, and greedy continuations. All processes must call it.
 
@@ -88,7 +88,7 @@ def evaluate(
         model: the model.
         tokenizer: its tokenizer.
         batches: held-out data, this process's part.
-        prompted: samples whose prompts are continued; the same in all processes.
+        prompted: samples with token ids and labels, whose prompts are continued; the same in all processes.
     """
     loss, tokens = evaluation_loss(model, batches)
     shown = continue_prompts(model, tokenizer, map(prompt_of, prompted))

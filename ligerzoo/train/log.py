@@ -10,8 +10,8 @@ A line of log.jsonl is a step, or an evaluation after it:
 
 `loss` is the mean over the trained tokens of the step, in nats. `padding` is a share of all positions. `mfu` is null if
 the peak of the device is not known. `seconds` leaves out saving and evaluation. All numbers but `memory_gib` are
-those of all processes. `skipped` is there if the update was skipped because gradients were not finite; `loss` and `grad_norm` are
-then null if they are not finite.
+those of all processes. `skipped` is there if the update was skipped because gradients were not finite; `loss` and
+`grad_norm` are then null if they are not finite.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class RunLog:
             LigerzooError: The loss or the norm of the step before was not a finite number, and its update was not
                 skipped, or too many were.
         """
-        copied = {"loss": processes.mean(loss), "grad_norm": grad_norm, "skipped": skipped, **(metrics or {})}
-        copied = {name: value for name, value in copied.items() if value is not None}
+        values = {"loss": processes.mean(loss), "grad_norm": grad_norm, "skipped": skipped, **(metrics or {})}
+        copied = {name: value for name, value in values.items() if value is not None}
         copy = HostCopy(list(copied.values()))
         self._write_pending()
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)

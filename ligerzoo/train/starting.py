@@ -127,7 +127,7 @@ def make_batches(
     if packing == "none":
         return PaddedBatches(stream, **rows)
     documents: Any = "concatenate" if packing == "auto" else packing
-    ends = {"eos_token_id": tokenizer.eos_token_id} if packing == "separate" else {}
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id} if packing == "separate" else {}
     return PackedBatches(stream, seq_length=seq_length, documents=documents, **ends, **rows)
 
 

@@ -161,7 +161,6 @@ def main(options: Options) -> int:
 
 def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
-    torch.manual_seed(options.seed)
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
 
@@ -175,8 +174,10 @@ def train(options: Options, device: torch.device) -> int:
             freeze_all_but(model, options.train_only)
 
     source = options.model if options.lora_rank else run.checkpoint or options.model
-    opening: dict[str, Any] = {"dtype": options.dtype, "new": options.method == "pretrain"}
-    opening["adapt"] = adapt if options.lora_rank or options.train_only else None
+    opening: dict[str, Any] = {
+        "dtype": options.dtype, "new": options.method == "pretrain",
+        "adapt": adapt if options.lora_rank or options.train_only else None,
+    }  # fmt: skip
     outline = open_model(source, device=torch.device("meta"), **opening)  # shapes alone, for checks and plans
     check_model(outline, tokenizer, options.optimizer)
 
@@ -187,16 +188,16 @@ def train(options: Options, device: torch.device) -> int:
         "train_on_prompt": options.train_on_prompt,
     }  # fmt: skip
 
+    sizes: dict[str, Any] = {"batch_size": options.batch_size, "seq_length": options.seq_length}
+
     def samples(paths: tuple[str, ...], **given: Any) -> SampleStream:
         return open_data(paths, kind, tokenizer, seed=options.seed, **encoding, **given)
 
     def batched(stream: SampleStream) -> PackedBatches | PaddedBatches:
-        sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
         return make_batches(stream, tokenizer, packing=options.packing, pin_memory=device.type == "cuda", **sizes)
 
     batches = batched(samples(options.data, epochs=epochs))
     steps = options.max_steps or count_steps(batched(samples(options.data, epochs=epochs)), options.accumulate)
-    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
     recomputes = options.mixed_precision or options.activation_checkpointing
     plan = plan_memory(
         outline, "none" if recomputes else options.activation_budget, device=device, optimizer=options.optimizer,
@@ -204,8 +205,12 @@ def train(options: Options, device: torch.device) -> int:
     )  # fmt: skip
     is_stochastic = {"on": True, "off": False, "auto": trains_bfloat16(outline)}[options.stochastic_rounding]
     update = f"{options.optimizer} with {'stochastic rounding' if is_stochastic else 'rounding to the nearest'}"
-    about = {"first_step": run.step, "steps": steps, "micro_batches": options.accumulate, "more": (update, plan)}
-    processes.say(describe_run(outline, device=device, **about, **sizes))
+    processes.say(
+        describe_run(
+            outline, device=device, first_step=run.step, steps=steps, micro_batches=options.accumulate,
+            more=(update, plan), **sizes,
+        )
+    )  # fmt: skip
     for sample in islice(samples(options.data, epochs=1), 3):
         processes.say(format_sample(sample, tokenizer, max_tokens=500))
     if options.dry_run:
@@ -214,14 +219,16 @@ def train(options: Options, device: torch.device) -> int:
         processes.say(report)
         return 0
 
+    torch.manual_seed(options.seed)
     param_dtype = torch.bfloat16 if options.mixed_precision else None
     model = open_model(source, device=device, param_dtype=param_dtype, **opening)
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable()
     elif plan is not None:
         apply_activation_plan(model, plan)
-    rounding = {"stochastic_rounding": is_stochastic}
-    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, **rounding)
+    optimizer = make_optimizer(
+        model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, stochastic_rounding=is_stochastic
+    )
     factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
     warn_of_rounding(optimizer, options.lr)
     skip = SkipNonFinite(optimizer)  # a gradient that is not finite changes no weight

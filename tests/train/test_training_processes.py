@@ -1,0 +1,117 @@
+"""Training in two processes: the losses of one process, resuming bit for bit, and the same files."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.train.log import read_log
+from ligerzoo.train.recipes import sft
+from ligerzoo.train.run_state import checkpoints
+from tests.parallel.spawning import on_all_processes
+from tests.train.test_resume import environment, train, untimed_log
+from tests.train.tiny_run import arguments, options
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"ema": 0.9, "accumulate": 2, "weight_decay": 0.1},
+    "lora": {"lora_rank": 4, "lr": 1e-2},
+}
+
+
+def train_part(rank: int, given: dict[str, Any], stop_at: int | None) -> None:
+    """Trains in one of two processes; rank 1 gets Ctrl-C in a step."""
+    if stop_at is not None and rank == 1:
+        log_step = sft.RunLog.step
+
+        def logged(self: Any, current: int, **values: Any) -> None:
+            log_step(self, current, **values)
+            if current == stop_at:
+                signal.raise_signal(signal.SIGINT)
+
+        sft.RunLog.step = logged  # type: ignore[method-assign]
+    assert train(given) == (0 if stop_at is None else 130)
+
+
+def train_in_two(given: dict[str, Any], stop_at: int | None = None) -> None:
+    on_all_processes(partial(train_part, given=given, stop_at=stop_at))
+
+
+def numbers(output: Path, name: str) -> list[float]:
+    return [entry[name] for entry in read_log(output / "log.jsonl") if name in entry]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_processes_train_as_one(checkpoint: Path, data: Path, tmp_path: Path, name: str) -> None:
+    variant = {**VARIANTS[name], "eval_data": (str(data),), "eval_every": 3}
+    one, two, parts = (tmp_path / run for run in ("one", "two", "parts"))
+    assert train(options(checkpoint, data, one, batch_size=2, **variant)) == 0
+    given = options(checkpoint, data, two, batch_size=1, **variant)
+    train_in_two(given)
+    for column in ("loss", "eval_loss"):
+        assert numbers(two, column) == pytest.approx(numbers(one, column), abs=1e-5)
+    assert numbers(two, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
+    for column in ("tokens", "trained_tokens", "padding"):
+        assert numbers(two, column) == numbers(one, column)
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    file = "adapter_model.safetensors" if "lora_rank" in variant else "model.safetensors"
+    single, shared = load_file(one / file), load_file(two / file)
+    assert single.keys() == shared.keys()
+    for key, weight in single.items():
+        torch.testing.assert_close(shared[key], weight, atol=2e-5, rtol=2e-3)
+
+    interrupted = {**given, "output": str(parts)}
+    train_in_two(interrupted, stop_at=2)
+    assert [path.name for path in checkpoints(parts)] == ["checkpoint-2"]
+    with pytest.raises(ConfigError, match=r"another number of processes; got 1; expected 2"):
+        train({**interrupted, "resume": True})
+    train_in_two({**interrupted, "resume": True})
+    assert (parts / file).read_bytes() == (two / file).read_bytes()
+    assert untimed_log(parts) == untimed_log(two)
+
+
+def processes_under(pid: int) -> list[int]:
+    """Returns the ids of a process and of all processes that it has started."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [pid, *(below for child in listed for below in processes_under(int(child)))]
+
+
+def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    """The command with random weights, which no process holds as a whole, killed after its second checkpoint."""
+    text = tmp_path / "text.txt"
+    text.write_text("The liger is a hybrid of a lion and a tiger. " * 60)
+    given = options(
+        checkpoint / "config.json", text, tmp_path / "whole", method="pretrain", max_steps=8, save_every=1,
+        tokenizer=str(checkpoint), keep=9,
+    )  # fmt: skip
+    train_in_two(given)
+    killed = tmp_path / "killed"
+    again = {**given, "output": str(killed), "resume": True}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "ligerzoo", *arguments(again)]
+    local = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(command, env=local, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(checkpoints(killed)) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    for pid in processes_under(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert len(checkpoints(killed)) >= 2
+    assert not (killed / "config.json").exists()
+    train_in_two(again)
+    for file in ("model.safetensors", "config.json"):
+        assert (killed / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert untimed_log(killed) == untimed_log(tmp_path / "whole")
