@@ -75,7 +75,10 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with an image, from which modules are imported."""
+    """A working directory with an image, from which modules are imported, and with the files of the repository."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "ligerzoo" / "demo").mkdir(parents=True)
+    (tmp_path / "ligerzoo" / "demo" / "assets").symlink_to(ROOT / "ligerzoo" / "demo" / "assets")
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (64, 48), "red").save(tmp_path / "cat.png")
     pairs = [{"prompt": f"def f{number}(", "completion": "x):\n    return x\n"} for number in range(40)]

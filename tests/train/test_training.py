@@ -132,8 +132,9 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(
     assert (bool((weights(output)[name] != before[name])[large].any())) is changes
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_skipped_steps_are_logged_and_change_nothing(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     clip, calls = sft.clip_grad_norm, []
 
@@ -141,7 +142,7 @@ def test_skipped_steps_are_logged_and_change_nothing(
         calls.append(1)
         parameters = list(parameters)
         if len(calls) == 3:
-            parameters[0].grad.fill_(torch.nan)
+            parameters[0].grad.fill_(value)
         return clip(parameters, max_norm)
 
     monkeypatch.setattr(sft, "clip_grad_norm", clip_and_break)

@@ -1,5 +1,6 @@
 """Training in two processes: the losses of one process, resuming bit for bit, and the same files."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -80,34 +81,37 @@ def test_two_processes_train_as_one(checkpoint: Path, data: Path, tmp_path: Path
     assert untimed_log(parts) == untimed_log(two)
 
 
-def test_torchrun_is_killed_and_resumes_bit_for_bit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+def processes_under(pid: int) -> list[int]:
+    """Returns the ids of a process and of all processes that it has started."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    return [pid, *(below for child in listed for below in processes_under(int(child)))]
+
+
+def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     """The command with random weights, which no process holds as a whole, killed after its second checkpoint."""
     text = tmp_path / "text.txt"
     text.write_text("The liger is a hybrid of a lion and a tiger. " * 60)
-    runs = {
-        name: options(
-            checkpoint / "config.json", text, tmp_path / name, method="pretrain", max_steps=8, save_every=1,
-            tokenizer=str(checkpoint), resume=True, keep=9,
-        )
-        for name in ("whole", "killed")
-    }  # fmt: skip
-
-    def start(name: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return subprocess.Popen(
-            [*command, "-m", "ligerzoo", *arguments(runs[name])], env=environment() | {"GLOO_SOCKET_IFNAME": "lo"},
-            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-
-    assert start("whole").wait(120) == 0
-    process, killed = start("killed"), tmp_path / "killed"
-    deadline = time.monotonic() + 60
+    given = options(
+        checkpoint / "config.json", text, tmp_path / "whole", method="pretrain", max_steps=8, save_every=1,
+        tokenizer=str(checkpoint), keep=9,
+    )  # fmt: skip
+    train_in_two(given)
+    killed = tmp_path / "killed"
+    again = {**given, "output": str(killed), "resume": True}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "ligerzoo", *arguments(again)]
+    local = environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(command, env=local, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
     while len(checkpoints(killed)) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in processes_under(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+    assert len(checkpoints(killed)) >= 2
     assert not (killed / "config.json").exists()
-    assert start("killed").wait(120) == 0
+    train_in_two(again)
     for file in ("model.safetensors", "config.json"):
         assert (killed / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert untimed_log(killed) == untimed_log(tmp_path / "whole")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -252,9 +252,10 @@ def train(options: Options, device: torch.device) -> int:
 
     ref_logps_of: Callable[[Batch], Tensor] = reference_logps
     if options.precompute_reference:
-        all_data = (*options.data, *(options.eval_data or ()))
-        ref_logps_of = ReferenceTable(packed(samples(all_data, epochs=1, shuffle=False)), reference_logps)
-        reference = None
+        every = [
+            packed(samples(paths, epochs=1, shuffle=False)) for paths in (options.data, options.eval_data) if paths
+        ]
+        ref_logps_of, reference = ReferenceTable(chain(*every), reference_logps), None
 
     def kl_divergence(micro_batches: Sequence[Batch]) -> Tensor:
         """Estimates KTO's KL divergence of the model from the reference, over all samples of a step."""
