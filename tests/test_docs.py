@@ -85,6 +85,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": pair["completion"]}) + "\n" for pair in pairs))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "id": 2}\n')
+    (tmp_path / "reward.py").write_text("def reward(completions): return [len(text) for text in completions]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

@@ -29,7 +29,9 @@ ARROWS = {
     "kernels": ("", ""),
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
-    "train": ("adapters errors files hub kernels layers ligerzoo memory models parallel text", ""),
+    "train": (
+        "adapters device errors files generate hub kernels layers ligerzoo losses memory models parallel text", "",
+    ),
     "parallel": ("convert device errors files hub kernels models", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),

@@ -10,8 +10,10 @@ import math
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ligerzoo.kernels.checks import check_tensor
 from ligerzoo.kernels.dispatch import accumulation_dtype
 from ligerzoo.losses.checks import check_logits, check_tensors
 from ligerzoo.losses.objective import HeadOptions, LogpOptions, check_head_options, token_logps_and_entropy
@@ -46,6 +48,32 @@ def sequence_logps(
     logps, _ = token_logps_and_entropy(name, hidden, weight, target, head)
     mask = target_mask(target, head)
     return masked_mean(logps, mask) if average_log_prob else masked_sum(logps, mask)
+
+
+def unpacked(name: str, hidden: Tensor, target: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Gathers the sequences of packed rows, one to a row, as the losses over sequences take them.
+
+    Args:
+        name: the loss that error messages name.
+        hidden: (B, T, H) hidden states.
+        target: (B, T) token ids, already shifted.
+        sequences: (N, L) int64: for each sequence the indices b T + t of the tokens that predict its targets, then -1.
+
+    Returns:
+        (N, L, H) hidden states and (N, L) targets, -100 where `sequences` is negative. Gradients go to the tokens of
+        the sequences.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: `sequences` has another dtype, shape or device.
+    """
+    check_tensor(name, "sequences", sequences, "integer", device=hidden.device)
+    if sequences.dim() != 2:
+        raise ValueError(f"{name}: got sequences {tuple(sequences.shape)}; expected (N, L)")
+    tokens = hidden.flatten(0, 1)
+    index = sequences % len(tokens)  # the last token pads: it predicts nothing, so it needs no gradient
+    rows = F.embedding(index, tokens, padding_idx=len(tokens) - 1)
+    return rows, target.flatten()[index].masked_fill(sequences < 0, -100)
 
 
 def target_mask(target: Tensor, head: HeadOptions) -> Tensor:

@@ -21,7 +21,7 @@ from ligerzoo.losses.distillation import check_distillation_options, distillatio
 from ligerzoo.losses.dpo import check_dpo_options, dpo_loss
 from ligerzoo.losses.grpo import check_grpo_options, check_ppo_options, grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import check_kto_options, kto_loss
-from ligerzoo.losses.logps import sequence_logps
+from ligerzoo.losses.logps import sequence_logps, unpacked
 from ligerzoo.losses.objective import LossOutput, check_head_values, option_names
 from ligerzoo.losses.reference_free import (
     check_cpo_options,
@@ -71,20 +71,32 @@ def _forward(name: str, model: Model, *args: Any, **inputs: Any) -> Any:
     return out
 
 
-def _loss_output(out: Any) -> LossOutput:
-    """Returns loss and metrics of a model's output, with the load-balancing loss of its routers as "aux_loss"."""
-    aux_loss = {} if out.aux_loss is None else {"aux_loss": out.aux_loss.detach()}
-    return LossOutput(out.loss, {**out.details, **aux_loss})
+def _loss_output(out: Any, own_loss: Tensor | None, aux_loss_share: float) -> LossOutput:
+    """Returns loss and metrics of a model's output, with the load-balancing loss of its routers as "aux_loss".
+
+    Args:
+        out: the model's output; its loss includes the load-balancing loss in full.
+        own_loss: the loss without it.
+        aux_loss_share: factor of the load-balancing loss.
+    """
+    if out.aux_loss is None:
+        return LossOutput(out.loss, out.details)
+    loss = out.loss
+    if aux_loss_share != 1:
+        loss = own_loss + aux_loss_share * (out.loss - own_loss)
+    return LossOutput(loss, {**out.details, "aux_loss": out.aux_loss.detach()})
 
 
 def _model_logps(
     name: str, logps: Callable[..., Tensor], model: Model, input_ids: Tensor, labels: Tensor,
-    inputs: Mapping[str, Any], head_options: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any], head_options: Mapping[str, Any] | None = None, sequences: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes `logps` of the model's hidden states, head and shifted labels, within its forward."""
 
-    def objective(*head: Tensor, **options: Any) -> tuple[None, Tensor]:
-        return None, logps(*head, **{**options, **(head_options or {})})
+    def objective(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> tuple[None, Tensor]:
+        if sequences is not None:
+            hidden, target = unpacked(name, hidden, target, sequences)
+        return None, logps(hidden, weight, target, **{**options, **(head_options or {})})
 
     details: Tensor = _forward(name, model, input_ids, labels=labels, objective=objective, **inputs).details
     return details
@@ -114,7 +126,7 @@ def model_token_logps(
 
 def model_sequence_logps(
     model: Model, input_ids: Tensor, labels: Tensor, *, average_log_prob: bool = False, temperature: float = 1.0,
-    **inputs: Any,
+    sequences: Tensor | None = None, **inputs: Any,
 ) -> Tensor:  # fmt: skip
     """Returns the log-probability of each sequence of labels under a model, differentiable.
 
@@ -124,16 +136,17 @@ def model_sequence_logps(
         labels: (B, T) token ids, not shifted; -100 for ignored tokens.
         average_log_prob: divide by the number of non-ignored labels.
         temperature: divides the logits.
-        inputs: other inputs of the model, such as `attention_mask`.
+        sequences: (N, L) int64, the sequences of packed rows, see `HeadLoss.of`. Default: each row is a sequence.
+        inputs: other inputs of the model, such as `attention_mask`, or `position_ids` of packed rows.
 
     Returns:
-        (B,) fp32: the sum or mean over non-ignored labels; 0 for a sequence without any.
+        (B,) or (N,) fp32: the sum or mean over non-ignored labels; 0 for a sequence without any.
 
     Raises:
         TypeError: the model is not a `ligerzoo.models.CausalLM`.
     """
     logps = partial(sequence_logps, average_log_prob=average_log_prob, temperature=temperature)
-    return _model_logps("model_sequence_logps", logps, model, input_ids, labels, inputs)
+    return _model_logps("model_sequence_logps", logps, model, input_ids, labels, inputs, sequences=sequences)
 
 
 class HeadLoss(nn.Module):
@@ -220,6 +233,8 @@ class HeadLoss(nn.Module):
         attention_mask: Tensor | None = None,
         model_inputs: Mapping[str, Any] | None = None,
         reference: Model | None = None,
+        sequences: Tensor | None = None,
+        aux_loss_share: float = 1.0,
         **inputs: Any,
     ) -> LossOutput:
         """Computes the loss of a model, within its forward.
@@ -233,11 +248,15 @@ class HeadLoss(nn.Module):
             attention_mask: (B, T), 1 for a token and 0 for padding.
             model_inputs: other inputs of the model, such as `position_ids` or images.
             reference: the reference model; computes `ref_logps` without gradients.
+            sequences: (N, L) int64, for rows that several sequences share: the indices b T + t of the tokens that
+                predict the labels of each sequence, then -1. The function then gets N sequences, and all its arguments
+                count these. Pass `position_ids` that begin anew in each segment as an input of the model.
+            aux_loss_share: factor of the load-balancing loss of a mixture of experts: 1 / n for each of n microbatches.
             inputs: keyword arguments of the function; override the module's options.
 
         Returns:
-            The loss and the metrics. The load-balancing loss of a mixture of experts is added in full, whatever
-            `num_items` is, and reported as "aux_loss": over n microbatches it counts n times.
+            The loss and the metrics. The load-balancing loss is added, whatever `num_items` is, and reported as
+            "aux_loss".
 
         Raises:
             TypeError: a model is not a `ligerzoo.models.CausalLM`, the loss has no reference model, or an argument is
@@ -267,14 +286,20 @@ class HeadLoss(nn.Module):
             with torch.no_grad():
                 logps = self.reference_logps(arguments)
                 arguments["ref_logps"] = _model_logps(
-                    name, logps, reference, input_ids, labels, model_inputs, head_options
+                    name, logps, reference, input_ids, labels, model_inputs, head_options, sequences
                 )
+        own_loss = None
 
-        def objective(*head: Tensor, **options: Any) -> LossOutput:
-            loss: LossOutput = self(*head, *args, **{**options, **arguments})
+        def objective(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> LossOutput:
+            nonlocal own_loss
+            if sequences is not None:
+                hidden, target = unpacked(name, hidden, target, sequences)
+            loss: LossOutput = self(hidden, weight, target, *args, **{**options, **arguments})
+            own_loss = loss.loss
             return loss
 
-        return _loss_output(_forward(name, model, input_ids, labels=labels, objective=objective, **model_inputs))
+        out = _forward(name, model, input_ids, labels=labels, objective=objective, **model_inputs)
+        return _loss_output(out, own_loss, aux_loss_share)
 
     def needs_reference(self, arguments: Mapping[str, Any]) -> bool:
         """Returns whether `of` needs `reference` or `ref_logps`, given the loss's arguments."""
@@ -364,6 +389,7 @@ class Distillation(HeadLoss):
         *,
         attention_mask: Tensor | None = None,
         model_inputs: Mapping[str, Any] | None = None,
+        aux_loss_share: float = 1.0,
         **inputs: Any,
     ) -> LossOutput:
         """Computes the loss of a student model, with a teacher model that reads the same tokens without gradients.
@@ -378,6 +404,7 @@ class Distillation(HeadLoss):
             labels: (B, T) token ids, not shifted; -100 for ignored tokens.
             attention_mask: (B, T), 1 for a token and 0 for padding.
             model_inputs: other inputs of both models.
+            aux_loss_share: factor of the student's load-balancing loss, see `of`.
             inputs: keyword arguments of `distillation_loss`; override the module's options.
 
         Returns:
@@ -393,8 +420,11 @@ class Distillation(HeadLoss):
             self._check_call(self.of_teacher, (), inputs)
         shared_inputs = {"attention_mask": attention_mask, **(model_inputs or {})}
         needs_gradient = torch.is_grad_enabled()
+        own_loss = None
 
         def objective(*student: Tensor, **options: Any) -> LossOutput:
+            nonlocal own_loss
+
             def teacher_objective(
                 hidden: Tensor, weight: Tensor, _: Tensor, *, softcap: float | None, logit_scale: float, **__: Any
             ) -> tuple[None, LossOutput]:  # fmt: skip
@@ -407,6 +437,8 @@ class Distillation(HeadLoss):
                 loss: LossOutput = _forward(
                     name, teacher, input_ids, labels=labels, objective=teacher_objective, **shared_inputs
                 ).details
+            own_loss = loss.loss
             return loss
 
-        return _loss_output(_forward(name, model, input_ids, labels=labels, objective=objective, **shared_inputs))
+        out = _forward(name, model, input_ids, labels=labels, objective=objective, **shared_inputs)
+        return _loss_output(out, own_loss, aux_loss_share)

@@ -116,17 +116,21 @@ class RunLog:
         first_step: number of steps done before. Later steps in an existing log, which the run repeats, are deleted.
         steps: number of steps at the end of the run.
         report: called with each object that is written, for example to send it to TensorBoard.
+        shown: metrics of a step that the live line begins with.
+        may_be_zero: whether a loss of exactly 0 is normal, as in policy gradients.
     """
 
     def __init__(
         self, output: Path, model: CausalLM, *, first_step: int, steps: int,
-        report: Callable[[Mapping[str, Any]], object] | None = None,
+        report: Callable[[Mapping[str, Any]], object] | None = None, shown: Sequence[str] = (),
+        may_be_zero: bool = False,
     ) -> None:  # fmt: skip
         self.path = output / LOG_FILE
         self._device, self._flops, self._peak = model.device, StepFlops(model), peak_flops(model.device)
         self._steps, self._report = steps, report
         self._pending: tuple[dict[str, Any], list[str], HostCopy, float, Sequence[CountedBatch]] | None = None
-        self._printed, self._warned = 0.0, False
+        self._shown, self._warns_of_zero = shown, not may_be_zero
+        self._printed = 0.0
         self._skipped, self._skipped_in_a_row = 0, 0
         self._file = None
         if processes.is_main():
@@ -166,7 +170,7 @@ class RunLog:
         tokens, trained, padding, flops = processes.total(*counts, int(flops))
         entry = {
             "step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens, "trained_tokens": trained,
-            "padding": padding / (tokens + padding),
+            "padding": padding / max(1, tokens + padding),
         }  # fmt: skip
         self._pending = entry, list(copied), copy, flops, batches
 
@@ -236,8 +240,8 @@ class RunLog:
                     where=f"step {entry['step']}, {first_sources(batches)}", got=value,
                     remedy="Look at these samples, or lower the learning rate. The last checkpoint is from before.",
                 )  # fmt: skip
-        if entry["loss"] == 0 and not self._warned:
-            self._warned = True
+        if entry["loss"] == 0 and self._warns_of_zero:
+            self._warns_of_zero = False
             warnings.warn(
                 f"step {entry['step']}: the loss is exactly 0, as if nothing were trained; look at the labels of "
                 f"{first_sources(batches)}",
@@ -254,6 +258,7 @@ class RunLog:
     def _show(self, entry: Mapping[str, Any]) -> None:
         loss, norm = entry["loss"], entry.get("grad_norm")
         parts = [
+            *(f"{name} {entry[name]:.4g}" for name in self._shown),
             "loss not finite" if loss is None else f"loss {loss:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
             f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",

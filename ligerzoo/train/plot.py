@@ -20,8 +20,13 @@ MAX_POINTS = 1000
 Points = Sequence[tuple[float, float]]
 
 
-def plot_loss(output: Path) -> None:
-    """Draws the loss of the steps and of the evaluations of a run. Only the main process does."""
+def plot_loss(output: Path, unit: str = "loss, nats per token") -> None:
+    """Draws the loss of the steps and of the evaluations of a run. Only the main process does.
+
+    Args:
+        output: directory of the run.
+        unit: label of the axis of the loss.
+    """
     if not processes.is_main():
         return
     entries = read_log(output / LOG_FILE)
@@ -29,7 +34,14 @@ def plot_loss(output: Path) -> None:
     evaluation = [(entry["step"], entry["eval_loss"]) for entry in entries if "eval_loss" in entry]
     if training:
         curves = {"training": training, "evaluation": evaluation}
-        replace_files(output, {PLOT_FILE: draw(curves, x="step", y="loss, nats per token").encode()}, [])
+        replace_files(output, {PLOT_FILE: draw(curves, x="step", y=unit).encode()}, [])
+
+
+def plot_metric(output: Path, name: str) -> None:
+    """Draws a number of the steps of a run as OUTPUT/NAME.svg."""
+    points = [(entry["step"], entry[name]) for entry in read_log(output / LOG_FILE) if name in entry]
+    if points:
+        replace_files(output, {f"{name}.svg": draw({"training": points}, x="step", y=name).encode()}, [])
 
 
 def draw(curves: Mapping[str, Points], *, x: str, y: str) -> str:

@@ -117,27 +117,38 @@ class _Producer:
         Raises:
             DataError: nothing is trained, although there are samples.
         """
-        layout, length = self.layout(rows)
-        shape = len(layout), length
-        ids = torch.full(shape, self.pad_token_id)
-        labels = torch.full(shape, UNTRAINED)
-        positions = torch.zeros(shape, dtype=torch.int64)
-        tokens = trained = 0
-        for index, segments in enumerate(layout):
-            first = 0
-            for segment in segments:
-                piece = slice(first, first := first + len(segment.input_ids))
-                ids[index, piece] = torch.tensor(segment.input_ids)
-                labels[index, piece] = torch.tensor(segment.labels)
-                positions[index, piece] = torch.arange(len(segment.input_ids))
-                trained += segment.trained_tokens
-            tokens += first
-        batch = Batch({"input_ids": ids, "labels": labels, "position_ids": positions}, rows, tokens, trained)
-        if tokens and not trained:
+        batch = collate(rows, *self.layout(rows), self.pad_token_id)
+        if batch.tokens and not batch.trained_tokens:
             raise DataError("nothing in the batch would be trained", where=first_names(batch.sources))
         if self.pin_memory:
             batch.inputs.update({name: tensor.pin_memory() for name, tensor in batch.inputs.items()})
         return batch
+
+
+def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_id: int) -> Batch:
+    """Returns the batch of samples.
+
+    Args:
+        rows: the samples of each row.
+        layout: the segments of each row of the tensors.
+        length: T.
+        pad_token_id: fills the end of a row.
+    """
+    shape = len(layout), length
+    ids = torch.full(shape, pad_token_id)
+    labels = torch.full(shape, UNTRAINED)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    tokens = trained = 0
+    for index, segments in enumerate(layout):
+        first = 0
+        for segment in segments:
+            piece = slice(first, first := first + len(segment.input_ids))
+            ids[index, piece] = torch.tensor(segment.input_ids)
+            labels[index, piece] = torch.tensor(segment.labels)
+            positions[index, piece] = torch.arange(len(segment.input_ids))
+            trained += segment.trained_tokens
+        tokens += first
+    return Batch({"input_ids": ids, "labels": labels, "position_ids": positions}, rows, tokens, trained)
 
 
 class _Batches:

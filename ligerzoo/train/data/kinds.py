@@ -20,6 +20,7 @@ from ligerzoo.train.data.fields import (
     text_field,
 )
 from ligerzoo.train.data.json_lines import decode_text, parse_line
+from ligerzoo.train.data.packing import row_length
 from ligerzoo.train.data.records import Record
 from ligerzoo.train.data.samples import (
     UNTRAINED,
@@ -168,27 +169,28 @@ class SampleEncoder:
             truncated = self._truncated(sample)
             is_trained = all(segment.trained_tokens for segment in truncated.segments)
             return [truncated] if is_trained else []
+        together = ", chosen and rejected sequence together" if isinstance(sample, PreferenceSample) else ""
         raise DataError(
             "the sample is too long", where=sample.source, got=f"{self._tokens(sample)} tokens",
-            expected=f"at most {self._seq_length} (seq_length)",
+            expected=f"at most {self._seq_length} (seq_length){together}",
             remedy='Pass a larger seq_length, or too_long="truncate" or "drop".',
         )  # fmt: skip
 
     @staticmethod
     def _tokens(sample: AnySample) -> int:
-        if isinstance(sample, PromptSample):
-            return len(sample.input_ids)
-        return max(len(segment.input_ids) for segment in sample.segments)
+        return len(sample.input_ids) if isinstance(sample, PromptSample) else row_length(sample)
 
     def _truncated(self, sample: TrainedSample) -> TrainedSample:
-        def cut(one: Sample) -> Sample:
-            return Sample(one.input_ids[: self._seq_length], one.labels[: self._seq_length], one.source)
+        def cut(one: Sample, length: int = self._seq_length) -> Sample:
+            return Sample(one.input_ids[:length], one.labels[:length], one.source)
 
         match sample:
             case Sample():
                 return cut(sample)
             case PreferenceSample():
-                return PreferenceSample(cut(sample.chosen), cut(sample.rejected))
+                shorter = min(len(segment.input_ids) for segment in sample.segments)
+                longest = max(self._seq_length - shorter, self._seq_length // 2)
+                return PreferenceSample(cut(sample.chosen, longest), cut(sample.rejected, longest))
             case LabelledSample():
                 return LabelledSample(cut(sample.sample), sample.is_desirable)
 

@@ -6,6 +6,9 @@ from pathlib import Path
 RECIPES = {
     "sft": "ligerzoo.train.recipes.sft",
     "pretrain": "ligerzoo.train.recipes.sft",
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo", "cpo"), "ligerzoo.train.recipes.preference"),
+    "distill": "ligerzoo.train.recipes.distill",
+    "grpo": "ligerzoo.train.recipes.grpo",
 }
 """The module of each method of `ligerzoo train`. It has a dataclass `Options` and a function `main(options)`."""
 

@@ -1,0 +1,185 @@
+"""Packed rows of prompts with completions, and the loss over the completions, which is that of each sequence alone.
+
+Several sequences share a row and do not attend to each other. The hidden states that predict the tokens of completions
+are gathered into (S, L, H) for S completions of up to L tokens, so a loss gets them as if each had its own row. Prompts
+and the padding of rows do not reach the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ligerzoo.adapters import adapters_disabled
+from ligerzoo.kernels import token_logps
+from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
+from ligerzoo.models import CausalLM
+from ligerzoo.train.completions import SampledCompletion
+from ligerzoo.train.data.packing import pack_best_fit
+from ligerzoo.train.data.samples import UNTRAINED
+
+
+@dataclass(frozen=True)
+class CompletionBatch:
+    """B rows of T tokens with S completions of up to L tokens, on the CPU.
+
+    Attributes:
+        inputs: int64 tensors (B, T): `input_ids`, `labels` and `position_ids`, which begin at 0 in each segment. Each
+            padding token is a segment.
+        completions: the completions, in the order of the rows.
+        predictors: (S, L) int64, where in the flattened rows the token before each token of a completion is; 0 for
+            padding.
+        targets: (S, L) int64, the tokens of the completions; -100 for padding.
+        advantages: (S,) fp32.
+        sampler_logps: (S, L) fp32, log-probabilities of the tokens when they were sampled; 0 for padding.
+        tokens: number of tokens of the rows without padding.
+    """
+
+    inputs: dict[str, Tensor]
+    completions: list[SampledCompletion]
+    predictors: Tensor
+    targets: Tensor
+    advantages: Tensor
+    sampler_logps: Tensor
+    tokens: int
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that the loss counts."""
+        return sum(one.trained_tokens for one in self.completions)
+
+    @property
+    def padding(self) -> int:
+        """Number of padding tokens of the rows."""
+        return self.inputs["input_ids"].numel() - self.tokens
+
+    @property
+    def sources(self) -> list[str]:
+        """The records of the prompts, as `file:line`."""
+        return [str(one.source) for one in self.completions]
+
+
+def pack_completions(
+    completions: Sequence[SampledCompletion], *, batch_size: int, seq_length: int, pad_token_id: int
+) -> list[CompletionBatch]:  # fmt: skip
+    """Packs prompts with their completions into batches, whose rows are as long as the longest one of the batch.
+
+    Args:
+        completions: with advantages.
+        batch_size: B, largest number of rows of a batch.
+        seq_length: largest number of tokens of a row.
+        pad_token_id: fills the end of a row; any token.
+
+    Raises:
+        DataError: a prompt with its completion is longer than a row.
+    """
+    rows = cast("list[list[SampledCompletion]]", pack_best_fit(completions, seq_length, True).rows)
+    return [_batch(rows[first : first + batch_size], pad_token_id) for first in range(0, len(rows), batch_size)]
+
+
+def _batch(rows: list[list[SampledCompletion]], pad_token_id: int) -> CompletionBatch:
+    lengths = [sum(len(one.input_ids) for one in row) for row in rows]
+    shape = len(rows), max(lengths)
+    ids, labels = torch.full(shape, pad_token_id), torch.full(shape, UNTRAINED)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    predictors = []
+    for index, row in enumerate(rows):
+        first = 0
+        for one in row:
+            piece = slice(first, first := first + len(one.input_ids))
+            ids[index, piece], labels[index, piece] = torch.tensor(one.input_ids), torch.tensor(one.labels)
+            positions[index, piece] = torch.arange(len(one.input_ids))
+            last = index * shape[1] + first - 1
+            predictors.append(torch.arange(last - len(one.tokens), last))
+    completions = [one for row in rows for one in row]
+    return CompletionBatch(
+        {"input_ids": ids, "labels": labels, "position_ids": positions},
+        completions,
+        pad_sequence(predictors, batch_first=True),
+        pad_sequence([torch.tensor(one.tokens) for one in completions], batch_first=True, padding_value=UNTRAINED),
+        torch.tensor([one.advantage for one in completions]),
+        pad_sequence([torch.tensor(one.logps) for one in completions], batch_first=True),
+        sum(lengths),
+    )
+
+
+def completion_logps(model: CausalLM, batch: CompletionBatch, *, temperature: float = 1.0) -> Tensor:
+    """Returns the log-probabilities of the tokens of completions, (S, L) fp32 on the model's device; 0 for padding."""
+
+    def logps(*head: Any, **options: Any) -> tuple[None, Tensor]:
+        return None, token_logps(*head, temperature=temperature, **options)
+
+    details: Tensor = _forward(model, batch, logps).details
+    return details
+
+
+@torch.no_grad()
+def policy_constants(
+    model: CausalLM, batch: CompletionBatch, *, recomputes: bool, reference: CausalLM | None, temperature: float = 1.0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the constants of a policy gradient, before the first update with a batch.
+
+    Args:
+        model: the model that trains.
+        batch: the completions.
+        recomputes: whether `old_logps` are computed by the model, with truncated importance weights `correction` for
+            their difference from those of sampling. Otherwise they are those of sampling.
+        reference: the model before training, without adapters that it has; None without a KL term.
+        temperature: that of sampling.
+
+    Returns:
+        Arguments of `ligerzoo.losses.GRPO`: `advantages` (S,), and (S, L) `old_logps` and, if they are needed,
+        `correction` and `ref_logps`. And metrics: "sampler_difference", if it is known, is the mean absolute difference
+        of log-probabilities between the model and sampling.
+    """
+    sampler_logps, mask = batch.sampler_logps.to(model.device), batch.targets.to(model.device) != UNTRAINED
+    given = {"advantages": batch.advantages.to(model.device), "old_logps": sampler_logps}
+    metrics = {}
+    if recomputes:
+        given["old_logps"] = completion_logps(model, batch, temperature=temperature)
+        given["correction"] = sampler_correction(given["old_logps"], sampler_logps, mask)
+        metrics["sampler_difference"] = (given["old_logps"] - sampler_logps).abs().sum() / mask.sum()
+    if reference is not None:
+        with adapters_disabled(reference):
+            given["ref_logps"] = completion_logps(reference, batch, temperature=temperature)
+    return given, metrics
+
+
+def completion_loss(
+    model: CausalLM, batch: CompletionBatch, loss: HeadLoss, *, aux_loss_share: float = 1.0, **inputs: Any
+) -> LossOutput:  # fmt: skip
+    """Returns a loss over the completions, and its metrics.
+
+    Args:
+        model: the model.
+        batch: the completions.
+        loss: such as `ligerzoo.losses.GRPO`; gets a row for each completion.
+        aux_loss_share: factor of the load-balancing loss of a mixture of experts: 1 / n for each of n batches.
+        inputs: keyword arguments of the loss, such as `advantages` (S,) and `old_logps` (S, L).
+    """
+
+    def objective(*head: Any, **options: Any) -> LossOutput:
+        output: LossOutput = loss(*head, **{**options, **inputs})
+        return output
+
+    out = _forward(model, batch, objective)
+    if out.aux_loss is None:
+        return LossOutput(out.loss, out.details)
+    return LossOutput(out.loss - (1 - aux_loss_share) * model.aux_loss_weight * out.aux_loss, out.details)
+
+
+def _forward(model: CausalLM, batch: CompletionBatch, function: Callable[..., Any]) -> Any:
+    """Runs the model with a function of the hidden states of completions, the weight of the head and the targets."""
+    device = model.device
+    predictors, targets = batch.predictors.to(device), batch.targets.to(device)
+
+    def objective(hidden: Tensor, weight: Tensor, _: Tensor, **options: Any) -> Any:
+        return function(hidden.flatten(0, 1)[predictors], weight, targets, **options)
+
+    inputs = {name: tensor.to(device) for name, tensor in batch.inputs.items()}
+    return model(**inputs, objective=objective)

@@ -1,0 +1,131 @@
+"""Completions that a model samples of prompts, as reinforcement learning trains them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.generate.stopping import token_ids
+from ligerzoo.layers.exactness import check_exact
+from ligerzoo.models import CausalLM
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample
+from ligerzoo.train.evaluation import evaluating
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledCompletion(Sample):
+    """A prompt and one of its completions, which has labels.
+
+    Attributes:
+        prompt: the prompt.
+        text: text of the completion, without special tokens.
+        logps: log-probabilities of its tokens under the distribution that they were sampled from.
+        finish_reason: "stop" after an end-of-sequence token, "length" after the largest number of new tokens.
+        reward: NaN before the reward function has run.
+        advantage: what weights the completion in the loss; NaN before it is computed.
+    """
+
+    prompt: PromptSample
+    text: str
+    logps: list[float]
+    finish_reason: str
+    reward: float = math.nan
+    advantage: float = math.nan
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens, with the end-of-sequence token."""
+        return self.input_ids[len(self.prompt.input_ids) :]
+
+
+def without_labels(completion: SampledCompletion) -> SampledCompletion:
+    """Returns a completion that is not trained."""
+    return replace(completion, labels=[UNTRAINED] * len(completion.labels))
+
+
+class CompletionSampler:
+    """Samples completions of prompts, `num_samples` of each; they follow each other.
+
+    Each completion draws its random numbers with its own seed, which comes from torch's default generator of the
+    model's device. On a GPU, decode steps run as captured CUDA graphs, see `ligerzoo.generate.generate`.
+
+    Args:
+        model: the model.
+        tokenizer: decodes the completions. Its end-of-sequence token ends a completion, and so do those of the model.
+        num_samples: completions of each prompt.
+        max_new_tokens: largest number of tokens of a completion.
+        temperature: divides the logits.
+        batch_size: largest number of completions that are sampled at the same time, but at least `num_samples`.
+        exact: see `generate`.
+    """
+
+    def __init__(
+        self, model: CausalLM, tokenizer: Tokenizer, *, num_samples: int, max_new_tokens: int, temperature: float,
+        batch_size: int, exact: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._tokenizer, self._num_samples = model, tokenizer, num_samples
+        self._prompts_at_once = max(1, batch_size // num_samples)
+        ends = {*token_ids(model, "eos_token_id", None), tokenizer.eos_token_id} - {None}
+        self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
+        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        self._padding, self._temperature = padding, temperature
+        self._options = {
+            "max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "exact": exact,
+            "num_return_sequences": num_samples, "eos_token_id": self._ends.tolist(), "pad_token_id": padding,
+        }  # fmt: skip
+
+    def __call__(self, prompts: Sequence[PromptSample]) -> list[SampledCompletion]:
+        """Returns the completions of the first prompt, then those of the second, and so on."""
+        groups = range(0, len(prompts), self._prompts_at_once)
+        with evaluating(self._model):
+            return [one for first in groups for one in self._sample(prompts[first : first + self._prompts_at_once])]
+
+    def _sample(self, prompts: Sequence[PromptSample]) -> Iterator[SampledCompletion]:
+        longest = max(len(prompt.input_ids) for prompt in prompts)
+        ids = torch.full((len(prompts), longest), self._padding)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt.input_ids) :] = torch.tensor(prompt.input_ids)
+            mask[row, longest - len(prompt.input_ids) :] = 1
+        device = self._model.device
+        out = self._model.generate(ids.to(device), mask.to(device), return_dict_in_generate=True, **self._options)
+        logps = out.logps if self._temperature == 1 else out.sampling_logps
+        tokens = out.sequences[:, longest:].cpu()
+        is_end = torch.isin(tokens, self._ends)
+        ends = is_end.int().argmax(1) + 1
+        lengths = ends.where(is_end.any(1), tokens.shape[1]).tolist()
+        rows = zip(tokens.tolist(), logps.tolist(), lengths, out.finish_reasons, strict=True)
+        for row, (all_tokens, all_logps, length, reason) in enumerate(rows):
+            prompt, new = prompts[row // self._num_samples], all_tokens[:length]
+            yield SampledCompletion(
+                input_ids=prompt.input_ids + new, labels=[UNTRAINED] * len(prompt.input_ids) + new,
+                source=prompt.source, prompt=prompt, text=self._tokenizer.decode(new, skip_special_tokens=True),
+                logps=all_logps[:length], finish_reason=reason,
+            )  # fmt: skip
+
+
+def samples_exactly(model: CausalLM, choice: str, seq_length: int) -> bool:
+    """Returns whether to sample with `exact=True`.
+
+    Args:
+        model: the model that samples.
+        choice: "on", "off", or "auto" for whether the model and its device support it.
+        seq_length: largest number of tokens of a prompt with its completion.
+
+    Raises:
+        ConfigError: the choice is "on", and the model or its device does not support it.
+    """
+    if choice == "off":
+        return False
+    try:
+        check_exact(model, seq_length, None)
+    except ValueError as error:
+        if choice == "auto":
+            return False
+        raise ConfigError(str(error), where="option exact", got="on", remedy="Use --exact auto.") from None
+    return True

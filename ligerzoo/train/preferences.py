@@ -1,0 +1,120 @@
+"""Preferences in packed rows: their sequences, mismatched completions, and the results of a reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ligerzoo.train import processes
+from ligerzoo.train.data.batches import Batch, collate
+from ligerzoo.train.data.packing import pack_best_fit, row_length
+from ligerzoo.train.data.samples import UNTRAINED, LabelledSample, Sample, Source, TrainedSample
+
+
+def samples_of(batches: Iterable[Batch]) -> list[TrainedSample]:
+    """Returns the samples of batches, in order."""
+    return [sample for batch in batches for row in batch.rows for sample in row]
+
+
+def sequences_of(batch: Batch) -> Tensor:
+    """Returns the sequences of packed rows, as `ligerzoo.losses` takes them.
+
+    Returns:
+        (N, L) int64: for each sequence the indices b T + t of the tokens that predict its trained tokens, then -1. The
+        chosen sequences of all pairs come first, then the rejected ones; completions without pairs are in order.
+    """
+    length = batch.inputs["labels"].shape[1]
+    parts: tuple[list[Tensor], list[Tensor]] = [], []
+    for index, row in enumerate(batch.rows):
+        first = index * length
+        for sample in row:
+            for part, segment in zip(parts, sample.segments, strict=False):
+                is_trained = torch.tensor(segment.labels[1:]) != UNTRAINED
+                part.append(first + is_trained.nonzero()[:, 0])
+                first += len(segment.input_ids)
+    sequences = [sequence for part in parts for sequence in part]
+    if not sequences:
+        return torch.zeros(0, 0, dtype=torch.int64)
+    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1)
+
+
+def desirable_of(batch: Batch) -> Tensor:
+    """Returns the labels of KTO's completions, (N,) bool, in the order of `sequences_of`."""
+    labels = [sample.is_desirable for sample in samples_of([batch]) if isinstance(sample, LabelledSample)]
+    return torch.tensor(labels, dtype=torch.bool)
+
+
+def chosen_tokens(batches: Iterable[Batch]) -> int:
+    """Returns the number of trained tokens of the chosen completions."""
+    return sum(sample.segments[0].trained_tokens for sample in samples_of(batches))
+
+
+def mismatched(batches: Sequence[Batch]) -> list[Batch]:
+    """Returns the prompts of batches, each with the completion of the sample before, to estimate KTO's KL divergence.
+
+    The first prompt has the last completion, so all completions occur once, as in TRL. They are packed in rows of the
+    length of the batches, or of the longest sequence if that is longer. Without a second sample there are none.
+
+    All processes must call it: each gets equally many batches, some of which may be empty, so that a sharded model runs
+    in all of them.
+
+    Args:
+        batches: batches of `LabelledSample`, of this process.
+    """
+    samples = [sample.segments[0] for sample in samples_of(batches)]
+    previous = [samples[-1], *samples] if len(samples) > 1 else []
+    crossed = [_with_completion(one, before) for before, one in zip(previous, samples, strict=False)]
+    n_rows, length = batches[0].inputs["input_ids"].shape
+    length = max(length, *map(row_length, crossed), 0)
+    rows = pack_best_fit(crossed, length, is_last=True).rows
+    count = max(processes.gather(-(-len(rows) // n_rows)))
+    groups = [rows[first : first + n_rows] or [[]] for first in range(0, count * n_rows, n_rows)]
+    return [
+        collate(group, [[segment for sample in row for segment in sample.segments] for row in group], length, 0)
+        for group in groups
+    ]
+
+
+def _with_completion(prompt: Sample, other: Sample) -> Sample:
+    """Returns the prompt of a sample with the completion of another one."""
+    end, start = _prompt_length(prompt), _prompt_length(other)
+    ids = prompt.input_ids[:end] + other.input_ids[start:]
+    return Sample(ids, [UNTRAINED] * end + other.labels[start:], prompt.source)
+
+
+def _prompt_length(sample: Sample) -> int:
+    return next(index for index, label in enumerate(sample.labels) if label != UNTRAINED)
+
+
+def mean_log_ratio(log_ratios: Tensor) -> Tensor:
+    """Returns the mean of (N,) numbers of all processes, 0-d; 0 if there are none."""
+    (count,) = processes.total(len(log_ratios))
+    return processes.mean(log_ratios.sum()) * processes.world_size() / max(1, count)
+
+
+class ReferenceTable:
+    """Log-probabilities of a data set's sequences under a reference model, computed once.
+
+    All processes must create it together; each then has the results of all.
+
+    Args:
+        batches: this process's part of all data, once.
+        sequence_logps: returns the (N,) log-probabilities of a batch, in the order of `sequences_of`.
+    """
+
+    def __init__(self, batches: Iterable[Batch], sequence_logps: Callable[[Batch], Tensor]) -> None:
+        self._logps: dict[Source, list[float]] = {}
+        for batch in batches:
+            logps = sequence_logps(batch)  # of an empty batch too: a sharded model runs in all processes
+            if samples := samples_of([batch]):
+                columns = logps.view(-1, len(samples)).T.tolist()
+                self._logps.update({one.source: column for one, column in zip(samples, columns, strict=True)})
+        for table in processes.gather(self._logps):
+            self._logps.update(table)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Returns the (N,) log-probabilities of a batch, in the order of `sequences_of`."""
+        columns = [self._logps[sample.source] for sample in samples_of([batch])]
+        return torch.tensor(columns).T.flatten()

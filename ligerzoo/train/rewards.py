@@ -1,0 +1,207 @@
+"""Rewards of completions: the user's reward function, and the advantages within a group of completions.
+
+A reward function has the form of TRL's. It is called with lists that have an entry for each completion:
+
+    def reward(completions, answer, **fields):
+        return [float(answer in completion) for completion, answer in zip(completions, answer)]
+
+It gets those of these arguments that it names, or all if it has `**fields`:
+
+    prompts          the field `prompt` of the record: a text, or messages
+    completions      the text; for prompts of messages a list of one message, {"role": "assistant", "content": text}
+    completion_ids   the tokens
+    records          all fields of the record, a dictionary (only if it is named)
+    others           the field of the record with this name
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from ligerzoo.errors import ConfigError, LigerzooError, quote
+from ligerzoo.train.completions import SampledCompletion
+
+DEFAULT_NAME = "reward"
+_ARGUMENTS = ("prompts", "completions", "completion_ids", "records")
+_EPSILON = 1e-4  # added to the standard deviation of a group, as in TRL
+
+Scale = Literal["group", "batch", "none"]
+
+
+class RewardFunction:
+    """A function of a user's Python file, whose directory is appended to `sys.path`.
+
+    Args:
+        where: path of the file, or FILE.py:NAME for a function that is not called `reward`.
+
+    Raises:
+        ConfigError: the file does not exist or cannot be imported, or it has no such function.
+    """
+
+    def __init__(self, where: str) -> None:
+        file, _, name = (where, "", DEFAULT_NAME) if where.endswith(".py") else where.rpartition(":")
+        self._file, self._name = Path(file), f"{file}:{name}"
+        module = _import(self._file)
+        function = getattr(module, name, None)
+        if not callable(function):
+            own = vars(module).items()
+            functions = [key for key, value in own if getattr(value, "__module__", None) == module.__name__]
+            raise ConfigError(
+                "the file has no such function", where=file, got=", ".join(functions) or "none",
+                expected=f"a function {name}", remedy="Name another one with --reward FILE.py:NAME.",
+            )  # fmt: skip
+        if inspect.iscoroutinefunction(function):
+            raise ConfigError("the reward function is asynchronous", where=self._name, expected="a plain function")
+        self._function: Callable[..., Any] = function
+        self._parameters = inspect.signature(function).parameters.values()
+
+    def __call__(self, completions: Sequence[SampledCompletion]) -> list[SampledCompletion]:
+        """Returns the completions with their rewards.
+
+        Raises:
+            LigerzooError: the function names a field that a record lacks, raises an exception, or returns something
+                other than one finite number for each completion.
+        """
+        try:
+            result = self._function(**self._arguments(completions))
+        except LigerzooError:
+            raise
+        except Exception as error:
+            where = _line(self._file, error)
+            raise LigerzooError("the reward function failed", where=where, got=_summary(error)) from error
+        if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or len(result) != len(completions):
+            got = f"{len(result)} rewards" if isinstance(result, Sequence) else f"a {type(result).__name__}"
+            raise LigerzooError(
+                "wrong number of rewards", where=self._name, got=got,
+                expected=f"a list of {len(completions)} numbers, one for each completion",
+            )  # fmt: skip
+        return [replace(one, reward=self._number(value, one)) for one, value in zip(completions, result, strict=True)]
+
+    def _arguments(self, completions: Sequence[SampledCompletion]) -> dict[str, Any]:
+        records = [one.prompt.record for one in completions]
+        arguments: dict[str, list[Any]] = {
+            "prompts": [record["prompt"] for record in records], "completions": list(map(_completion, completions)),
+            "completion_ids": [one.tokens for one in completions],
+        }  # fmt: skip
+        named = {parameter.name for parameter in self._parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        takes_all = len(named) < len(self._parameters)
+        if "records" in named:
+            arguments["records"] = [dict(record) for record in records]
+        for parameter in self._parameters:
+            if parameter.name in arguments or parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            lacking = next((one for one in completions if parameter.name not in one.prompt.record), None)
+            if lacking is None:
+                arguments[parameter.name] = [record[parameter.name] for record in records]
+            elif parameter.default is parameter.empty:
+                raise LigerzooError(
+                    f"the field {parameter.name!r} is missing, which the reward function {self._name} takes",
+                    where=lacking.source, got=", ".join(lacking.prompt.record),
+                    expected=f"the field, or another argument of the function: {', '.join(_ARGUMENTS)}",
+                )  # fmt: skip
+        if takes_all:
+            for field in dict.fromkeys(field for record in records for field in record if field != "prompt"):
+                arguments.setdefault(field, [record.get(field) for record in records])
+            return arguments
+        return {name: values for name, values in arguments.items() if name in named}
+
+    def _number(self, value: Any, completion: SampledCompletion) -> float:
+        """Returns a reward as a finite number."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise LigerzooError(
+                "the reward is not a finite number", where=f"{self._name}, for a completion of {completion.source}",
+                got=f"{value!r} for {quote(completion.text)}", expected="a finite number",
+            )  # fmt: skip
+        return number
+
+
+def with_advantages(completions: Sequence[SampledCompletion], group_size: int, scale: Scale) -> list[SampledCompletion]:
+    """Returns completions with their advantages: the reward minus the mean of the group (Shao et al. 2024).
+
+    A group whose rewards are equal has advantages of exactly 0.
+
+    Args:
+        completions: with rewards; the completions of a group, those of one prompt, follow each other.
+        group_size: number of completions of a group, at least 2.
+        scale: what divides the advantages: the standard deviation of the "group" or of the "batch" of all completions,
+            plus 1e-4; or "none" (Liu et al. 2025, Dr. GRPO).
+    """
+    rewards = [one.reward for one in completions]
+    means, spreads = [], []
+    for first in range(0, len(rewards), group_size):
+        group = rewards[first : first + group_size]
+        is_equal = min(group) == max(group)  # the mean of equal numbers may be rounded
+        means += [group[0] if is_equal else statistics.fmean(group)] * group_size
+        spreads += [0.0 if is_equal else statistics.stdev(group)] * group_size
+    if scale == "batch":
+        spreads = [statistics.stdev(rewards)] * len(rewards)
+    divisors = [1.0] * len(rewards) if scale == "none" else [spread + _EPSILON for spread in spreads]
+    return [
+        replace(one, advantage=(one.reward - mean) / divisor)
+        for one, mean, divisor in zip(completions, means, divisors, strict=True)
+    ]
+
+
+def summarize(completions: Sequence[SampledCompletion], group_size: int) -> dict[str, float]:
+    """Returns what a log shows of completions with rewards and advantages; see docs/training.md."""
+    rewards, lengths = [one.reward for one in completions], [len(one.tokens) for one in completions]
+    advantages = [one.advantage for one in completions]
+    groups = [advantages[first : first + group_size] for first in range(0, len(advantages), group_size)]
+    return {
+        "reward": statistics.fmean(rewards), "reward_std": statistics.stdev(rewards),
+        "groups_without_signal": statistics.fmean(not any(group) for group in groups),
+        "completion_length": statistics.fmean(lengths), "completion_length_max": max(lengths),
+        "truncated": statistics.fmean(one.finish_reason == "length" for one in completions),
+        "entropy": -sum(sum(one.logps) for one in completions) / sum(lengths),
+    }  # fmt: skip
+
+
+def _completion(completion: SampledCompletion) -> Any:
+    """Returns a completion as TRL passes it: like its prompt, as a text or as messages."""
+    if isinstance(completion.prompt.record["prompt"], str):
+        return completion.text
+    return [{"role": "assistant", "content": completion.text}]
+
+
+def _import(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError("there is no such file", where="option reward", got=file, expected="FILE.py or FILE.py:NAME")
+    if file.suffix != ".py":
+        raise ConfigError("not a Python file", where="option reward", got=file, expected="FILE.py or FILE.py:NAME")
+    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    if str(file.resolve().parent) not in sys.path:
+        sys.path.append(str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError("cannot be imported", where=_line(file, error), got=_summary(error)) from error
+    return module
+
+
+def _line(file: Path, error: Exception) -> str:
+    """Returns FILE:LINE of the last line of the file that an exception passed."""
+    frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+    return str(file) if line is None else f"{file}:{line}"
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

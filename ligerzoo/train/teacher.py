@@ -1,0 +1,68 @@
+"""The teacher of a distillation run: a frozen model with the student's tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from ligerzoo.errors import ConfigError, quote
+from ligerzoo.models import CausalLM
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.train.starting import open_model
+
+
+def load_teacher(
+    teacher: str, student: CausalLM, *, dtype: str, device: torch.device, param_dtype: torch.dtype | None = None
+) -> CausalLM:  # fmt: skip
+    """Loads a teacher without gradients. Several processes shard it.
+
+    Models of a family may pad their vocabularies to different sizes. Rows of the teacher past those of the student,
+    which no token of a common tokenizer has, are removed.
+
+    Args:
+        teacher: checkpoint of the teacher.
+        student: the student, whose tokenizer has been compared by `check_same_tokens`.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        param_dtype: dtype in which several processes compute.
+
+    Raises:
+        ConfigError: The student's vocabulary is larger.
+    """
+    expected = student.config.vocab_size
+
+    def shrink(model: CausalLM) -> None:
+        if model.config.vocab_size > expected:
+            model.resize_token_embeddings(expected)
+
+    model = open_model(teacher, dtype=dtype, device=device, adapt=shrink, param_dtype=param_dtype)
+    size = model.config.vocab_size
+    if size < expected:
+        raise ConfigError(
+            "the teacher's vocabulary is smaller than the student's", where=f"teacher {teacher}",
+            got=f"vocab_size {size}", expected=expected,
+            remedy=f"Resize the student first: model.resize_token_embeddings({size}).",
+        )  # fmt: skip
+    return model.requires_grad_(False).eval()
+
+
+def check_same_tokens(student: Tokenizer, teacher: Tokenizer, name: str) -> None:
+    """Refuses a teacher with other tokens than the student's: their distributions could not be compared.
+
+    Args:
+        student: the student's tokenizer.
+        teacher: the teacher's.
+        name: name of the teacher, for the message.
+
+    Raises:
+        ConfigError: A token id means different texts, or only one of them has it.
+    """
+    own, other = ({index: token for token, index in one.get_vocab().items()} for one in (student, teacher))
+    different = sorted(index for index in own.keys() | other.keys() if own.get(index) != other.get(index))
+    if different:
+        first = different[0]
+        got, expected = (quote(one[first]) if first in one else "no token" for one in (other, own))
+        raise ConfigError(
+            f"the teacher has another vocabulary than the student: {len(different):,} token ids differ",
+            where=f"teacher {name}, token {first}", got=got, expected=expected,
+            remedy="Choose a teacher with the student's tokenizer, such as a larger model of its family.",
+        )  # fmt: skip

@@ -1,0 +1,198 @@
+"""Packed rows give the loss and gradients of the sequences by themselves: every method, every text architecture."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligerzoo import AutoModel
+from ligerzoo.losses import CPO, DPO, KTO, ORPO, Distillation, SimPO, kto_kl, model_sequence_logps
+from ligerzoo.losses.dpo import VARIANTS
+from ligerzoo.models import CausalLM
+from ligerzoo.train.data import LabelledSample, PreferenceSample, Sample, Source
+from ligerzoo.train.data.batches import Batch, collate
+from ligerzoo.train.preferences import desirable_of, mismatched, sequences_of
+from tests.models.tiny import Tiny
+from tests.models.zoo import TEXT_CHECKPOINTS, model_of
+
+LENGTH = 64
+SHAPES = [(5, 9, 4), (3, 2, 7), (1, 6, 1), (8, 3, 12), (2, 5, 5)]
+"""Tokens of the prompt, the chosen and the rejected completion of each pair."""
+
+NO_ROUTER_LOSS = {"output_router_logits": False}
+"""Padding tokens are routed too, so the load-balancing loss, a statistic of the batch, differs."""
+
+
+def pairs(vocab_size: int) -> list[PreferenceSample]:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(5, min(vocab_size, 60), (count,), generator=generator).tolist()
+
+    samples = []
+    for line, (prompt, *completions) in enumerate(SHAPES):
+        source, start = Source("pairs", line, "row"), tokens(prompt)
+        parts = [Sample(start + (end := tokens(n)), [-100] * prompt + end, source) for n in completions]
+        samples.append(PreferenceSample(*parts))
+    return samples
+
+
+def batch_of(rows: list[list[Any]]) -> Batch:
+    """Packs the samples of each row into one row."""
+    return collate(rows, [[one for sample in row for one in sample.segments] for row in rows], LENGTH, 0)
+
+
+def padded(batch: Batch) -> dict[str, Tensor]:
+    """Returns the sequences of a batch in a row each, the chosen ones first, with an attention mask."""
+    samples = [sample for row in batch.rows for sample in row]
+    segments = [one for part in zip(*(sample.segments for sample in samples), strict=True) for one in part]
+    length = max(len(one.input_ids) for one in segments)
+    alone = collate([[one] for one in segments], [[one] for one in segments], length, 0).inputs
+    mask = torch.tensor([[1] * len(one.input_ids) + [0] * (length - len(one.input_ids)) for one in segments])
+    return {"input_ids": alone["input_ids"], "labels": alone["labels"], "attention_mask": mask}
+
+
+def packed(batch: Batch, *, sequences: bool = True) -> dict[str, Any]:
+    inputs: dict[str, Any] = dict(batch.inputs)
+    model_inputs = {"position_ids": inputs.pop("position_ids"), **NO_ROUTER_LOSS}
+    return {**inputs, "model_inputs": model_inputs, **({"sequences": sequences_of(batch)} if sequences else {})}
+
+
+def unpacked(batch: Batch) -> dict[str, Any]:
+    return {**padded(batch), "model_inputs": NO_ROUTER_LOSS}
+
+
+Losses = tuple[Tensor, Tensor]
+"""The loss of packed and of unpacked rows."""
+
+
+def pair_losses(loss: Any, uses_reference: bool, model: CausalLM, other: CausalLM) -> Losses:
+    first, second, *rest = pairs(model.config.vocab_size)
+    batch = batch_of([[first], rest, [second]])
+    reference = {"reference": other} if uses_reference else {}
+    results = [loss.of(model, **inputs, **reference) for inputs in (packed(batch), unpacked(batch))]
+    for name, value in results[0].metrics.items():
+        torch.testing.assert_close(value, results[1].metrics[name], rtol=1e-5, atol=1e-5)
+    return results[0].loss, results[1].loss
+
+
+def kto_losses(variant: str, model: CausalLM, other: CausalLM) -> Losses:
+    chosen_and_rejected = pairs(model.config.vocab_size)
+    samples = [LabelledSample(pair.chosen, True) for pair in chosen_and_rejected[:3]]
+    samples += [LabelledSample(pair.rejected, False) for pair in chosen_and_rejected]
+    batches = [batch_of([samples[:2], samples[2:5]]), batch_of([samples[5:]])]
+    kl = []
+    for arrange in (packed, unpacked):
+        crossed = [torch.cat([_logps(one, arrange(batch)) for batch in mismatched(batches)]) for one in (model, other)]
+        kl.append(kto_kl(*crossed))
+    assert kl[0] > 0
+    torch.testing.assert_close(kl[0], kl[1], rtol=1e-6, atol=1e-6)
+    totals = [torch.zeros_like(kl[0]), torch.zeros_like(kl[0])]
+    for batch in batches:
+        for index, arrange in enumerate((packed, unpacked)):
+            given = {"kl": kl[index]} if variant == "kto" else {}
+            out = KTO(variant=variant).of(
+                model, **arrange(batch), reference=other, desirable=desirable_of(batch), num_items=8, **given
+            )
+            totals[index] = totals[index] + out.loss
+    return totals[0], totals[1]
+
+
+def _logps(model: CausalLM, inputs: dict[str, Any]) -> Tensor:
+    others = inputs.pop("model_inputs")
+    with torch.no_grad():
+        return model_sequence_logps(model, **inputs, **others)
+
+
+def distillation_losses(options: dict[str, Any], model: CausalLM, other: CausalLM) -> Losses:
+    first, second, *rest = pairs(model.config.vocab_size)
+    batch, loss = batch_of([[first], rest, [second]]), Distillation(**options)
+    a, b = (
+        loss.of_teacher(model, other, **inputs).loss for inputs in (packed(batch, sequences=False), unpacked(batch))
+    )
+    return a, b
+
+
+def sft_losses(model: CausalLM, _: CausalLM) -> Losses:
+    first, second, *rest = pairs(model.config.vocab_size)
+    batch = batch_of([[first], rest, [second]])
+    a, b = (model(**inputs, **NO_ROUTER_LOSS).loss for inputs in (batch.inputs, padded(batch)))
+    return a, b
+
+
+def _pair_case(loss: Any, uses_reference: bool = False) -> Callable[[CausalLM, CausalLM], Losses]:
+    return lambda model, other: pair_losses(loss, uses_reference, model, other)
+
+
+METHODS: dict[str, Callable[[CausalLM, CausalLM], Losses]] = {
+    "sft": sft_losses,
+    **{
+        f"dpo {variant}": _pair_case(
+            DPO(variant=variant, **({"label_smoothing": 0.1} if variant == "exo_pair" else {})), uses_reference=True
+        )
+        for variant in VARIANTS
+    },
+    "dpo, average and nll": _pair_case(DPO(average_log_prob=True, nll_weight=0.5), uses_reference=True),
+    "kto": lambda *models: kto_losses("kto", *models),
+    "kto apo_zero_unpaired": lambda *models: kto_losses("apo_zero_unpaired", *models),
+    "orpo": _pair_case(ORPO()),
+    "simpo": _pair_case(SimPO()),
+    "cpo": _pair_case(CPO()),
+    "distill": lambda *models: distillation_losses({}, *models),
+    "distill hard": lambda *models: distillation_losses({"divergence": "forward_kl", "hard_weight": 0.5}, *models),
+}
+MAIN_METHODS = ("sft", "dpo sigmoid", "kto", "orpo", "simpo", "cpo", "distill")
+
+ARCHITECTURES = {row.config["model_type"]: row for row in reversed(TEXT_CHECKPOINTS)}
+"""One checkpoint of each architecture."""
+
+OTHERS = [row for row in {model_of(row): row for row in TEXT_CHECKPOINTS}.values() if row not in ARCHITECTURES.values()]
+
+
+def models_of(row: Tiny, directory: Path, dtype: str) -> tuple[CausalLM, CausalLM]:
+    """Returns a model and a reference with other weights."""
+    row.write(directory)
+    model = AutoModel.from_pretrained(directory, dtype=dtype).train()
+    other = copy.deepcopy(model).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.1 * parameter * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model, other
+
+
+def gradients(model: CausalLM, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def assert_packing_is_exact(method: str, models: tuple[CausalLM, CausalLM], tolerance: float) -> None:
+    losses = METHODS[method](*models)
+    torch.testing.assert_close(losses[0], losses[1], rtol=tolerance, atol=tolerance, check_dtype=False)
+    a, b = (gradients(models[0], loss) for loss in losses)
+    scale = max(one.abs().max().item() for one in b)
+    assert scale > 0
+    worst = max((one - other).abs().max().item() for one, other in zip(a, b, strict=True))
+    assert worst <= tolerance * max(1.0, scale), f"{method}: gradients differ by {worst}, the largest is {scale}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(method: str, tmp_path: Path) -> None:
+    assert_packing_is_exact(method, models_of(ARCHITECTURES["llama"], tmp_path, "float32"), 1e-6)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_architecture(model_type: str, tmp_path: Path) -> None:
+    assert_packing_is_exact("dpo sigmoid", models_of(ARCHITECTURES[model_type], tmp_path, "float32"), 1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("row", [*ARCHITECTURES.values(), *OTHERS], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_with_every_checkpoint(method: str, row: Tiny, tmp_path: Path) -> None:
+    assert_packing_is_exact(method, models_of(row, tmp_path, "float64"), 1e-6)
