@@ -29,7 +29,7 @@ ARROWS = {
     "kernels": ("", ""),
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
-    "train": ("device errors files hub kernels layers ligerzoo models text", ""),
+    "train": ("convert device errors files hub kernels layers ligerzoo models text", ""),
     "parallel": ("convert device errors files hub kernels models", ""),
     "models": ("errors kernels layers", "generate hub"),
     "convert": ("errors models", ""),
@@ -41,7 +41,10 @@ ARROWS = {
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "serve": ("errors generate text", ""),
-    "cli": ("errors ligerzoo train", "adapters demo device files generate hub info models serve text vision"),
+    "cli": (
+        "errors ligerzoo train",
+        "adapters demo device files generate hub info integrations models serve text vision",
+    ),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),
 }
