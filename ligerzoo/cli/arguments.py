@@ -469,7 +469,7 @@ vocab_size and the ids of special tokens are those of the tokenizer. Other field
 which are those of a large model. Also copies the tokenizer.""",
     )
     parser.add_argument("model_type", metavar="MODEL_TYPE", help="architecture, such as llama or qwen3_moe")
-    parser.add_argument("fields", metavar="FIELD=VALUE", nargs="*", help="fields of config.json; values are JSON")
+    parser.add_argument("fields", metavar="FIELD=VALUE", nargs="+", help="fields of config.json; values are JSON")
     parser.add_argument("--tokenizer", required=True, metavar="DIR", help="directory or hub id of the tokenizer")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty directory")
 

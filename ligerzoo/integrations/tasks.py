@@ -35,7 +35,7 @@ def run_tasks(
         batch_size: requests at a time.
         max_length: the most tokens of a request; None for the model's.
         task_directory: directory with YAML files of further tasks.
-        limit: only the first so many records of each task.
+        limit: largest number of records of each task; None for all.
 
     Raises:
         LigerzooError: a task is unknown, or nothing was evaluated.

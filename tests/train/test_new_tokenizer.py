@@ -246,7 +246,7 @@ def test_commands_never_overwrite(tmp_path: Path, corpus: Path, saved: Path, cap
     (tmp_path / "file").touch()
     for line in (
         ["tokenizer", corpus, "--vocab-size", SIZE, "--output", tmp_path],
-        ["config", "llama", "--tokenizer", saved, "--output", tmp_path],
+        ["config", "llama", *SIZES, "--tokenizer", saved, "--output", tmp_path],
         ["tokenize", corpus, "--tokenizer", saved, "--output", tmp_path / "file"],
     ):
         message = run(capsys, *line, code=1)
