@@ -1,8 +1,10 @@
 """Streams and batches: the order is reproducible, packing loses nothing, and resuming changes nothing."""
 
 import gc
+import gzip
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -421,6 +423,13 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     refused("the data has no records", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf{}")
     refused("a.jsonl:1: the file begins with a UTF-8 byte order mark", tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
+    refused(r"a.jsonl:1: the file is compressed \(gzip\). Decompress it", tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    for name in ("pipe", "loop"):
+        refused("not a regular file.* Write pipes", tmp_path / f"{name}.jsonl")
+        (tmp_path / f"{name}.jsonl").unlink()
     (tmp_path / "a.jsonl").write_text('{"conversations": []}')
     refused('not a record of a known kind.*"value" becomes "content"', tmp_path / "a.jsonl")
     refused("listed twice", [tmp_path / "a.jsonl", tmp_path])
