@@ -45,4 +45,4 @@ def test_decode_steps_read_int8_weights(name: str, device: str, monkeypatch: pyt
     # q, k and v; output; gate and up; down; in each of two layers; and the head
     assert len(calls) == 9
     assert all(arguments[1].dtype == torch.int8 and arguments[7].dtype == torch.float32 for arguments in calls)
-    assert sum(arguments[-1] is not None for arguments in calls) == 2  # the GLUs
+    assert sum(arguments[-2] is not None for arguments in calls) == 2  # the GLUs, with activations

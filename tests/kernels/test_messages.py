@@ -63,6 +63,11 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "x": X, "gate": HEAD, "up": HEAD, "gate_bias": torch.randn(9), "up_bias": torch.randn(9),
     },
     "linears": {"x": X},
+    "lora_experts_mlp": {
+        "x": X, "expert_ids": torch.zeros(4, 2).long(), "expert_weights": torch.ones(4, 2),
+        "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2),
+    },
+    "lora_linears": {"x": X},
     "residual_rms_norm": {"x": X, "weight": W},
     "rms_norm": {"x": X, "weight": W},
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
@@ -86,6 +91,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "adamw_update": {"step": torch.ones(()), "lr": torch.ones(())},
     "decode_experts": {"routing": kernels.route(torch.randn(4, 3), 2)},
     "linears": {"weights": [HEAD]},
+    "lora_linears": {"weights": [HEAD], "biases": [None], "updates": [None]},
     "round_stochastically": {"target": X.bfloat16(), "step": torch.ones(()), "key": 2**32},
     "route": {"num_experts_per_token": 2},
 }

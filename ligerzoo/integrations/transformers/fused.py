@@ -48,6 +48,9 @@ class FusedGatedMLP(GatedMLP):
         """(..., H) -> gate and up features, (..., I) each."""
         return self.gate_up_proj(x).split(self.sizes, -1)
 
+    def _declare(self, x: Tensor, gate: Tensor, up: Tensor) -> None:
+        """Declares nothing: backward does not recompute the fused projection."""
+
 
 _CLASSES: Mapping[type, tuple[str, str, type]] = {
     Attention: ("q_proj", "qkv_proj", FusedAttention),
