@@ -329,9 +329,10 @@ def test_changed_data_is_not_continued(tmp_path: Path) -> None:
     state = open_data(path, "auto", tokenizer(), seq_length=9).state_dict()
     with pytest.raises(DataError, match=r"^seed: the data has changed, so the training cannot be continued; got 1"):
         open_data(path, "auto", tokenizer(), seq_length=9, seed=1).load_state_dict(state)
-    write_lines(path, [{"text": "yes"}] * 3)
-    with pytest.raises(DataError, match=r"^files: the data has changed"):
-        open_data(path, "auto", tokenizer(), seq_length=9).load_state_dict(state)
+    for others in ([{"text": "yes"}] * 3, [{"text": "yes"}, {"text": "yo"}]):
+        write_lines(path, others)
+        with pytest.raises(DataError, match=r"^files: the data has changed"):
+            open_data(path, "auto", tokenizer(), seq_length=9).load_state_dict(state)
 
 
 LONG = {"prompt": "yes " * 40, "completion": "no"}

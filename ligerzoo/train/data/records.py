@@ -155,10 +155,13 @@ class LineReader(RecordReader):
 
 def fingerprint(file: str | os.PathLike[str]) -> str:
     """Returns a hash of the first and the last 64 KiB of a file, to notice that it was replaced."""
-    with open(file, "rb") as stream:
-        digest = hashlib.blake2b(stream.read(2**16), digest_size=8)
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - 2**16))
-        digest.update(stream.read(2**16))
+    try:
+        with open(file, "rb") as stream:
+            digest = hashlib.blake2b(stream.read(2**16), digest_size=8)
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - 2**16))
+            digest.update(stream.read(2**16))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file) from error
     return digest.hexdigest()
 
 
