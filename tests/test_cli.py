@@ -286,6 +286,12 @@ TRAINING_NUMBERS = {
     "--lora-rank": ["0", "-2"],
     "--gpu-memory": ["0", "-1", "nan", "inf", "x"],
 }
+EVALUATION_NUMBERS = {
+    "--seq-length": ["1", "0", "2.5", "x"],
+    "--batch-size": ["0", "x"],
+    "--limit": ["0", "-1", "x"],
+}
+TOKENIZER_NUMBERS = {"--vocab-size": ["0", "-1", "2.5", "x", str(2**31)]}
 TRAINING_VALUES = {
     **{f"--{name}": [""] for name in ("data", "output", "tokenizer", "eval-data", "device")},
     **{
@@ -308,6 +314,12 @@ OPTIONS = [
     if option == "--seed" or "demo" not in command
 ]
 OPTIONS += [("info model --train", option, value) for option, values in TRAINING_NUMBERS.items() for value in values]
+OPTIONS += [
+    ("evaluate model --data x", option, value) for option in EVALUATION_NUMBERS for value in EVALUATION_NUMBERS[option]
+]
+OPTIONS += [
+    ("tokenizer x --output y", option, value) for option in TOKENIZER_NUMBERS for value in TOKENIZER_NUMBERS[option]
+]
 OPTIONS += [("serve model", option, value) for option, values in SERVER_NUMBERS.items() for value in values]
 OPTIONS += [
     ("train model --data x --output y", option, value) for option, values in TRAINING_VALUES.items() for value in values
@@ -338,7 +350,9 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
     options = [action for choices in subparsers for parser in choices.values() for action in parser._actions]
     assert {
         action.option_strings[0] for action in options if action.type not in (None, Path, cli.arguments.stop_text)
-    } == {*NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES}
+    } == {
+        *NUMBERS, *SERVER_NUMBERS, *TRAINING_NUMBERS, *TRAINING_VALUES, *EVALUATION_NUMBERS, *TOKENIZER_NUMBERS,
+    }  # fmt: skip
 
 
 STREAMS = [

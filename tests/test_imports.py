@@ -30,7 +30,8 @@ ARROWS = {
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
     "train": (
-        "adapters device errors files generate hub kernels layers ligerzoo losses memory models parallel text", "",
+        "adapters convert device errors files generate hub kernels layers ligerzoo losses memory models parallel text",
+        "",
     ),
     "parallel": ("convert device errors files hub kernels models", ""),
     "models": ("errors kernels layers", "generate hub"),
@@ -43,7 +44,10 @@ ARROWS = {
     "integrations": ("convert errors hub kernels layers ligerzoo models", ""),
     "demo": ("errors files generate models text vision", ""),
     "serve": ("errors generate text", ""),
-    "cli": ("errors ligerzoo train", "adapters demo device files generate hub info models serve text vision"),
+    "cli": (
+        "errors ligerzoo train",
+        "adapters demo device files generate hub info integrations models serve text vision",
+    ),
     "__main__": ("cli", ""),
     "ligerzoo": ("", "hub text vision"),
 }

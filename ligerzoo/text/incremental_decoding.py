@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
@@ -135,6 +136,30 @@ def _text_decoder(decoder: Decoder | None) -> _ByteLevelText | _PiecewiseText | 
     if types == ["Metaspace"] or stages in (_SENTENCEPIECE_STAGES, [*_SENTENCEPIECE_STAGES, _STRIP_FIRST_SPACE]):
         return _PiecewiseText(decoder.decode)
     return _WholeText(decoder.decode)
+
+
+def token_length(decoder: Decoder | None) -> Callable[[str], int]:
+    """Returns a function that gives the bytes of UTF-8 which a token adds to a text that has begun.
+
+    Args:
+        decoder: see `IncrementalDecoder`.
+    """
+    text = _text_decoder(decoder)
+
+    def of_byte_level(token: str) -> int:
+        is_added = any(character not in _BYTE_OF_CHARACTER for character in token)  # contains its literal text
+        return len(token.encode()) if is_added else len(token)
+
+    def of_others(token: str) -> int:
+        if _BYTE_TOKEN.fullmatch(token):
+            return 1
+        join = " ".join if decoder is None else decoder.decode
+        return len(join(["x", token]).encode()) - 1
+
+    return of_byte_level if isinstance(text, _ByteLevelText) else of_others
+
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 def _byte_of_character() -> dict[str, int]:

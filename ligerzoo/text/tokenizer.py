@@ -22,7 +22,7 @@ from ligerzoo.errors import TokenizerError
 from ligerzoo.files.atomic import reading_directory, replace_files
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.text.encoding import TextEncoder
-from ligerzoo.text.incremental_decoding import IncrementalDecoder
+from ligerzoo.text.incremental_decoding import IncrementalDecoder, token_length
 from ligerzoo.text.tokenizer_files import (
     FILE_PATTERNS,
     PaddingSide,
@@ -258,6 +258,16 @@ class Tokenizer(TextEncoder):
             skip_special_tokens: whether to skip `all_special_ids`.
         """
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def bytes_per_token(self) -> list[int]:
+        """Returns how many bytes of UTF-8 text each token adds, by id; 0 for special tokens and ids without a token.
+
+        The bytes of a text's tokens are those of the text. Only a leading space that the decoder strips, as those of
+        SentencePiece do, counts too.
+        """
+        length, special = token_length(self._backend.decoder), set(self.all_special_ids)
+        tokens = (None if token_id in special else self.id_to_token(token_id) for token_id in range(len(self)))
+        return [0 if token is None else length(token) for token in tokens]
 
     def stream(self, skip_special_tokens: bool = False) -> IncrementalDecoder:
         """Returns a decoder for ids that arrive one at a time."""

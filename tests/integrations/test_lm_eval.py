@@ -1,6 +1,7 @@
 """lm-evaluation-harness on wrapped models."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from ligerzoo import cli
 from tests.integrations.clients import COMPARED, assert_same, ours, theirs, tokenizer
 
 # transformers reads config.json of version 4.
@@ -39,7 +41,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tasks")
     rows = [
         {"question": f"w{i} w{2 * i}", "choices": [f"w{i + 3}", f"w{i + 9} w{i}"], "right": i % 2, "answer": f"w{i}"}
@@ -48,7 +50,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     (root / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     for name, kind in (("choices", CHOICES), ("continuations", CONTINUATIONS)):
         (root / f"{name}.yaml").write_text(TASK.format(name=name, root=root) + kind)
-    return TaskManager(include_path=str(root), include_defaults=False)
+    return root
+
+
+@pytest.fixture(scope="module")
+def tasks(directory: Path) -> TaskManager:
+    return TaskManager(include_path=str(directory), include_defaults=False)
 
 
 @pytest.mark.parametrize("model_type", COMPARED)
@@ -62,3 +69,24 @@ def test_evaluation(model_type: str, checkpoints: dict[str, Path], tasks: TaskMa
     assert found[0]["continuations"] == found[1]["continuations"]
     likelihoods = [[number for row in each["choices"] for number, _ in row] for each in found]
     assert_same(*likelihoods)
+
+
+def test_command(
+    directory: Path, checkpoints: dict[str, Path], tasks: TaskManager, capsys: Any, monkeypatch: Any
+) -> None:
+    """`ligerzoo evaluate --tasks` prints what lm-eval finds with transformers' model."""
+    without_defaults = partial(TaskManager, include_defaults=False)  # whose index takes ten seconds
+    monkeypatch.setattr("ligerzoo.integrations.tasks.TaskManager", without_defaults)
+    checkpoint = checkpoints["llama"]
+    given = [str(checkpoint), "--task-directory", str(directory), "--device", "cpu", "--seq-length", "64"]
+    line = ["evaluate", *given, "--tasks", "choices,continuations", "--json"]
+    assert cli.main(line) == 0
+    found = json.loads(capsys.readouterr().out)["tasks"]
+    model = HFLM(theirs(checkpoint), tokenizer=tokenizer(), batch_size=4, device="cpu", max_length=64)
+    expected = simple_evaluate(model, tasks=["choices", "continuations"], task_manager=tasks)
+    assert expected is not None
+    for name, metric in (("choices", "acc,none"), ("continuations", "exact_match,none")):
+        assert found[name][metric] == expected["results"][name][metric]
+    assert cli.main([*line[:-1], "--limit", "2"]) == 0
+    assert cli.main(["evaluate", *given, "--tasks", "choises"]) == 1
+    assert "--tasks: unknown task; got 'choises'. Did you mean 'choices'?" in capsys.readouterr().err

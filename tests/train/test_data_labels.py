@@ -224,6 +224,13 @@ def test_tools_and_template_variables_reach_the_template() -> None:
     assert tok.decode(sample_of(record, tok, template_variables={"mood": "brief"}).input_ids).startswith("yesno<|im")
 
 
+@pytest.mark.parametrize("name", ["messages", "chat_template", "add_generation_prompt", "tokenize"])
+def test_records_set_variables_of_the_template_only(name: str) -> None:
+    record = {**chat("Hello", "yes"), "chat_template_kwargs": {name: True}}
+    with pytest.raises(DataError, match=rf"^dataset\[0\]: chat_template_kwargs: '{name}' is not a variable"):
+        sample_of(record, tokenizer())
+
+
 def test_format_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     tok, sample = tokenizer(), sample_of(chat("Hello\x1b[2J", "yes"))
     plain = format_sample(sample, tok)

@@ -1,8 +1,10 @@
 """Streams and batches: the order is reproducible, packing loses nothing, and resuming changes nothing."""
 
 import gc
+import gzip
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -210,7 +212,9 @@ def test_documents_are_cut_without_loss(given_samples: list[Sample], is_last: bo
     assert found == tokens or (is_last and found == tokens[:-1] and len(tokens) % 20 == 1)
     assert all(sum(map(row_length, row)) == 20 for row in rows[: len(rows) - is_last])
     rows, rest = pack_pieces(given_samples, 20, is_last)
-    assert sorted(itertools.chain(*ids(itertools.chain(*rows, rest)))) == tokens
+    pieces = list(itertools.chain(*rows, rest))
+    assert sorted(set(itertools.chain(*ids(pieces)))) == tokens
+    assert sum(len(piece) - 1 for piece in ids(pieces)) == sum(len(one) - 1 for one in ids(given_samples))
 
 
 @pytest.mark.parametrize("mode", ["concatenate", "separate", "whole"])
@@ -325,9 +329,10 @@ def test_changed_data_is_not_continued(tmp_path: Path) -> None:
     state = open_data(path, "auto", tokenizer(), seq_length=9).state_dict()
     with pytest.raises(DataError, match=r"^seed: the data has changed, so the training cannot be continued; got 1"):
         open_data(path, "auto", tokenizer(), seq_length=9, seed=1).load_state_dict(state)
-    write_lines(path, [{"text": "yes"}] * 3)
-    with pytest.raises(DataError, match=r"^files: the data has changed"):
-        open_data(path, "auto", tokenizer(), seq_length=9).load_state_dict(state)
+    for others in ([{"text": "yes"}] * 3, [{"text": "yes"}, {"text": "yo"}]):
+        write_lines(path, others)
+        with pytest.raises(DataError, match=r"^files: the data has changed"):
+            open_data(path, "auto", tokenizer(), seq_length=9).load_state_dict(state)
 
 
 LONG = {"prompt": "yes " * 40, "completion": "no"}
@@ -419,6 +424,13 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     refused("the data has no records", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf{}")
     refused("a.jsonl:1: the file begins with a UTF-8 byte order mark", tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
+    refused(r"a.jsonl:1: the file is compressed \(gzip\). Decompress it", tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    for name in ("pipe", "loop"):
+        refused("not a regular file.* Write pipes", tmp_path / f"{name}.jsonl")
+        (tmp_path / f"{name}.jsonl").unlink()
     (tmp_path / "a.jsonl").write_text('{"conversations": []}')
     refused('not a record of a known kind.*"value" becomes "content"', tmp_path / "a.jsonl")
     refused("listed twice", [tmp_path / "a.jsonl", tmp_path])

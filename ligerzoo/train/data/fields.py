@@ -20,6 +20,12 @@ Messages = list[dict[str, Any]]
 
 _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
 
+_RESERVED_VARIABLES = {
+    "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding_side", "return_tensors",
+}  # fmt: skip
+"""What `chat_template_kwargs` may not set: arguments of `Tokenizer.apply_chat_template`."""
+
 
 class _Names(NamedTuple):
     required: tuple[str, ...]
@@ -193,7 +199,8 @@ def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]
     """Returns the tools (None for none) and further variables of the chat template.
 
     Raises:
-        DataError: `tools` is not a list of objects (or its JSON text), or `chat_template_kwargs` is not an object.
+        DataError: `tools` is not a list of objects (or its JSON text), or `chat_template_kwargs` is not an object or
+            sets what training sets.
     """
     tools, variables = record.get("tools"), record.get("chat_template_kwargs", {})
     if isinstance(tools, str):  # datasets whose tools have different schemas store JSON
@@ -207,6 +214,11 @@ def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]
         raise DataError(
             "chat_template_kwargs: wrong type", where=source, got=_described(variables), expected="an object"
         )
+    if reserved := sorted(set(variables) & _RESERVED_VARIABLES):
+        raise DataError(
+            f"chat_template_kwargs: {reserved[0]!r} is not a variable of the record", where=source,
+            remedy="Only variables that the chat template itself defines may be set, such as enable_thinking.",
+        )  # fmt: skip
     return tools or None, dict(variables)
 
 

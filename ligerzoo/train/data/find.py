@@ -69,4 +69,9 @@ def _expand(path: Path) -> list[Path]:
         if not files:
             raise DataError("no file matches the pattern", where=path)
         return files
+    if os.path.lexists(path):
+        raise DataError(
+            "not a regular file", where=path, expected="a file or a directory",
+            remedy="Write pipes and other streams to a file: training reads it in random order.",
+        )  # fmt: skip
     raise DataError("no such file or directory", where=path)

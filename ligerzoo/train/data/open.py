@@ -94,7 +94,7 @@ def open_data(
             raise DataError(
                 "not a valid number", where=name, got=repr(number), expected=f"an integer of {least} or more"
             )
-    reader, parse = _reader(data, seq_length, len(tokenizer), text_unit)
+    reader, parse = open_records(data, seq_length, len(tokenizer), text_unit)
     kind = _check_kind(reader, parse, kind)
     identity: dict[str, Any] = {"seq_length": seq_length}
     encode: Encode
@@ -129,8 +129,17 @@ def open_data(
 Parse = Callable[[Record], Fields | None]
 
 
-def _reader(data: Any, seq_length: int, vocab_size: int, text_unit: TextUnit) -> tuple[RecordReader, Parse | None]:
-    """Returns the reader of the data and the function that parses its records; None for token files."""
+def open_records(
+    data: Any, seq_length: int, vocab_size: int, text_unit: TextUnit = "file"
+) -> tuple[RecordReader, Parse | None]:
+    """Returns the reader of the data and the function that parses its records; None for token files.
+
+    Args:
+        data: see `open_data`.
+        seq_length: tokens of a record of a token file.
+        vocab_size: the ids of token files must be smaller.
+        text_unit: see `open_data`.
+    """
     if is_saved_dataset(data) or not _are_paths(data):
         rows, name, identity = as_rows(data)
         return RowReader(rows, name, identity), parse_row

@@ -85,11 +85,14 @@ def pack_concatenated(samples: Sequence[TrainedSample], seq_length: int, is_last
 
 
 def pack_pieces(samples: Sequence[TrainedSample], seq_length: int, is_last: bool) -> Packed:
-    """Packs documents like `pack_best_fit`, after cutting longer ones into pieces of `seq_length` tokens."""
+    """Packs documents like `pack_best_fit`, after cutting longer ones into pieces of `seq_length` tokens.
+
+    A piece begins with the last token of the piece before, which predicts the next token. So no token is left out.
+    """
     pieces: Row = [
         Sample(one.input_ids[first : first + seq_length], one.labels[first : first + seq_length], one.source)
         for sample in samples
         for one in sample.segments
-        for first in range(0, len(one.input_ids), seq_length)
+        for first in range(0, max(1, len(one.input_ids) - 1), seq_length - 1)
     ]
     return pack_best_fit(pieces, seq_length, is_last)

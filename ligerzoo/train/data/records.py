@@ -6,6 +6,7 @@ the first block of a file of any size is read at once.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -24,6 +25,7 @@ MAX_RECORD = 2**26
 
 _MAX_OPEN = 64
 _BOMS = {b"\xef\xbb\xbf": "a UTF-8", b"\xff\xfe": "a UTF-16", b"\xfe\xff": "a UTF-16"}
+_FORMATS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
 
 
 class Record(NamedTuple):
@@ -86,12 +88,17 @@ class LineReader(RecordReader):
         self.num_blocks = int(self._first_block[-1])
         self.blocks_per_pool = max(1, pool_size // block_size)
         self.identity = {
-            "files": [[Path(name).name, size] for name, size in zip(self._files, self._sizes, strict=True)],
+            "files": [
+                [Path(name).name, size, fingerprint(name)] for name, size in zip(self._files, self._sizes, strict=True)
+            ],
             "blocks": [block_size, self.blocks_per_pool, joined],
         }
         self._open = _OpenFiles()
         for name in self._files:
-            start = self._open.read(name, 0, 3)
+            start = self._open.read(name, 0, 4)
+            for mark, kind in _FORMATS.items():
+                if start.startswith(mark):
+                    raise DataError(f"the file is compressed ({kind})", where=f"{name}:1", remedy="Decompress it.")
             for mark, kind in _BOMS.items():
                 if start.startswith(mark):
                     raise DataError(
@@ -144,6 +151,18 @@ class LineReader(RecordReader):
         is_end = end + 1 >= self._sizes[file]
         data = self._open.read(name, start, end - start + (self._joined and not is_end))
         return Record(source, data, not self._joined or is_end)
+
+
+def fingerprint(file: str | os.PathLike[str]) -> str:
+    """Returns a hash of the first and the last 64 KiB of a file, to notice that it was replaced."""
+    try:
+        with open(file, "rb") as stream:
+            digest = hashlib.blake2b(stream.read(2**16), digest_size=8)
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - 2**16))
+            digest.update(stream.read(2**16))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file) from error
+    return digest.hexdigest()
 
 
 class RowReader(RecordReader):

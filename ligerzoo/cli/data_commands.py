@@ -1,0 +1,141 @@
+"""The commands around training: evaluation on held-out data, and new tokenizers, token files and configs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ligerzoo.cli.commands import find_device, print_size, refuse_existing_files
+from ligerzoo.errors import LigerzooError
+
+if TYPE_CHECKING:
+    from ligerzoo.models import CausalLM
+
+DEFAULT_SEQ_LENGTH = 2048
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Prints the scores of a model on held-out data, and the results of tasks of lm-eval."""
+    from ligerzoo.adapters import load_adapter
+    from ligerzoo.hub import AutoModel, read_config
+    from ligerzoo.text.tokenizer import Tokenizer
+    from ligerzoo.train.data.check import check_data
+    from ligerzoo.train.scores import score_data
+
+    device = find_device(options.device)
+    config = read_config(options.model, revision=options.revision)
+    longest = getattr(config, "max_position_embeddings", DEFAULT_SEQ_LENGTH)
+    seq_length = options.seq_length or min(DEFAULT_SEQ_LENGTH, longest)
+    data: dict[str, Any] = {}
+    if options.data:
+        tokenizer = Tokenizer.from_pretrained(options.tokenizer or options.model, revision=options.revision)
+        data = {"data": options.data, "kind": options.kind, "tokenizer": tokenizer, "seq_length": seq_length}
+        with warnings_as_lines():
+            check_data(**data).raise_if_bad()
+    model = AutoModel.from_pretrained(options.model, revision=options.revision, dtype=options.dtype, device=device)
+    if options.adapter is not None:
+        load_adapter(model, options.adapter)
+    found: dict[str, Any] = {}
+    if data:
+        with warnings_as_lines():
+            scores = score_data(model, **data, batch_size=options.batch_size)
+        found |= scores.as_json()
+        if not options.json:
+            print(scores)
+    if options.tasks:
+        found["tasks"] = task_results(model, options, seq_length)
+        if not options.json:
+            print(json.dumps(found["tasks"], indent=2))
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+def task_results(model: CausalLM, options: argparse.Namespace, seq_length: int) -> dict[str, dict[str, Any]]:
+    """Returns the results of the tasks of the options.
+
+    Raises:
+        LigerzooError: lm-eval is not installed, or a task is unknown.
+    """
+    try:
+        from ligerzoo.integrations.tasks import run_tasks
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("lm_eval", "transformers"):
+            raise
+        what = f"tasks need the package {package}, which is not installed"
+        raise LigerzooError(what, where="--tasks", remedy="Run `pip install ligerzoo[integrations]`.") from error
+
+    results = run_tasks(
+        model, options.tokenizer or options.model, options.tasks.split(","), batch_size=options.batch_size,
+        max_length=seq_length, task_directory=options.task_directory, limit=options.limit,
+    )  # fmt: skip
+    return {task: {name: plain(value) for name, value in entries.items()} for task, entries in results.items()}
+
+
+def plain(value: Any) -> Any:
+    """Returns a number of NumPy as a number of Python."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def tokenizer(options: argparse.Namespace) -> int:
+    """Trains a tokenizer and writes it to a new directory."""
+    from ligerzoo.train.new_tokenizer import CHATML, train_tokenizer
+
+    target: Path = options.output
+    refuse_existing_files(target, "tokenizer")
+    template: str | None = {"chatml": CHATML, "none": None}.get(options.chat_template, options.chat_template)
+    if options.chat_template not in ("chatml", "none"):
+        template = Path(options.chat_template).read_text(encoding="utf-8")
+    with warnings_as_lines():
+        trained = train_tokenizer(options.files, options.vocab_size, chat_template=template)
+    trained.save_pretrained(target)
+    print(f"{len(trained):,} tokens; {trained.eos_token} ends texts and messages")
+    print_size(target)
+    return 0
+
+
+def tokenize(options: argparse.Namespace) -> int:
+    """Writes the tokens of text files to a token file."""
+    from ligerzoo.text.tokenizer import Tokenizer
+    from ligerzoo.train.data import write_tokens
+
+    target: Path = options.output
+    if target.exists():
+        raise LigerzooError("already exists", where=target, remedy="Choose another file, or delete this one.")
+    with warnings_as_lines():
+        count = write_tokens(
+            options.files, target, Tokenizer.from_pretrained(options.tokenizer), text_unit=options.text_unit
+        )
+    print(f"{target}: {count:,} tokens, {target.stat().st_size:,} bytes")
+    return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """Writes the config.json of a new model, and its tokenizer, to a new directory."""
+    from ligerzoo.text.tokenizer import Tokenizer
+    from ligerzoo.train.new_config import new_config, parse_field, write_config
+
+    target: Path = options.output
+    refuse_existing_files(target, "config")
+    loaded = Tokenizer.from_pretrained(options.tokenizer)
+    content = new_config(options.model_type, loaded, dict(map(parse_field, options.fields)))
+    loaded.save_pretrained(target)
+    write_config(target, content)
+    print(json.dumps(content, indent=2))
+    print_size(target)
+    return 0
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Prints each warning in the block as a line on standard error."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print("warning:", message, file=sys.stderr)
+        yield
