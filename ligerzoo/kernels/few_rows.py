@@ -56,7 +56,7 @@ def _weight_of_program(program, tiles_0, tiles_1, size_0, size_1, size_2, distan
                        bias_distance_1, bias_distance_2, scale_distance_1, scale_distance_2):  # fmt: skip
     """Which of three weights a program computes: its first program, size, offset in the output, and distances.
 
-    With an activation all programs compute the first, the gate, beside the second.
+    With an activation all programs compute the first, the gate, and the second, the up projection.
     """
     is_0, is_1 = program < tiles_0, program < tiles_0 + tiles_1
     first = tl.where(is_0, 0, tl.where(is_1, tiles_0, tiles_0 + tiles_1))

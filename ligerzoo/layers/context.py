@@ -50,7 +50,7 @@ LAYER_OUTPUTS = ("router_logits", "attentions")
 """Attributes of a context to which layers within a block append tensors."""
 
 
-class KnownInputs(NamedTuple):
+class InputProperties(NamedTuple):
     """What the caller of a model knows of the values of its inputs.
 
     Attributes:
@@ -62,18 +62,18 @@ class KnownInputs(NamedTuple):
     has_segments: bool
 
 
-_known: KnownInputs | None = None
+_assumed: InputProperties | None = None
 
 
 @contextmanager
-def known_inputs(known: KnownInputs) -> Iterator[None]:
+def assuming_inputs(properties: InputProperties) -> Iterator[None]:
     """Within this context, a `Context` does not read the values of its inputs, which would be a host sync."""
-    global _known
-    outer, _known = _known, known
+    global _assumed
+    outer, _assumed = _assumed, properties
     try:
         yield
     finally:
-        _known = outer
+        _assumed = outer
 
 
 def has_segments(position_ids: Tensor) -> bool:
@@ -381,7 +381,7 @@ def _slice_keys(mask: Tensor, offset: int, keys: int) -> Tensor:
 
 
 def _masks_any(padding_mask: Tensor) -> bool:
-    return any_true(~padding_mask) if _known is None else _known.has_padding
+    return any_true(~padding_mask) if _assumed is None else _assumed.has_padding
 
 
 def _begins_segment(position_ids: Tensor) -> Tensor:
@@ -392,7 +392,7 @@ def _begins_segment(position_ids: Tensor) -> Tensor:
 def _segment_starts(position_ids: Tensor) -> Tensor | None:
     """Returns the index of the first token of each token's segment, (B or 1, T); None if there is one segment."""
     is_start = _begins_segment(position_ids)
-    if not torch.compiler.is_compiling() and not (any_true(is_start) if _known is None else _known.has_segments):
+    if not torch.compiler.is_compiling() and not (any_true(is_start) if _assumed is None else _assumed.has_segments):
         return None
     index = torch.arange(is_start.shape[1], device=is_start.device)
     return (index * is_start).cummax(1).values

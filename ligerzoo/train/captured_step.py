@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels.checks import POSITIVE, check_integer, check_num_items, check_optional_numbers
 from ligerzoo.kernels.cuda_graph import capture as capture_graph
-from ligerzoo.layers.context import KnownInputs, has_segments, known_inputs
+from ligerzoo.layers.context import InputProperties, assuming_inputs, has_segments
 from ligerzoo.train.capturable import (
     reason_against_inputs,
     reason_against_model,
@@ -175,16 +175,16 @@ class CapturedStep:
                 "or several and num_items, the number of trained tokens of all"
             )
         self._notice_changes()
-        known = _known(batches)
-        key = _signature(batches, known, num_items is not None)
+        properties = _properties(batches)
+        key = _signature(batches, properties, num_items is not None)
         self.reason = self._reason_against(batches, key)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             if self.reason is None and key not in self._graphs:
-                self._graphs_of(key, batches[0], num_items, known, len(batches))
+                self._graphs_of(key, batches[0], num_items, properties, len(batches))
             if (graphs := self._graphs.get(key)) is not None and self.reason is None:
                 self._replay(graphs, batches, num_items)
             else:
-                self._run_eagerly(batches, num_items, known)
+                self._run_eagerly(batches, num_items, properties)
                 self._eager_steps[key] = self._eager_steps.get(key, 0) + 1
         return self._loss.clone(), self._norm.clone() if self._has_norm else None
 
@@ -242,22 +242,28 @@ class CapturedStep:
     # The parts of a step, eager or captured
 
     def _run_eagerly(
-        self, batches: Sequence[Mapping[str, Any]], num_items: int | Tensor | None, known: KnownInputs
+        self, batches: Sequence[Mapping[str, Any]], num_items: int | Tensor | None, properties: InputProperties
     ) -> None:
         divisor = None if num_items is None else self._new_divisor(num_items)
         for index, inputs in enumerate(batches):
             on_device = {name: self._to_device(value) for name, value in inputs.items()}
-            self._forward_backward(on_device, divisor, known, len(batches), is_first=index == 0)
+            self._forward_backward(on_device, divisor, properties, len(batches), is_first=index == 0)
         self._update()
         self._state = state_of(self._model, self._optimizer)  # the first update creates the optimizer's state
 
     def _forward_backward(
-        self, inputs: Mapping[str, Any], num_items: Tensor | None, known: KnownInputs, count: int, *, is_first: bool
+        self,
+        inputs: Mapping[str, Any],
+        num_items: Tensor | None,
+        properties: InputProperties,
+        count: int,
+        *,
+        is_first: bool,
     ) -> None:
         """Adds a micro-batch's gradients and loss to those of the ones before."""
         if is_first:
             self._drop_gradients()
-        with known_inputs(known), self._autocasting():
+        with assuming_inputs(properties), self._autocasting():
             loss = self._compute_loss(self._model, inputs, num_items, count)
         loss.backward()  # type: ignore[no-untyped-call]
         if is_first:
@@ -296,9 +302,13 @@ class CapturedStep:
     # Graphs
 
     def _graphs_of(
-        self, key: tuple[Any, ...], inputs: Mapping[str, Any], num_items: int | Tensor | None, known: KnownInputs,
+        self,
+        key: tuple[Any, ...],
+        inputs: Mapping[str, Any],
+        num_items: int | Tensor | None,
+        properties: InputProperties,
         count: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Captures the graphs of a signature. If it fails, `reason` says why, and the step runs eagerly."""
         if self._device.type == "cuda":  # memory that eager steps have left behind becomes that of the graphs
             torch.cuda.synchronize()
@@ -310,7 +320,7 @@ class CapturedStep:
         }
         graphs = _Graphs(static, None if num_items is None else self._new_divisor(num_items).clone())
         pool = next((other.first.pool() for other in self._graphs.values()), None)
-        forward_backward = partial(self._forward_backward, static, graphs.num_items, known, count)
+        forward_backward = partial(self._forward_backward, static, graphs.num_items, properties, count)
         try:
             graphs.first, _ = capture_graph(partial(forward_backward, is_first=True), pool)
             pool = graphs.first.pool()
@@ -385,7 +395,7 @@ def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 group["capturable"] = flag
 
 
-def _known(batches: Sequence[Mapping[str, Any]]) -> KnownInputs:
+def _properties(batches: Sequence[Mapping[str, Any]]) -> InputProperties:
     """Reads what selects the attention kernels: one answer for all micro-batches of a step."""
     padding, segments = False, False
     for inputs in batches:
@@ -393,7 +403,7 @@ def _known(batches: Sequence[Mapping[str, Any]]) -> KnownInputs:
         padding = padding or (isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()))
         if isinstance(position_ids, Tensor) and position_ids.dim() == 2 and mask is None:
             segments = segments or has_segments(position_ids)
-    return KnownInputs(padding, segments)
+    return InputProperties(padding, segments)
 
 
 def _layout(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -403,8 +413,8 @@ def _layout(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _signature(batches: Sequence[Mapping[str, Any]], known: KnownInputs, has_divisor: bool) -> tuple[Any, ...]:
-    return tuple(map(_layout, batches)), known, has_divisor
+def _signature(batches: Sequence[Mapping[str, Any]], properties: InputProperties, has_divisor: bool) -> tuple[Any, ...]:
+    return tuple(map(_layout, batches)), properties, has_divisor
 
 
 def _tokens(inputs: Mapping[str, Any]) -> int:
