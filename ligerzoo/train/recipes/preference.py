@@ -239,7 +239,7 @@ def train(options: Options, device: torch.device) -> int:
     base = partial(adapters_disabled, model) if options.lora_rank else nullcontext
     if needs_reference and not options.lora_rank:
         reference = open_model(options.model, device=device, dtype=options.dtype, param_dtype=param_dtype)
-        reference.requires_grad_(False)
+        reference.requires_grad_(False).eval()
 
     def on_device(batch: Batch) -> dict[str, Any]:
         tensors = {**batch.inputs, "sequences": sequences_of(batch)}
