@@ -84,6 +84,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pairs = [{"prompt": f"def f{number}(", "completion": "x):\n    return x\n"} for number in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": pair["completion"]}) + "\n" for pair in pairs))
+    preferences = [{"prompt": f"f{n}", "chosen": " yes", "rejected": " no"} for n in range(40)]
+    labelled = [{"prompt": f"f{n}", "completion": " yes", "label": n % 2 == 0} for n in range(40)]
+    for name, records in (("pairs", preferences), ("labelled", labelled)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two", "id": 2}\n')
     (tmp_path / "reward.py").write_text("def reward(completions): return [len(text) for text in completions]\n")
     monkeypatch.chdir(tmp_path)

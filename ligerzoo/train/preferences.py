@@ -54,8 +54,9 @@ def chosen_tokens(batches: Iterable[Batch]) -> int:
 def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     """Returns the prompts of batches, each with the completion of the sample before, to estimate KTO's KL divergence.
 
-    The first prompt has the last completion, so all completions occur once, as in TRL. They are packed in rows of the
-    length of the batches, or of the longest sequence if that is longer. Without a second sample there are none.
+    The samples of all processes form a circle: the first prompt has the last completion, so all completions occur once,
+    as in TRL. They are packed in rows of the length of the batches, or of the longest sequence if that is longer.
+    Without a second sample there are none.
 
     All processes must call it: each gets equally many batches, some of which may be empty, so that a sharded model runs
     in all of them.
@@ -64,8 +65,12 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
         batches: batches of `LabelledSample`, of this process.
     """
     samples = [sample.segments[0] for sample in samples_of(batches)]
-    previous = [samples[-1], *samples] if len(samples) > 1 else []
-    crossed = [_with_completion(one, before) for before, one in zip(previous, samples, strict=False)]
+    parts = processes.gather((len(samples), samples[-1:]))
+    if sum(count for count, _ in parts) < 2:
+        return []
+    first = processes.rank()
+    last = [sample for _, sample in [*parts[first:], *parts[:first]] if sample][-1]
+    crossed = [_with_completion(one, before) for before, one in zip([*last, *samples], samples, strict=False)]
     n_rows, length = batches[0].inputs["input_ids"].shape
     length = max(length, *map(row_length, crossed), 0)
     rows = pack_best_fit(crossed, length, is_last=True).rows
@@ -89,7 +94,7 @@ def _prompt_length(sample: Sample) -> int:
 
 
 def mean_log_ratio(log_ratios: Tensor) -> Tensor:
-    """Returns the mean of (N,) numbers of all processes, 0-d; 0 if there are none."""
+    """Returns the mean of (N,) numbers of all processes, 0-d; 0 for N = 0 in all of them."""
     (count,) = processes.total(len(log_ratios))
     return processes.mean(log_ratios.sum()) * processes.world_size() / max(1, count)
 

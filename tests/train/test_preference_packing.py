@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import AutoModel
-from ligerzoo.losses import CPO, DPO, KTO, ORPO, Distillation, SimPO, kto_kl, model_sequence_logps
+from ligerzoo.losses import CPO, DPO, KTO, ORPO, Distillation, SimPO, model_sequence_logps
 from ligerzoo.losses.dpo import VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train.data import LabelledSample, PreferenceSample, Sample, Source
@@ -88,9 +88,9 @@ def kto_losses(variant: str, model: CausalLM, other: CausalLM) -> Losses:
     kl = []
     for arrange in (packed, unpacked):
         crossed = [torch.cat([_logps(one, arrange(batch)) for batch in mismatched(batches)]) for one in (model, other)]
-        kl.append(kto_kl(*crossed))
-    assert kl[0] > 0
-    torch.testing.assert_close(kl[0], kl[1], rtol=1e-6, atol=1e-6)
+        kl.append((crossed[0] - crossed[1]).mean())  # without the minimum of 0, which would hide a difference
+    assert kl[0] != 0
+    torch.testing.assert_close(kl[0], kl[1], rtol=1e-5, atol=1e-5)
     totals = [torch.zeros_like(kl[0]), torch.zeros_like(kl[0])]
     for batch in batches:
         for index, arrange in enumerate((packed, unpacked)):
@@ -150,13 +150,15 @@ MAIN_METHODS = ("sft", "dpo sigmoid", "kto", "orpo", "simpo", "cpo", "distill")
 ARCHITECTURES = {row.config["model_type"]: row for row in reversed(TEXT_CHECKPOINTS)}
 """One checkpoint of each architecture."""
 
+FAST = ("llama", "mixtral", "gemma2", "phi3", "qwen3")
+
 OTHERS = [row for row in {model_of(row): row for row in TEXT_CHECKPOINTS}.values() if row not in ARCHITECTURES.values()]
 
 
 def models_of(row: Tiny, directory: Path, dtype: str) -> tuple[CausalLM, CausalLM]:
     """Returns a model and a reference with other weights."""
     row.write(directory)
-    model = AutoModel.from_pretrained(directory, dtype=dtype).train()
+    model = AutoModel.from_pretrained(directory, dtype=dtype).eval()  # without the random noise of some routers
     other = copy.deepcopy(model).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -181,18 +183,25 @@ def assert_packing_is_exact(method: str, models: tuple[CausalLM, CausalLM], tole
     assert worst <= tolerance * max(1.0, scale), f"{method}: gradients differ by {worst}, the largest is {scale}"
 
 
+DOUBLE = ("dpo sppo_hard", "dpo discopop")
+"""Methods whose sums in fp32, of squares and exponentials, depend on their order by more than 1e-6."""
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(method: str, tmp_path: Path) -> None:
-    assert_packing_is_exact(method, models_of(ARCHITECTURES["llama"], tmp_path, "float32"), 1e-6)
+    dtype = "float64" if method in DOUBLE else "float32"
+    assert_packing_is_exact(method, models_of(ARCHITECTURES["llama"], tmp_path, dtype), 1e-6)
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_every_architecture(model_type: str, tmp_path: Path) -> None:
-    assert_packing_is_exact("dpo sigmoid", models_of(ARCHITECTURES[model_type], tmp_path, "float32"), 1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("row", [*ARCHITECTURES.values(), *OTHERS], ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_with_every_checkpoint(method: str, row: Tiny, tmp_path: Path) -> None:
-    assert_packing_is_exact(method, models_of(row, tmp_path, "float64"), 1e-6)
+@pytest.mark.parametrize(
+    "row",
+    [
+        row if row in map(ARCHITECTURES.get, FAST) else pytest.param(row, marks=pytest.mark.thorough)
+        for row in [*ARCHITECTURES.values(), *OTHERS]
+    ],
+    ids=str,
+)
+def test_every_checkpoint(row: Tiny, tmp_path: Path) -> None:
+    models = models_of(row, tmp_path, "float64")
+    for method in METHODS:
+        assert_packing_is_exact(method, models, 1e-9)

@@ -57,8 +57,8 @@ def open_data(
         kind: what a record is: "text", "completion" (a prompt and its completion), "chat", "preference", "labelled"
             (for KTO) or "prompt" (for GRPO). "auto" decides by the fields of the first record.
         tokenizer: encodes the texts.
-        seq_length: the most tokens of a sample; documents of kind "text" may be longer. Token files are read in samples
-            of this many tokens.
+        seq_length: the most tokens of a sample, both sequences of a pair together; documents of kind "text" may be
+            longer. Token files are read in samples of this many tokens.
         seed: selects the order.
         shuffle: whether the order is random; otherwise it is that of the files.
         epochs: how often the data is read, each time in another order. None for no end.

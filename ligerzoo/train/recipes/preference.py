@@ -147,7 +147,7 @@ class Options:
             raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
         loss = make_loss(self)
         if self.precompute_reference and (not loss.needs_reference({}) or uses_kl(self)):
-            reason = "pairs prompts and completions anew in each step" if uses_kl(self) else "has no reference"
+            reason = "pairs prompts with other completions in each step" if uses_kl(self) else "has no reference"
             raise ConfigError(f"method {self.method} {reason}", where="option precompute_reference")
 
 
@@ -239,7 +239,7 @@ def train(options: Options, device: torch.device) -> int:
     base = partial(adapters_disabled, model) if options.lora_rank else nullcontext
     if needs_reference and not options.lora_rank:
         reference = open_model(options.model, device=device, dtype=options.dtype, param_dtype=param_dtype)
-        reference.requires_grad_(False)
+        reference.requires_grad_(False).eval()
 
     def on_device(batch: Batch) -> dict[str, Any]:
         tensors = {**batch.inputs, "sequences": sequences_of(batch)}
