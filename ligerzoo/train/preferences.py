@@ -56,7 +56,7 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
 
     The samples of all processes form a circle: the first prompt has the last completion, so all completions occur once,
     as in TRL. They are packed in rows of the length of the batches, or of the longest sequence if that is longer.
-    Without a second sample there are none.
+    A single sample gives no batch.
 
     All processes must call it: each gets equally many batches, some of which may be empty, so that a sharded model runs
     in all of them.
