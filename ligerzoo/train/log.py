@@ -41,7 +41,7 @@ SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
 
 MAX_SKIPPED = 10
-"""So many steps in a row may be skipped; then the run stops."""
+"""Number of skipped steps in a row after which the run stops."""
 
 
 class CountedBatch(Protocol):

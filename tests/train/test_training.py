@@ -9,6 +9,8 @@ import torch
 
 from ligerzoo import AutoModel, adapters, cli
 from ligerzoo.errors import ConfigError, DataError, LigerzooError
+from ligerzoo.train import processes
+from ligerzoo.train.checks import check_optimizer
 from ligerzoo.train.log import read_log
 from ligerzoo.train.recipes import sft
 from ligerzoo.train.run_state import checkpoints
@@ -225,3 +227,11 @@ def test_options_that_exclude_each_other(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         sft.Options(**options(checkpoint, data, tmp_path, **wrong))
+
+
+def test_low_bit_optimizers_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_optimizer("adamw-8bit")
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    check_optimizer("muon")
+    with pytest.raises(ConfigError, match="option optimizer: cannot be saved by several processes; got adamw-8bit"):
+        check_optimizer("adamw-8bit")
