@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def weights(output: Path) -> bytes:
 @pytest.mark.parametrize("method", RECIPES)
 def test_every_option_is_described_and_read_without_an_import(method: str) -> None:
     described = read_options(recipe_source(method))
-    fields = dataclasses.fields(sft.Options)
+    fields = dataclasses.fields(import_module(RECIPES[method]).Options)
     assert [option.name for option in described] == [field.name for field in fields]
     assert [option.default for option in described] == [field.default for field in fields]
     assert all(option.description for option in described)
