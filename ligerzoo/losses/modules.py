@@ -250,7 +250,7 @@ class HeadLoss(nn.Module):
             reference: the reference model; computes `ref_logps` without gradients.
             sequences: (N, L) int64, for rows that several sequences share: the indices b T + t of the tokens that
                 predict the labels of each sequence, then -1. The function then gets N sequences, and all its arguments
-                count these. Pass `position_ids` that restart in each segment as an input of the model.
+                count these. Pass `position_ids` that begin at 0 in each segment as an input of the model.
             aux_loss_share: factor of the load-balancing loss of a mixture of experts: 1 / n for each of n microbatches.
             inputs: keyword arguments of the function; override the module's options.
 

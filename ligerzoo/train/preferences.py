@@ -56,7 +56,7 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
 
     The samples of all processes form a circle: the first prompt has the last completion, so all completions occur once,
     as in TRL. They are packed in rows of the length of the batches, or of the longest sequence if that is longer.
-    A single sample gives no batch.
+    Returns no batches if there is no second sample.
 
     All processes must call it: each gets equally many batches, some of which may be empty, so that a sharded model runs
     in all of them.
@@ -72,7 +72,7 @@ def mismatched(batches: Sequence[Batch]) -> list[Batch]:
     last = [sample for _, sample in [*parts[first:], *parts[:first]] if sample][-1]
     crossed = [_with_completion(one, before) for before, one in zip([*last, *samples], samples, strict=False)]
     n_rows, length = batches[0].inputs["input_ids"].shape
-    length = max(length, *map(row_length, crossed), 0)
+    length = max(length, *map(row_length, crossed))
     rows = pack_best_fit(crossed, length, is_last=True).rows
     count = max(processes.gather(-(-len(rows) // n_rows)))
     groups = [rows[first : first + n_rows] or [[]] for first in range(0, count * n_rows, n_rows)]
@@ -94,7 +94,7 @@ def _prompt_length(sample: Sample) -> int:
 
 
 def mean_log_ratio(log_ratios: Tensor) -> Tensor:
-    """Returns the mean of (N,) numbers of all processes, 0-d; 0 for N = 0 in all of them."""
+    """Returns the mean of (N,) numbers of all processes, 0-d; 0 without any."""
     (count,) = processes.total(len(log_ratios))
     return processes.mean(log_ratios.sum()) * processes.world_size() / max(1, count)
 

@@ -205,7 +205,7 @@ def test_the_printed_recipe_gives_the_same_weights(
         ({"variant": "aot"}, "options of method dpo: DPO: variant='aot'; expected one of 'sigmoid'"),
         ({"method": "kto", "beta": 0.0}, "options of method kto: KTO: beta=0.0; expected a positive number"),
         ({"method": "orpo", "precompute_reference": True}, "option precompute_reference: method orpo has no reference"),
-        ({"method": "kto", "precompute_reference": True}, "option precompute_reference: method kto pairs prompts"),
+        ({"method": "kto", "precompute_reference": True}, "option precompute_reference: method kto pairs"),
         ({"lora_alpha": 8.0}, "option lora_rank: is needed by the other options"),
         ({"epochs": 1}, "options max_steps and epochs: only one of them"),
     ],

@@ -183,6 +183,23 @@ def assert_packing_is_exact(method: str, models: tuple[CausalLM, CausalLM], tole
     assert worst <= tolerance * max(1.0, scale), f"{method}: gradients differ by {worst}, the largest is {scale}"
 
 
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_load_balancing_loss_is_shared_by_micro_batches(share: float, tmp_path: Path) -> None:
+    model, other = models_of(ARCHITECTURES["mixtral"], tmp_path, "float64")
+    batch = batch_of([[pair] for pair in pairs(model.config.vocab_size)])
+    plain, inputs = packed(batch), packed(batch)
+    inputs["model_inputs"] = {**inputs["model_inputs"], "output_router_logits": True}
+    without = DPO().of(model, **plain, reference=other).loss
+    result = DPO().of(model, **inputs, reference=other, aux_loss_share=share)
+    expected = without + share * model.aux_loss_weight * result.metrics["aux_loss"]
+    torch.testing.assert_close(result.loss, expected, rtol=1e-9, atol=1e-9)
+    router = next(p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight"))
+    (shared,) = torch.autograd.grad(result.loss, router)
+    (whole,) = torch.autograd.grad(DPO().of(model, **inputs, reference=other).loss, router)
+    (own,) = torch.autograd.grad(DPO().of(model, **plain, reference=other).loss, router)
+    torch.testing.assert_close(shared, own + share * (whole - own), rtol=1e-6, atol=1e-9)
+
+
 DOUBLE = ("dpo sppo_hard", "dpo discopop")
 """Methods whose sums in fp32, of squares and exponentials, depend on their order by more than 1e-6."""
 

@@ -147,7 +147,7 @@ class Options:
             raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
         loss = make_loss(self)
         if self.precompute_reference and (not loss.needs_reference({}) or uses_kl(self)):
-            reason = "pairs prompts with other completions in each step" if uses_kl(self) else "has no reference"
+            reason = "pairs other prompts and completions in each step" if uses_kl(self) else "has no reference"
             raise ConfigError(f"method {self.method} {reason}", where="option precompute_reference")
 
 
