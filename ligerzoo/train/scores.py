@@ -142,7 +142,7 @@ def score_data(
         tokenizer: its tokenizer.
         data: see `ligerzoo.train.data.open_data`.
         kind: see `open_data`.
-        seq_length: the most tokens of a sequence.
+        seq_length: the most tokens of a sequence, or of the two of a pair together.
         batch_size: rows of `seq_length` tokens in a batch. Changes the time and the memory only.
         progress: whether to show a progress bar on stderr; None if stderr is a terminal.
         options: further options of `open_data`, such as `train_on_prompt=True`, which scores prompts too.
@@ -155,10 +155,7 @@ def score_data(
     check_vocabulary(model, tokenizer)
     options = {**options, "shuffle": False, "epochs": 1}
     stream = open_data(data, kind, tokenizer, seq_length=seq_length, **options)  # type: ignore[arg-type]
-    is_pairs = stream.kind == "preference"
-    batches = PackedBatches(
-        stream, batch_size=batch_size, seq_length=seq_length * (2 if is_pairs else 1), pad_token_id=0, documents="whole"
-    )
+    batches = PackedBatches(stream, batch_size=batch_size, seq_length=seq_length, pad_token_id=0, documents="whole")
     lengths = torch.zeros(model.config.vocab_size, dtype=torch.float64)
     lengths[: len(tokenizer)] = torch.tensor(tokenizer.bytes_per_token(), dtype=torch.float64)
     lengths = lengths.to(model.device)

@@ -152,16 +152,16 @@ def test_bytes_are_those_of_the_text(checkpoints: dict[str, Path], tmp_path: Pat
     assert found.bytes == 3 * len(text.encode())
 
 
-def test_pairs_need_twice_the_tokens_of_a_sequence(checkpoints: dict[str, Path]) -> None:
+def test_both_sequences_of_a_pair_must_fit(checkpoints: dict[str, Path]) -> None:
     model, tokenizer = (load.from_pretrained(checkpoints["llama"]) for load in (AutoModel, Tokenizer))
     pair = {"prompt": words(1, 8), "chosen": " yes", "rejected": " no no"}
     lengths = [
         len(one.input_ids)
         for one in next(open_data([pair], "auto", tokenizer, seq_length=999, epochs=1)).segments  # type: ignore[union-attr]
     ]
-    assert score_data(model, tokenizer, [pair], seq_length=max(lengths)).tokens["chosen"].sequences == 1
+    assert score_data(model, tokenizer, [pair], seq_length=sum(lengths)).tokens["chosen"].sequences == 1
     with pytest.raises(DataError, match="the sample is too long"):
-        score_data(model, tokenizer, [pair], seq_length=max(lengths) - 1)
+        score_data(model, tokenizer, [pair], seq_length=sum(lengths) - 1)
 
 
 def test_what_is_refused(checkpoints: dict[str, Path]) -> None:
