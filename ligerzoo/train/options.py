@@ -81,7 +81,7 @@ VALUE_TYPES = {
     "Number": ValueType(int, lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer from 0"),
     "Positive": ValueType(float, lambda value: _is_number(value) and value > 0, "a positive number"),
     "NotNegative": ValueType(float, lambda value: _is_number(value) and value >= 0, "a number from 0"),
-    "Budget": ValueType(str, lambda value: _is_budget(value), '"auto", "none" or a positive number of GiB'),
+    "Budget": ValueType(str, lambda value: _is_budget(value), 'a positive number of GiB, "auto" or "none"'),
     "Fraction": ValueType(float, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
 }
 """The type of a value by the annotation of the field."""
