@@ -17,26 +17,39 @@ LOW_BIT = ("adamw-8bit", "adamw-4bit", "adamw-fp8")
 """Optimizers whose states torchao quantizes."""
 
 
-def check_combinations(options: Any) -> None:
-    """Refuses options of a recipe that exclude each other.
+_ADAPTER_OPTIONS = ("lora_alpha", "lora_dropout", "lora_targets", "dora")
+
+
+def check_common_combinations(options: Any) -> None:
+    """Refuses options that all recipes have and that exclude each other.
 
     Raises:
         ConfigError: Two options exclude each other.
     """
-    lora = options.lora_alpha or options.lora_dropout or options.lora_targets or options.dora
+    if options.max_steps and options.epochs:
+        raise ConfigError("only one of them may be given", where="options max_steps and epochs")
+    if options.mixed_precision and options.dtype != "float32":
+        raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {options.dtype}")
+    if not options.lora_rank and any(getattr(options, name, None) for name in _ADAPTER_OPTIONS):
+        raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
+
+
+def check_combinations(options: Any) -> None:
+    """Refuses options of the recipe for pretraining and fine-tuning that exclude each other.
+
+    Raises:
+        ConfigError: Two options exclude each other.
+    """
+    check_common_combinations(options)
     recomputes = options.mixed_precision or options.activation_checkpointing
     in_backward = "option optimizer_in_backward"
     for is_wrong, where, what, got in (
-        (options.max_steps and options.epochs, "options max_steps and epochs", "only one of them may be given", None),
         (options.lora_rank and options.train_only, "options lora_rank and train_only", "only one of them may be given",
          None),
-        (lora and not options.lora_rank, "option lora_rank", "is needed by the other options of adapters", None),
         (options.optimizer_in_backward and options.max_grad_norm, in_backward,
          "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {options.max_grad_norm}"),
         (options.optimizer_in_backward and options.accumulate > 1, in_backward, "needs accumulate 1",
          f"accumulate {options.accumulate}"),
-        (options.mixed_precision and options.dtype != "float32", "option mixed_precision", "needs dtype float32",
-         f"dtype {options.dtype}"),
         (recomputes and options.activation_budget not in ("auto", "none"), "option activation_budget",
          "excludes mixed_precision and activation_checkpointing", options.activation_budget),
     ):  # fmt: skip

@@ -216,7 +216,7 @@ def test_the_packing_changes_the_rows(checkpoint: Path, data: Path, tmp_path: Pa
         ({"lora_rank": 2, "train_only": ("norm",)}, "options lora_rank and train_only: only one"),
         ({"optimizer_in_backward": True}, "option optimizer_in_backward: needs max_grad_norm 0.*got max_grad_norm 1.0"),
         ({"optimizer_in_backward": True, "max_grad_norm": 0.0, "accumulate": 2}, ".*needs accumulate 1"),
-        ({"activation_budget": "many"}, 'option activation_budget: .*expected a positive number of GiB'),
+        ({"activation_budget": "many"}, "option activation_budget: .*expected a positive number of GiB"),
         ({"activation_budget": "-1"}, "option activation_budget: invalid value"),
         ({"activation_budget": "4", "activation_checkpointing": True}, "option activation_budget: excludes"),
         ({"ema": 1.5}, "option ema: invalid value"),

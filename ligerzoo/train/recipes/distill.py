@@ -24,7 +24,7 @@ from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.losses import Distillation
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.checks import check_model, trains_bfloat16, warn_of_rounding
+from ligerzoo.train.checks import check_common_combinations, check_model, trains_bfloat16, warn_of_rounding
 from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluating, prompt_of
 from ligerzoo.train.interrupt import StopRequest
@@ -124,12 +124,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_steps and self.epochs:
-            raise ConfigError("only one of them may be given", where="options max_steps and epochs")
-        if self.mixed_precision and self.dtype != "float32":
-            raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {self.dtype}")
-        if (self.lora_alpha or self.lora_targets) and not self.lora_rank:
-            raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
+        check_common_combinations(self)
         make_loss(self)
 
 

@@ -24,7 +24,7 @@ from ligerzoo.losses.grpo import VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.averages import Averages
-from ligerzoo.train.checks import check_model, trains_bfloat16, warn_of_rounding
+from ligerzoo.train.checks import check_common_combinations, check_model, trains_bfloat16, warn_of_rounding
 from ligerzoo.train.completion_batches import completion_loss, pack_completions, policy_constants
 from ligerzoo.train.completions import CompletionSampler, samples_exactly, without_labels
 from ligerzoo.train.data import check_data, format_sample, open_data
@@ -143,18 +143,13 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_steps and self.epochs:
-            raise ConfigError("only one of them may be given", where="options max_steps and epochs")
-        if self.mixed_precision and self.dtype != "float32":
-            raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {self.dtype}")
+        check_common_combinations(self)
         if self.num_samples < 2:
             remedy = "An advantage compares the completions of a prompt."
             raise ConfigError("too few", where="option num_samples", got=1, expected="at least 2", remedy=remedy)
         if self.max_new_tokens + 2 > self.seq_length:
             expected = f"at least {self.max_new_tokens + 2}, for prompts and max_new_tokens={self.max_new_tokens}"
             raise ConfigError("too small", where="option seq_length", got=self.seq_length, expected=expected)
-        if not self.lora_rank and (self.lora_alpha or self.lora_targets or self.dora):
-            raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
         self.loss()
 
     def loss(self) -> GRPO:

@@ -25,7 +25,7 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.losses import CPO, DPO, KTO, ORPO, HeadLoss, SimPO, model_sequence_logps
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
-from ligerzoo.train.checks import check_model, trains_bfloat16, warn_of_rounding
+from ligerzoo.train.checks import check_common_combinations, check_model, trains_bfloat16, warn_of_rounding
 from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
 from ligerzoo.train.evaluation import continue_prompts, evaluating, prompt_of
 from ligerzoo.train.interrupt import StopRequest
@@ -139,12 +139,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_steps and self.epochs:
-            raise ConfigError("only one of them may be given", where="options max_steps and epochs")
-        if self.mixed_precision and self.dtype != "float32":
-            raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {self.dtype}")
-        if (self.lora_alpha or self.lora_targets) and not self.lora_rank:
-            raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
+        check_common_combinations(self)
         loss = make_loss(self)
         if self.precompute_reference and (not loss.needs_reference({}) or uses_kl(self)):
             reason = "pairs other prompts and completions in each step" if uses_kl(self) else "has no reference"
