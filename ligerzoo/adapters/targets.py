@@ -10,7 +10,7 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import Shape
 from ligerzoo.layers import Experts
 from ligerzoo.layers.lora import LoRALayer, adaptable_parameters
-from ligerzoo.layers.moe import Router
+from ligerzoo.layers.routers import Router
 from ligerzoo.models.language_model import LanguageModel
 
 

@@ -163,8 +163,8 @@ def route(
 ) -> Routing:
     """Selects k of E experts for each token, and sorts the pairs of token and expert. Not differentiable.
 
-    The weights are those of `ligerzoo.layers.moe.Router`: the k largest of softmax(logits) in fp32. Of equal logits,
-    those of lower experts count as larger. Causes no host sync.
+    The weights are those of `ligerzoo.layers.routers.Router`: the k largest of softmax(logits) in fp32. Of equal
+    logits, those of lower experts count as larger. Causes no host sync.
 
     Args:
         logits: (T, E) router logits, any strides.

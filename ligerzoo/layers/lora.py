@@ -31,8 +31,9 @@ from ligerzoo.kernels.recompute import Recompute, is_recording, recomputable
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.linear import Linear, fusible_parameters, linear
-from ligerzoo.layers.moe import Experts, Router
+from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.plain import dequantized, is_plain_tensor, is_unmodified
+from ligerzoo.layers.routers import Router
 
 _HEAD_MULTIPLE = 64
 """The kernels of the loss head are fastest for a multiple of this number of features."""

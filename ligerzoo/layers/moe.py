@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligerzoo.kernels import decode_experts, experts_mlp, route
@@ -23,6 +22,7 @@ from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.route import fits_one_program
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized, is_plain
+from ligerzoo.layers.routers import Router, router_probabilities
 
 _MAX_DECODED_TOKENS = 64
 """Most tokens of a call for which the kernels for decoding are used."""
@@ -32,64 +32,6 @@ class RouterLogits(Protocol):
     """What an MoE layer needs of the context that all layers of a forward share."""
 
     router_logits: list[Tensor] | None
-
-
-class Router(nn.Module):
-    """Selects k of E experts for each token, and their weights: the k largest of softmax(weight @ x).
-
-    Args:
-        hidden_size: H.
-        num_experts: E.
-        num_experts_per_token: k.
-        renormalize: divide the k probabilities by their sum, so that a token's weights add up to one.
-
-    Raises:
-        ValueError: k is not between 1 and E.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        num_experts_per_token: int,
-        *,
-        renormalize: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if not 1 <= num_experts_per_token <= num_experts:
-            raise ValueError(
-                f"Router: num_experts_per_token={num_experts_per_token}; expected 1 to num_experts={num_experts}"
-            )
-        self.num_experts_per_token = num_experts_per_token
-        self.renormalize = renormalize
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        self.init_weights()
-
-    def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2)."""
-        nn.init.normal_(self.weight, std=std)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Routes the tokens `x`, (T, H).
-
-        Returns:
-            Logits (T, E) in the dtype of `x`; expert ids (T, k), the most probable first; expert weights (T, k), fp32.
-        """
-        logits = self.logits(x)
-        weights, expert_ids = _probabilities(logits).topk(self.num_experts_per_token)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, expert_ids, weights
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x: (T, H) -> (T, E)."""
-        return F.linear(x, self.weight)
-
-    def extra_repr(self) -> str:
-        num_experts, hidden_size = self.weight.shape
-        return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, renormalize={self.renormalize}"
 
 
 class Experts(nn.Module):
@@ -295,13 +237,8 @@ def load_balancing_loss(
     share = share / share.sum().clamp(min=1)
     chosen, probable = [], []
     for logits in router_logits:
-        probabilities = _probabilities(logits)
+        probabilities = router_probabilities(logits)
         choices = torch.zeros_like(probabilities).scatter(1, probabilities.topk(num_experts_per_token).indices, 1.0)
         chosen.append((share * choices).sum(0))
         probable.append((share * probabilities).sum(0))
     return num_experts * (torch.stack(chosen).mean(0) * torch.stack(probable).mean(0)).sum()
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    """Softmax in fp32 for every dtype of logits: in bf16 many probabilities would round to ties."""
-    return logits.softmax(-1, dtype=accumulation_dtype(logits.dtype))

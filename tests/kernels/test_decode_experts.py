@@ -15,7 +15,8 @@ from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.decode_experts import reference
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.layers import GatedMLP, set_backend
-from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE
+from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE
+from ligerzoo.layers.routers import Router
 from tests.covering import covering
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as

@@ -8,7 +8,7 @@ from torch import Tensor
 from ligerzoo.kernels import Routing, route
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.route import reference
-from ligerzoo.layers.moe import Router
+from ligerzoo.layers.routers import Router
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper

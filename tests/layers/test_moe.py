@@ -19,7 +19,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.layers import GatedMLP, set_backend
-from ligerzoo.layers.moe import Experts, MoE, Router, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.routers import Router
 
 H, I, E, K, SHARED = 24, 10, 6, 2, 14  # noqa: E741
 
