@@ -34,6 +34,7 @@ MODEL_TYPES = (
     "mixtral",
     "mllama",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen2_5_vl",
@@ -41,6 +42,7 @@ MODEL_TYPES = (
     "qwen2_vl",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
 )
 """Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""

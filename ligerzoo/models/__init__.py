@@ -16,6 +16,7 @@ from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 from ligerzoo.models.mllama import Mllama, MllamaConfig
 from ligerzoo.models.mllama_vision import MllamaVisionConfig
 from ligerzoo.models.olmo2 import Olmo2, Olmo2Config
+from ligerzoo.models.olmo3 import Olmo3, Olmo3Config
 from ligerzoo.models.output import CausalLMOutput, SequenceClassifierOutput
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 from ligerzoo.models.qwen2 import Qwen2, Qwen2Config
@@ -24,6 +25,7 @@ from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.seed_oss import SeedOss, SeedOssConfig
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
@@ -61,6 +63,8 @@ __all__ = [
     "MllamaVisionConfig",
     "Olmo2",
     "Olmo2Config",
+    "Olmo3",
+    "Olmo3Config",
     "Phi3",
     "Phi3Config",
     "Qwen2",
@@ -77,6 +81,8 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "SeedOss",
+    "SeedOssConfig",
     "SequenceClassifier",
     "SequenceClassifierOutput",
     "SmolLM3",

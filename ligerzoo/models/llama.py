@@ -9,8 +9,11 @@ Llama 3.1 and 3.2 rescale the rotary frequencies for long contexts. The config c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
+
+from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
@@ -39,19 +42,33 @@ class Llama(CausalLM):
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
-
-        def block() -> PreNormBlock:
-            attention = Attention(
+        def attention() -> Attention:
+            return Attention(
                 c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
                 qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
-            return PreNormBlock(norm(), attention, norm(), mlp)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
-        layers = [block() for _ in range(c.num_hidden_layers)]
+        def mlp() -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
+
         super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+            config,
+            llama_decoder(c, attention, mlp, **factory_kwargs),
+            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
         )
+
+
+def llama_decoder(
+    config: DecoderConfig,
+    attention: Callable[[], nn.Module],
+    mlp: Callable[[], nn.Module],
+    **factory_kwargs: Unpack[FactoryKwargs],
+) -> Decoder:
+    """Builds a decoder of pre-norm blocks with RMSNorm; `attention` and `mlp` make the layers of each block."""
+    c = config
+
+    def norm() -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+
+    layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
+    return Decoder(Embedding(c.vocab_size, c.hidden_size, **factory_kwargs), layers, norm())
