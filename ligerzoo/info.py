@@ -21,7 +21,7 @@ from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Tenso
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.mllama import MllamaConfig
-from ligerzoo.models.moe import MoEConfig
+from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
@@ -244,7 +244,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
 
 
 def _describe_experts(config: DecoderConfig) -> Lines:
-    if not isinstance(config, MoEConfig):
+    if not isinstance(config, RoutedConfig):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     return [("experts", f"{config.num_experts} of width {width:,}, {config.num_experts_per_tok} per token")]
@@ -286,7 +286,7 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
             counts[part] += math.prod(tensor.shape)
     total = counts.total()
     lines = [("parameters", f"{total:,} ({_round(total, COUNTS)})")]
-    if counts["experts"] and isinstance(config, MoEConfig):
+    if counts["experts"] and isinstance(config, RoutedConfig):
         inactive = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
         lines.append(("", f"{total - inactive:,} ({_round(total - inactive, COUNTS)}) active per token"))
     lines += [("", f"{part:<13}{count:>18,} {count / total:>6.1%}") for part, count in counts.most_common() if count]

@@ -26,6 +26,7 @@ MODEL_TYPES = (
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
     "granite",
     "llama",
     "ministral",

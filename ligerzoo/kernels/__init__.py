@@ -28,7 +28,7 @@ from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
-from ligerzoo.kernels.route import Routing, route
+from ligerzoo.kernels.route import Routing, route, route_sigmoid
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
 from ligerzoo.kernels.stochastic_rounding import round_stochastically
@@ -70,6 +70,7 @@ __all__ = [
     "rope",
     "round_stochastically",
     "route",
+    "route_sigmoid",
     "sample_tokens",
     "set_logits_budget",
     "softmax",

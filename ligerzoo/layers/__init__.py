@@ -15,10 +15,10 @@ from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
-from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
-from ligerzoo.layers.routers import Router
+from ligerzoo.layers.routers import Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
@@ -44,6 +44,7 @@ __all__ = [
     "CrossAttentionInputs",
     "CrossAttentionLayerCache",
     "Decoder",
+    "DeepSeekMoE",
     "Embedding",
     "Experts",
     "GatedMLP",
@@ -72,6 +73,7 @@ __all__ = [
     "ScaledPreNormBlock",
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
+    "SigmoidRouter",
     "StaticLayerCache",
     "TileEmbedding",
     "TileMask",

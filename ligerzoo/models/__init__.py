@@ -7,6 +7,7 @@ from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text, Gemma3TextConfig
 from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
+from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.llama import Llama, LlamaConfig
 from ligerzoo.models.ministral import Ministral, MinistralConfig
@@ -42,6 +43,8 @@ __all__ = [
     "Glm",
     "Glm4",
     "Glm4Config",
+    "Glm4Moe",
+    "Glm4MoeConfig",
     "GlmConfig",
     "Granite",
     "GraniteConfig",
