@@ -62,4 +62,5 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
         )
     if x.dtype == weight.dtype == accumulation_dtype(x.dtype) or not torch.is_grad_enabled():
         return reference(x, weight)
-    return _Linear.apply(x, weight)  # type: ignore[no-any-return]
+    result: Tensor = _Linear.apply(x, weight)
+    return result

@@ -71,9 +71,7 @@ class SigmoidOptions(NamedTuple):
     scale: float = 1.0
 
 
-def sigmoid_reference(
-    logits: Tensor, bias: Tensor, num_experts_per_token: int, options: SigmoidOptions = SigmoidOptions()
-) -> Routing:
+def sigmoid_reference(logits: Tensor, bias: Tensor, num_experts_per_token: int, options: SigmoidOptions) -> Routing:
     """`route_sigmoid` in plain torch: the specification, the CPU path and the test oracle."""
     scores = logits.to(accumulation_dtype(logits.dtype)).sigmoid()
     selection = selection_scores(scores, bias, options.num_groups, options.num_selected_groups)
@@ -96,7 +94,7 @@ def selection_scores(scores: Tensor, bias: Tensor, num_groups: int = 1, num_sele
     biased = scores + bias
     if num_selected_groups == num_groups:
         return biased
-    groups = biased.unflatten(1, (num_groups, -1))  # type: ignore[no-untyped-call]
+    groups = biased.unflatten(1, (num_groups, -1))
     best = groups.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, :num_selected_groups]
     is_selected = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
     return groups.masked_fill(~is_selected[..., None], -torch.inf).flatten(1)

@@ -12,6 +12,7 @@ from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
+from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
@@ -54,6 +55,7 @@ __all__ = [
     "ImageTower",
     "KVCache",
     "LMHead",
+    "LatentAttention",
     "LayerCache",
     "LayerNorm",
     "Linear",

@@ -201,7 +201,7 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
 
     None if these do not apply: for many tokens, gradients, modules that are not plain, or if Triton is not used.
     """
-    if not (is_plain(gate, Router, SigmoidRouter) and is_plain(experts, Experts)):
+    if not ((is_plain(gate, Router) or is_plain(gate, SigmoidRouter)) and is_plain(experts, Experts)):
         return None
     backend, parameters = experts.backend, (gate.weight, experts.gate_up_proj, experts.down_proj)
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, *parameters))

@@ -130,7 +130,7 @@ def test_the_largest_shape_compiles() -> None:
 def test_options_are_checked(experts: int, k: int, chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^route_sigmoid: .*{message}"):
         route_sigmoid(torch.zeros(3, experts), torch.zeros(experts), k, **chosen)
-    with pytest.raises(ValueError, match="^SigmoidRouter: "):
+    with pytest.raises(ValueError, match=r"^SigmoidRouter: "):
         SigmoidRouter(4, experts, k, **chosen)
 
 

@@ -59,8 +59,9 @@ def glm4_moes() -> Iterator[Tiny]:
         "minimal config",
         {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 128, "first_k_dense_replace": 1},
         absent=(
-            "attention_bias", "attention_dropout", "head_dim", "hidden_act", "initializer_range", "first_k_dense_replace",
-            "max_position_embeddings", "n_group", "n_routed_experts", "n_shared_experts", "norm_topk_prob",
+            "attention_bias", "attention_dropout", "head_dim", "hidden_act", "initializer_range",
+            "first_k_dense_replace", "max_position_embeddings", "n_group", "n_routed_experts", "n_shared_experts",
+            "norm_topk_prob",
             "num_experts_per_tok", "num_key_value_heads", "num_nextn_predict_layers", "partial_rotary_factor",
             "rms_norm_eps", "rope_scaling", "rope_theta", "routed_scaling_factor", "topk_group", "use_qk_norm",
         ),
