@@ -5,7 +5,6 @@ Experts are stored as in Qwen2-MoE. config.json calls our `num_experts` `n_route
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert import glm4_moe

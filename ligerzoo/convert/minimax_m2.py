@@ -36,9 +36,11 @@ def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads the fields of the rotary embedding; `partial_rotary_factor` takes precedence over `rotary_dim`."""
     rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
-    if rotary_dim is not None and not (type(rotary_dim) is int and type(head_dim) is int and head_dim > 0):
-        raise ConfigError("invalid value", where="rotary_dim", got=repr(rotary_dim), expected="an integer")
-    rotated = 1.0 if rotary_dim is None else rotary_dim / head_dim
+    rotated = 1.0
+    if rotary_dim is not None:
+        if not (type(rotary_dim) is int and type(head_dim) is int and head_dim > 0):
+            raise ConfigError("invalid value", where="rotary_dim", got=repr(rotary_dim), expected="an integer")
+        rotated = rotary_dim / head_dim
     return {**rope_fields(raw, default_theta), "partial_rotary_factor": partial_rotary_factor(raw, rotated)}
 
 

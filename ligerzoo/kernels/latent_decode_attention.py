@@ -110,8 +110,9 @@ def _split_kernel(
     nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
     if lse_ptr is not None:
         tl.store(lse_ptr + row, maximum + tl.log(nonzero), mask=is_head)
-    tl.store(out_ptr + row[:, None] * rank + features[None, :],
-             (sums / nonzero[:, None]).to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_feature[None, :])  # fmt: skip
+    sums = (sums / nonzero[:, None]).to(out_ptr.dtype.element_ty)
+    stored = is_head[:, None] & is_feature[None, :]
+    tl.store(out_ptr + row[:, None] * rank + features[None, :], sums, mask=stored)
 
 
 @register("latent_decode_attention", fake=lambda q: q.new_empty(q.shape))
@@ -198,8 +199,8 @@ def latent_decode_attention(
     if not is_read:
         latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
     if not uses_triton(*((q, q_rope) if is_read else (q, q_rope, latents, k_rope)), backend=backend):
-        tensors = (from_storage(x, q.dtype) for x in (latents, k_rope))
-        return reference(q, q_rope, *tensors, first, last, padding_mask, fallback, scale)
+        latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
+        return reference(q, q_rope, latents, k_rope, first, last, padding_mask, fallback, scale)
     with torch.no_grad():
-        tensors = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, q_rope, latents, k_rope))
-        return _forward(*tensors, first, last, padding_mask, fallback, scale)
+        q, q_rope, latents, k_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, q_rope, latents, k_rope))
+        return _forward(q, q_rope, latents, k_rope, first, last, padding_mask, fallback, scale)

@@ -136,8 +136,8 @@ class LatentAttention(nn.Module):
         else:
             q, compressed = project_jointly(x, self.q_a_proj, self.kv_a_proj_with_mqa, backend=self.backend)
             q = self.q_b_proj(recomputable_norm(q, self.q_a_layernorm))
-        q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split([self.nope_dim, self.rope_dim], -1)
-        latents, k_rope = compressed.split([self.kv_rank, self.rope_dim], -1)
+        q_nope, q_rope = self._split_heads(q, self.nope_dim, self.rope_dim)
+        latents, k_rope = compressed.split_with_sizes([self.kv_rank, self.rope_dim], -1)
         latents = recomputable_norm(latents, self.kv_a_layernorm)
         cos, sin = context.rotation(self.rotary, q.dtype)
         q_rope, k_rope = rope(
@@ -147,9 +147,12 @@ class LatentAttention(nn.Module):
 
     def expand(self, latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Latent vectors (B, S, 1, R) and rotated keys (B, S, 1, P) -> keys (B, S, N, D + P), values (B, S, N, V)."""
-        expanded = self.kv_b_proj(latents[:, :, 0]).unflatten(-1, (self.num_heads, -1))
-        k_nope, v = expanded.split([self.nope_dim, self.value_dim], -1)
+        k_nope, v = self._split_heads(self.kv_b_proj(latents[:, :, 0]), self.nope_dim, self.value_dim)
         return torch.cat([k_nope, k_rope.expand(-1, -1, self.num_heads, -1)], -1), v
+
+    def _split_heads(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """(B, T, N * sum(sizes)) -> (B, T, N, size) each."""
+        return x.view(*x.shape[:2], self.num_heads, sum(sizes)).split_with_sizes(sizes, -1)
 
     def _absorbs(self, q: Tensor, latents: Tensor, context: Context) -> bool:
         """Whether to attend to latent vectors: decode steps, whose cached tokens are many more than the new ones."""
@@ -168,7 +171,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Returns (B, T, N, V), with both halves of `kv_b_proj` absorbed."""
         weight = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_rank)
-        to_keys, to_values = weight.split([self.nope_dim, self.value_dim], 1)
+        to_keys, to_values = weight[:, : self.nope_dim], weight[:, self.nope_dim :]
         q = torch.einsum("btnd,ndr->btnr", q_nope, to_keys)
         if q.shape[1] == 1 and (mask is None or isinstance(mask, Mask)):
             first = last = padding_mask = fallback = None
@@ -239,4 +242,4 @@ def _cudnn_accepts(q: Tensor, k: Tensor, v: Tensor) -> bool:
     from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, q.shape[2] > 1, False))  # type: ignore[no-any-return]
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, False))

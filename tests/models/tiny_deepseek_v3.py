@@ -86,7 +86,8 @@ def deepseeks() -> Iterator[Tiny]:
     uneven = {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.7}
     yield variant(
         DEEPSEEK_V3, "saved by transformers",
-        {"rope_scaling": uneven, "first_k_dense_replace": 0, "n_group": 2, "n_routed_experts": 4, "num_experts_per_tok": 4},
+        {"rope_scaling": uneven, "first_k_dense_replace": 0, "n_group": 2, "n_routed_experts": 4,
+         "num_experts_per_tok": 4},
         by_transformers=True, shards=2,
     )  # fmt: skip
     stacked = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}

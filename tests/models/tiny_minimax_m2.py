@@ -39,7 +39,6 @@ MINIMAX_M2: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "use_cache": True,
-    "use_mtp": True,
     "use_qk_norm": True,
     "use_routing_bias": True,
     "vocab_size": 101,
@@ -69,7 +68,7 @@ def minimaxes() -> Iterator[Tiny]:
         absent=(
             "attention_dropout", "head_dim", "hidden_act", "initializer_range", "max_position_embeddings",
             "output_router_logits", "qk_norm_type", "rms_norm_eps", "rope_theta", "rotary_dim", "router_aux_loss_coef",
-            "router_jitter_noise", "scoring_func", "shared_intermediate_size", "use_mtp", "use_qk_norm",
+            "router_jitter_noise", "scoring_func", "shared_intermediate_size", "use_qk_norm",
             "use_routing_bias",
         ),
         stored_dtype=torch.bfloat16,
