@@ -226,7 +226,9 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
 
 
 def _describe_shape(config: DecoderConfig) -> Lines:
-    heads = f"{config.num_attention_heads} heads of {config.head_size}"
+    heads = f"{config.num_attention_heads} heads of {config.key_size}"
+    if config.value_size != config.key_size:
+        heads += f" (values {config.value_size})"
     if config.kv_heads != config.num_attention_heads:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
     sizes = (
@@ -300,7 +302,7 @@ def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     generation = f"{_bytes(sum(tensor.nbytes for tensor in tensors))} for the weights"
     if config:
-        bytes_per_token = 2 * config.kv_heads * config.head_size * tensors[0].dtype.itemsize  # KV cache of one layer
+        bytes_per_token = config.cached_features * tensors[0].dtype.itemsize  # KV cache of one layer
         windows = _windows(config)
         generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
         if in_windows := sum(window for window in windows if window is not None):

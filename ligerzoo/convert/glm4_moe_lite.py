@@ -1,7 +1,7 @@
 """Converter for GLM-4.7-Flash checkpoints, which are those of DeepSeek-V3 with other entries in config.json.
 
-transformers ignores `first_k_dense_replace`, and takes one dense layer unless `mlp_layer_types` says otherwise. So the
-types are written even where they follow from that number.
+transformers ignores `first_k_dense_replace`, and takes one dense layer unless `mlp_layer_types` says otherwise. So
+other numbers are written as types.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from ligerzoo.models.glm4_moe_lite import MLP_TYPES, Glm4MoeLite, Glm4MoeLiteCon
 
 def write_entries(config: Glm4MoeLiteConfig, entries: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json from those named like the fields of the config."""
-    types = [MLP_TYPES[config.has_mixture(layer)] for layer in range(config.num_hidden_layers)]
-    return {**deepseek_v3.write_entries(config, entries), "mlp_layer_types": types}
+    if config.mlp_layer_types is None and config.first_k_dense_replace != 1:
+        types = [MLP_TYPES[config.has_mixture(layer)] for layer in range(config.num_hidden_layers)]
+        entries = {**entries, "mlp_layer_types": types}
+    return deepseek_v3.write_entries(config, entries)
 
 
 ARCHITECTURE = Architecture(

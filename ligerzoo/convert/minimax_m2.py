@@ -1,4 +1,4 @@
-"""Converter for MiniMax-M2 checkpoints, whose tensors are stored as in Mixtral, and the routers' biases beside them.
+"""Converter for MiniMax-M2 checkpoints, whose tensors are stored as in Mixtral, with biases of routers.
 
 config.json gives the number of rotated features, `rotary_dim`, or their fraction, `partial_rotary_factor`. transformers
 ignores entries for linear attention, shared experts and other norms, which are refused.
@@ -38,8 +38,10 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
     rotated = 1.0
     if rotary_dim is not None:
-        if not (type(rotary_dim) is int and type(head_dim) is int and head_dim > 0):
-            raise ConfigError("invalid value", where="rotary_dim", got=repr(rotary_dim), expected="an integer")
+        if not (type(rotary_dim) is int and type(head_dim) is int and 0 < rotary_dim <= head_dim):
+            raise ConfigError(
+                "invalid value", where="rotary_dim", got=repr(rotary_dim)[:200], expected="an integer, 1 to head_dim"
+            )
         rotated = rotary_dim / head_dim
     return {**rope_fields(raw, default_theta), "partial_rotary_factor": partial_rotary_factor(raw, rotated)}
 
@@ -47,7 +49,11 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
 def write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json from those named like the fields of the config."""
     del entries["sliding_window"]
-    return {**mixtral.write_entries(config, entries), "rotary_dim": config.rotary_size}
+    if entries["partial_rotary_factor"] == 1:
+        del entries["partial_rotary_factor"]
+    else:
+        entries["rotary_dim"] = config.rotary_size
+    return mixtral.write_entries(config, entries)
 
 
 ARCHITECTURE = Architecture(

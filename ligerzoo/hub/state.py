@@ -80,7 +80,8 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
         if_missing="Give all weights of the model; hf_state_dict() returns their names and shapes.",
         if_unexpected="Leave it out, or load the weights into a model that has it.",
     )
-    match = match_tensors(source, architecture, model.config, shapes, num_layers=None, strict=True)
+    num_layers = getattr(model.config, "num_hidden_layers", None) if architecture.keeps_extra_layers else None
+    match = match_tensors(source, architecture, model.config, shapes, num_layers, strict=True)
     slices = match.slices
     if match.missing:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """`linear_fp32` without autograd of its own, whose backward keeps the fp32 copies of both inputs."""
+    """`linear_fp32` in plain torch, whose backward keeps the fp32 copies of both inputs."""
     dtype = accumulation_dtype(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         return x.to(dtype) @ weight.to(dtype).T

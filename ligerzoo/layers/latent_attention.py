@@ -36,7 +36,7 @@ from ligerzoo.layers.rotary import RotaryEmbedding
 from ligerzoo.layers.static_cache import DECODE_TOKENS, StaticLayerCache
 
 _MAX_SCORES = 1024 * 1024
-"""Largest T * S for which several new tokens attend to latent vectors: no fused kernel has heads of so many features"""
+"""Largest T * S for which several new tokens attend to latent vectors: fused kernels lack heads of 512 features."""
 
 
 class LatentAttention(nn.Module):

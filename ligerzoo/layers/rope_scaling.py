@@ -101,7 +101,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def yarn_score_factor(scaling: Mapping[str, Any] | None) -> float:
-    """Returns the factor of attention scores that `mscale_all_dim` asks for, beside that of cosines and sines.
+    """Returns the factor of attention scores that `mscale_all_dim` asks for.
 
     DeepSeek's models multiply queries and keys, not only their rotated features, by YaRN's factor.
 

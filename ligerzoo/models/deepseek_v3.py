@@ -5,7 +5,7 @@
 Distinctive: latent attention, sigmoid router with balancing bias and groups, shared experts.
 
 Keys and values are projections of one latent vector per token, see `ligerzoo.layers.LatentAttention`. The first layers
-use a dense MLP. With YaRN, scores have a factor of their own.
+use a dense MLP. YaRN also scales the scores.
 """
 
 from __future__ import annotations
@@ -62,13 +62,23 @@ class DeepseekV3Config(DeepSeekMoEConfig):
 
     @property
     def head_size(self) -> int:
-        """Features of a head's query and key."""
+        """Rotated features per head, which config.json calls `head_dim`."""
+        return self.qk_rope_head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Features of a head's key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
-    def rotary_size(self) -> int:
-        """Rotated features per head."""
-        return self.qk_rope_head_dim
+    def value_size(self) -> int:
+        """Features of a head's value."""
+        return self.v_head_dim
+
+    @property
+    def cached_features(self) -> int:
+        """Numbers that a layer caches for each token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 class DeepseekV3(CausalLM):
@@ -88,7 +98,7 @@ class DeepseekV3(CausalLM):
         def block(i: int) -> PreNormBlock:
             attention = LatentAttention(
                 c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim, rotary,
-                q_rank=c.q_lora_rank, scale=yarn_score_factor(c.rope_scaling) * c.head_size**-0.5,
+                q_rank=c.q_lora_rank, scale=yarn_score_factor(c.rope_scaling) * c.key_size**-0.5,
                 bias=c.attention_bias, **factory_kwargs,
             )  # fmt: skip
             return PreNormBlock(norm(), attention, norm(), c.feed_forward(i, **factory_kwargs))

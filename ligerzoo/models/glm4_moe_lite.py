@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += moe(norm(x)) + shared experts(norm(x)) ] -> norm -> head
 
-Distinctive: DeepSeek-V3 with heads of 256 features for both keys and values, and no groups of experts.
+Distinctive: DeepSeek-V3 with heads of 256 features for keys and values, and no expert groups.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def with_an_mtp_layer(tensors: Tensors) -> Tensors:
     """Adds a layer for multi-token prediction, whose index is the number of layers."""
     layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
     names = ("self_attn.o_proj", "mlp.gate", "mlp.experts.1.up_proj", "eh_proj", "enorm", "shared_head.norm")
-    return {**tensors, **{f"model.layers.{layers}.{name}.weight": torch.rand(4, 3) for name in names}}
+    return {**tensors, **{f"model.layers.{layers}.{name}.weight": torch.rand(3, i + 1) for i, name in enumerate(names)}}
 
 
 def of_the_base_model(tensors: Tensors) -> Tensors:

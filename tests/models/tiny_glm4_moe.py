@@ -32,7 +32,7 @@ GLM4_MOE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "num_nextn_predict_layers": 1,
-    "pad_token_id": 0,
+    "pad_token_id": None,
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-05,
     "rope_scaling": None,
