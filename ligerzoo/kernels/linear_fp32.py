@@ -8,6 +8,7 @@ Saved: x and W in their dtypes, not their fp32 copies.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +22,14 @@ from ligerzoo.kernels.dispatch import accumulation_dtype, as_rows
 def reference(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_fp32` in plain torch, whose backward keeps the fp32 copies of both inputs."""
     dtype = accumulation_dtype(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         return x.to(dtype) @ weight.to(dtype).T
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    device = x.device.type
+    is_enabled = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
 
 
 class _Linear(FusedFunction):
@@ -36,7 +43,7 @@ class _Linear(FusedFunction):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if needs_x else None
             dweight = (as_rows(dy).T @ as_rows(x).to(dy.dtype)).to(weight.dtype) if needs_weight else None
         return dx, dweight
