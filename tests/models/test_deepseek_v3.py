@@ -23,7 +23,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    CHECKPOINTS[0].write(tmp_path / "model")
+    CHECKPOINTS[1].write(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -66,7 +66,8 @@ def with_mtp_on_the_hub(tensors: Tensors) -> Tensors:
 
 def deepseeks() -> Iterator[Tiny]:
     deepseek = partial(variant, DEEPSEEK_V3, tensors=ON_THE_HUB)
-    yield deepseek("plain, YaRN, MTP layer", tensors=with_mtp_on_the_hub)
+    yield deepseek("plain", {"rope_scaling": None})
+    yield deepseek("YaRN, MTP layer", tensors=with_mtp_on_the_hub)
     moonlight = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": None, "n_shared_experts": 2}
     yield deepseek("like Moonlight", {**moonlight, "rms_norm_eps": 1e-05}, stored_dtype=torch.bfloat16)
     # Biases only where a key bias changes more than all scores of a query equally: its gradient is else only noise.

@@ -54,7 +54,7 @@ def with_mtp_on_the_hub(tensors: Tensors) -> Tensors:
 
 def glm4_moes() -> Iterator[Tiny]:
     glm = partial(variant, GLM4_MOE, tensors=ON_THE_HUB)
-    yield glm("plain, MTP layer", tensors=with_mtp_on_the_hub)
+    yield glm("plain")
     yield glm(
         "minimal config",
         {"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 128, "first_k_dense_replace": 1},
@@ -77,7 +77,7 @@ def glm4_moes() -> Iterator[Tiny]:
     yield variant(GLM4_MOE, "saved by transformers", {"n_routed_experts": 3}, by_transformers=True, shards=2)
     stacked = {"num_experts_per_tok": 8, "attention_bias": False}
     yield variant(GLM4_MOE, "stacked experts", stacked, tensors=with_steady_mixtures)
-    yield glm("dense layers only", {"first_k_dense_replace": 2, "rope_theta": 10000})
+    yield glm("dense layers only, MTP layer", {"first_k_dense_replace": 2}, tensors=with_mtp_on_the_hub)
 
 
 CHECKPOINTS = list(glm4_moes())

@@ -26,9 +26,12 @@ GLM4_MOE_LITE: dict[str, Any] = {
 
 def glms() -> Iterator[Tiny]:
     glm = partial(variant, GLM4_MOE_LITE, tensors=ON_THE_HUB)
-    yield glm("plain, MTP layer", tensors=with_mtp_on_the_hub)
+    yield glm("plain")
     types = {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_hidden_layers": 3, "n_group": 2}
-    yield glm("MLP layer types, groups", {**types, "attention_bias": True}, absent=("first_k_dense_replace",))
+    types |= {"attention_bias": True}
+    yield glm(
+        "MLP layer types, groups, MTP layer", types, absent=("first_k_dense_replace",), tensors=with_mtp_on_the_hub
+    )
     yield glm(
         "minimal config",
         {"q_lora_rank": None},
