@@ -259,7 +259,7 @@ def assemble(
     for part in slices:
         value = read(part)
         if not part.index:
-            tensors[part.name] = value.to(dtype)
+            tensors[part.name] = value.to(dtype).contiguous()
             continue
         if part.name not in tensors:
             tensors[part.name] = torch.empty(shapes[part.name], dtype=dtype, device=device)

@@ -486,7 +486,7 @@ def test_tensors_that_do_not_match_the_layout(
 
     disk = LAYOUTS[layout](ours())
     change(disk)
-    monkeypatch.setattr(hub.loading.Checkpoint, "read", read)
+    monkeypatch.setattr(hub.loading.Checkpoint, "_read_stored", read)
     with pytest.raises(CheckpointError, match=message) as caught:
         Toy.from_pretrained(write(tmp_path, disk, **entries))
     assert str(tmp_path) in str(caught.value)
