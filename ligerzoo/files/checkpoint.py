@@ -155,7 +155,10 @@ class Checkpoint:
 
     def locate(self, name: str) -> str:
         """Returns the file and name of a tensor for error messages."""
-        return f"{self.directory / self.tensors[name].file}, tensor {quote(name)}"
+        return self._locate_stored(self.tensors[name])
+
+    def _locate_stored(self, info: TensorInfo) -> str:
+        return f"{self.directory / info.file}, tensor {quote(info.name)}"
 
     def _read_stored(self, info: TensorInfo) -> Tensor:
         return _read_tensor(self._files[info.file], self.directory / info.file, info)

@@ -205,7 +205,7 @@ def _pair(
         )  # fmt: skip
     name = values.name.removesuffix(stored_as.values_suffix)
     shapes = stored_as.shapes(values.shape)
-    if shapes is None:
+    if shapes is None or 0 in values.shape:
         raise CheckpointError("wrong shape of quantized values", where=locate(values), got=values.shape)
     scales_shape, shape = shapes
     scales = tensors.get(name + stored_as.scales_suffix)
@@ -287,7 +287,7 @@ class QuantizedCheckpoint(Checkpoint):
         values, scales = self._read_stored(pair.values)[values_index], self._read_stored(pair.scales)[scales_index]
         if scales.numel() and not self._format.is_valid(scales):
             raise CheckpointError(
-                "invalid scale", where=super().locate(pair.scales.name), expected=self._format.valid_scales,
+                "invalid scale", where=self._locate_stored(pair.scales), expected=self._format.valid_scales,
                 remedy="The file may be damaged: download it again.",
             )  # fmt: skip
         matrices = _dequantize(self._format, values, copy(scales), copy)
