@@ -26,7 +26,7 @@ _COPIED_BYTES = 2**25  # the same on other devices, which bounds the memory of i
 
 @dataclass(frozen=True)
 class Quantization:
-    """What config.json says of a checkpoint's quantized tensors.
+    """Format of the quantized tensors of a checkpoint, from config.json.
 
     Attributes:
         method: `quant_method` in config.json.
@@ -81,12 +81,12 @@ def read_quantization(raw: Mapping[str, Any], accepted: Collection[str]) -> Quan
 
 def _check_entries(entry: Mapping[str, Any], stored_as: QuantizedFormat) -> None:
     """Raises ConfigError for an entry that is missing, unknown, or has an unsupported value."""
-    known = ["quant_method", *_LIST_NAMES, *stored_as.entries]
+    names = ["quant_method", *_LIST_NAMES, *stored_as.entries]
     for name, value in entry.items():
         where = f"{ENTRY}, {name}"
-        if name not in known:
+        if name not in names:
             raise ConfigError(
-                "unknown entry", where=where, got=repr(value), remedy=did_you_mean(name, known) or _REMEDY
+                "unknown entry", where=where, got=repr(value), remedy=did_you_mean(name, names) or _REMEDY
             )
         accepted = stored_as.entries.get(name)
         if accepted is not None and value is not None and not _is_one_of(value, accepted):
@@ -311,11 +311,11 @@ def _dequantize(stored_as: QuantizedFormat, values: Tensor, scales: Tensor, copy
     piece_bytes = _CACHED_BYTES if scales.device.type == "cpu" else _COPIED_BYTES
     block_rows = stored_as.block_rows
     blocks = max(1, piece_bytes // max(1, block_rows * columns))
-    places: Iterable[tuple[int, ...]] = product(*(range(size) for size in stack))
-    for place in places:
+    indices: Iterable[tuple[int, ...]] = product(*(range(size) for size in stack))
+    for index in indices:
         pieces = zip(
-            torch.split(values[place], blocks * block_rows), torch.split(scales[place], blocks),
-            torch.split(matrices[place], blocks * block_rows), strict=True,
+            torch.split(values[index], blocks * block_rows), torch.split(scales[index], blocks),
+            torch.split(matrices[index], blocks * block_rows), strict=True,
         )  # fmt: skip
         for piece, its_scales, out in pieces:
             stored_as.dequantize(copy(piece), its_scales, out)

@@ -30,8 +30,7 @@ class QuantizedFormat(ABC):
         values_per_element: values in an element of the stored tensor.
         block_rows: rows of values that share a row of scales.
         valid_scales: what `is_valid` accepts, for error messages.
-        entries: entries of `quantization_config` with their accepted values, besides `quant_method` and the names of
-            modules.
+        entries: accepted values of the entries of `quantization_config`, without `quant_method` and lists of modules.
         required: entries that must be present.
     """
 
