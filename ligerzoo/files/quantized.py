@@ -250,6 +250,7 @@ class QuantizedCheckpoint(Checkpoint):
 
     Attributes:
         tensors: as in `Checkpoint`, but with the names, shapes and dtype of the dequantized tensors.
+        quantized: the tensors that are dequantized, by name.
 
     Raises:
         CheckpointError: As `Checkpoint` and `find_quantized`.
@@ -259,16 +260,16 @@ class QuantizedCheckpoint(Checkpoint):
         super().__init__(directory)
         self._format = quantization.format if quantization else None
         try:
-            self._quantized = find_quantized(self.tensors, quantization, self.directory)
+            self.quantized = find_quantized(self.tensors, quantization, self.directory)
         except CheckpointError:
             self.close()
             raise
-        self.tensors = dequantized_infos(self.tensors, self._quantized)
+        self.tensors = dequantized_infos(self.tensors, self.quantized)
 
     def locate(self, name: str) -> str:
-        if name not in self._quantized:
+        if name not in self.quantized:
             return super().locate(name)
-        pair = self._quantized[name]
+        pair = self.quantized[name]
         return f"{self.directory / pair.values.file}, tensors {quote(pair.values.name)} and {quote(pair.scales.name)}"
 
     def read_slice(
@@ -279,7 +280,7 @@ class QuantizedCheckpoint(Checkpoint):
         Raises:
             CheckpointError: As `Checkpoint.read_slice`; or a scale is invalid.
         """
-        pair = self._quantized.get(name)
+        pair = self.quantized.get(name)
         if pair is None:
             return super().read_slice(name, index, copy)
         assert self._format is not None

@@ -25,7 +25,7 @@ from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
-from ligerzoo.convert.weights import TensorSlice, assemble, shapes_of, within
+from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
@@ -323,7 +323,7 @@ def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> t
 
 
 def _read(
-    checkpoint: Checkpoint,
+    checkpoint: QuantizedCheckpoint,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
@@ -332,6 +332,11 @@ def _read(
     """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds."""
     boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
+    # Dequantizes one matrix of a stack at a time: the memory for intermediate results is that of a matrix.
+    own_slices = [
+        piece for part in own_slices
+        for piece in (matrices_of(part) if part.stored_name in checkpoint.quantized else [part])
+    ]  # fmt: skip
     total = sum(
         math.prod(rows.stop - rows.start for rows in part.stored_index)
         * checkpoint.tensors[part.stored_name].dtype.itemsize
