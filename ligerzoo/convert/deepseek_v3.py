@@ -32,4 +32,5 @@ ARCHITECTURE = Architecture(
     write_entries=write_entries,
     layouts=LAYOUTS,
     keeps_extra_layers=True,
+    quantized_formats=frozenset({"fp8"}),
 )

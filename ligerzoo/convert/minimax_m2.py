@@ -76,4 +76,5 @@ ARCHITECTURE = Architecture(
         Layout((Rename("mlp.e_score_correction_bias", _BIAS),)),
     ),
     keeps_extra_layers=True,
+    quantized_formats=frozenset({"fp8"}),
 )

@@ -12,11 +12,14 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.models import DeepseekV3, DeepseekV3Config, Glm4MoeLite, Glm4MoeLiteConfig
+from tests.files.test_quantized import dequantized_by_block, random_fp8
 from tests.models.comparing import raw_bytes, stored_tensors
-from tests.models.tiny_deepseek_v3 import CHECKPOINTS, DEEPSEEK_V3
+from tests.models.tiny import Tiny
+from tests.models.tiny_deepseek_v3 import CHECKPOINTS, DEEPSEEK_V3, with_mtp_on_the_hub
 from tests.models.tiny_glm4_moe import GLM4_MOE
 from tests.models.tiny_glm4_moe_lite import GLM4_MOE_LITE
 from tests.models.tiny_minimax_m2 import MINIMAX_M2
+from tests.models.tiny_minimax_m2 import ON_THE_HUB as MINIMAX_ON_THE_HUB
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -42,6 +45,43 @@ def test_biases_of_routers_stay_in_fp32(directory: Path, tmp_path: Path, dtype: 
     again = AutoModel.from_config(model.config, dtype=dtype)
     again.load_hf_state_dict(saved)
     assert torch.equal(again.state_dict()[BIAS], stored)
+
+
+FP8_SIZES = {
+    "hidden_size": 160, "q_lora_rank": 136, "kv_lora_rank": 132, "qk_nope_head_dim": 40, "qk_rope_head_dim": 12,
+    "v_head_dim": 36, "moe_intermediate_size": 144, "intermediate_size": 150,
+}  # fmt: skip
+FP8_ENTRY = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [DEEPSEEK_V3, MINIMAX_M2], ids=lambda base: base["model_type"])
+def test_fp8_checkpoints(base: dict[str, Any], tmp_path: Path) -> None:
+    """Loads the weights of the same checkpoint in bf16, which saving writes; MTP layers and fp32 biases included."""
+    sizes = FP8_SIZES if base is DEEPSEEK_V3 else {"hidden_size": 160, "intermediate_size": 144, "head_dim": 40}
+    hub = with_mtp_on_the_hub if base is DEEPSEEK_V3 else MINIMAX_ON_THE_HUB
+    config = {**base, **sizes, "torch_dtype": "bfloat16"}
+    Tiny("fp8", config, hub, stored_dtype=torch.bfloat16).write(tmp_path / "random")
+    quantized, plain = {}, {}
+    for seed, (name, tensor) in enumerate(sorted(stored_tensors(tmp_path / "random").items())):
+        quantized[name] = plain[name] = tensor
+        if tensor.ndim == 2 and ".gate." not in name and name.startswith("model.layers."):
+            values, scales = random_fp8(tuple(tensor.shape), seed)
+            quantized |= {name: values, f"{name}_scale_inv": scales}
+            plain[name] = dequantized_by_block(values, scales)
+    assert any(name.startswith("model.layers.2.") for name in quantized) == (base is DEEPSEEK_V3)
+    for folder, tensors, entries in (("fp8", quantized, {"quantization_config": FP8_ENTRY}), ("bf16", plain, {})):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors", {"format": "pt"})
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, **entries}))
+    loaded = {folder: AutoModel.from_pretrained(tmp_path / folder) for folder in ("fp8", "bf16")}
+    tokens = torch.randint(101, (1, 20))
+    assert torch.equal(*(model(tokens).logits for model in loaded.values()))
+    for folder, model in loaded.items():
+        model.save_pretrained(tmp_path / "saved" / folder)
+        assert raw_bytes(stored_tensors(tmp_path / "saved" / folder)) == raw_bytes(plain)
+        assert json.loads((tmp_path / "saved" / folder / "config.json").read_text()) == config
 
 
 def test_training_leaves_biases_of_routers_alone(directory: Path) -> None:

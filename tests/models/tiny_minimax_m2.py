@@ -59,8 +59,11 @@ def on_hub(move: Callable[[Tensors], Tensors], mixture: str) -> Callable[[Tensor
     return moved
 
 
+ON_THE_HUB = on_hub(_MOVED, "block_sparse_moe")
+
+
 def minimaxes() -> Iterator[Tiny]:
-    minimax = partial(variant, MINIMAX_M2, tensors=on_hub(_MOVED, "block_sparse_moe"))
+    minimax = partial(variant, MINIMAX_M2, tensors=ON_THE_HUB)
     yield minimax("plain")
     yield minimax(
         "minimal config",
