@@ -19,9 +19,11 @@ from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
+from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
+from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.mllama import MllamaConfig
-from ligerzoo.models.moe import MoEConfig
+from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
@@ -126,17 +128,19 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         raw = read_json(directory / CONFIG_FILE)
         architecture = _find_architecture(raw)
         config = architecture.config_from_hf(raw) if architecture else None
-        tensors = list(read_headers(name_or_path, directory))
+        stored = list(read_headers(name_or_path, directory))
         tokenizer = _describe_tokenizer(directory)
-    if not tensors:
+    if not stored:
         raise CheckpointError("no tensors", where=directory, expected="weights in .safetensors files")
+    quantized, tensors = _describe_quantization(raw, architecture, stored, directory)
     decoder = config if isinstance(config, DecoderConfig) else None
     lines = [
         ("architecture", _describe_architecture(raw, architecture)),
         *(_describe_shape(decoder) if decoder else []),
+        *quantized,
         *_describe_parameters(tensors, decoder),
         *_describe_memory(tensors, decoder),
-        *_describe_files(tensors),
+        *_describe_files(stored),
         ("tokenizer", tokenizer),
     ]
     return "\n".join([str(name_or_path), *(f"  {label:<14}{text}" for label, text in lines)])
@@ -172,6 +176,7 @@ def describe_training(
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)
     architecture = architecture_of(raw.get("model_type"))
+    read_quantization(raw, architecture.quantized_formats)  # raises if it cannot be loaded
     weights_dtype = stored_dtype(raw) or "bfloat16" if dtype == "auto" else dtype
     model = architecture.build_on_meta(architecture.config_from_hf(raw))
     model = model.to(parse_dtype(weights_dtype, where="argument dtype"))
@@ -225,8 +230,32 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
     ]
 
 
+def _describe_quantization(
+    raw: Mapping[str, Any], architecture: Architecture | None, stored: Sequence[TensorInfo], directory: Path
+) -> tuple[Lines, Sequence[TensorInfo]]:
+    """Returns a line about quantized tensors, and the tensors as loading returns them: quantized ones in bfloat16."""
+    if raw.get(QUANTIZATION_ENTRY) is None:
+        return [], stored
+    try:
+        quantization = read_quantization(raw, architecture.quantized_formats if architecture else ())
+    except ConfigError as error:
+        return [("quantization", f"cannot be loaded: {error}")], stored
+    by_name = {tensor.name: tensor for tensor in stored}
+    pairs = find_quantized(by_name, quantization, directory)
+    size = sum(part.nbytes for pair in pairs.values() for part in (pair.values, pair.scales))
+    text = (
+        f"{len(pairs)} tensors in {raw[QUANTIZATION_ENTRY]['quant_method']}, {_bytes(size)}; loading dequantizes them"
+    )
+    loaded = dequantized_infos(by_name, pairs)
+    return [
+        ("quantization", f"{text} to bfloat16, {_bytes(sum(loaded[name].nbytes for name in pairs))}"),
+    ], list(loaded.values())
+
+
 def _describe_shape(config: DecoderConfig) -> Lines:
-    heads = f"{config.num_attention_heads} heads of {config.head_size}"
+    heads = f"{config.num_attention_heads} heads of {config.key_size}"
+    if config.value_size != config.key_size:
+        heads += f" (values {config.value_size})"
     if config.kv_heads != config.num_attention_heads:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
     sizes = (
@@ -244,7 +273,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
 
 
 def _describe_experts(config: DecoderConfig) -> Lines:
-    if not isinstance(config, MoEConfig):
+    if not isinstance(config, RoutedConfig):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     return [("experts", f"{config.num_experts} of width {width:,}, {config.num_experts_per_tok} per token")]
@@ -286,7 +315,7 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
             counts[part] += math.prod(tensor.shape)
     total = counts.total()
     lines = [("parameters", f"{total:,} ({_round(total, COUNTS)})")]
-    if counts["experts"] and isinstance(config, MoEConfig):
+    if counts["experts"] and isinstance(config, RoutedConfig):
         inactive = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
         lines.append(("", f"{total - inactive:,} ({_round(total - inactive, COUNTS)}) active per token"))
     lines += [("", f"{part:<13}{count:>18,} {count / total:>6.1%}") for part, count in counts.most_common() if count]
@@ -300,7 +329,7 @@ def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     generation = f"{_bytes(sum(tensor.nbytes for tensor in tensors))} for the weights"
     if config:
-        bytes_per_token = 2 * config.kv_heads * config.head_size * tensors[0].dtype.itemsize  # KV cache of one layer
+        bytes_per_token = config.cached_features * tensors[0].dtype.itemsize  # KV cache of one layer
         windows = _windows(config)
         generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
         if in_windows := sum(window for window in windows if window is not None):

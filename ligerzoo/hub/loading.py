@@ -15,22 +15,24 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_classifier
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
-from ligerzoo.convert.weights import TensorSlice, assemble, shapes_of, within
+from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, read_json
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint, locate_files
+from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
+from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_quantization
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
 from ligerzoo.hub.sharding import as_shard_of, shard_of
@@ -92,10 +94,10 @@ def load(
     device = available_device(device)
     with contextlib.ExitStack() as files:
         with reading_directory(directory):
-            raw, architecture, config = _read_config(directory / CONFIG_FILE, model_class, overrides)
+            raw, architecture, config, quantization = _read_config(directory / CONFIG_FILE, model_class, overrides)
             has_generation_config = os.path.lexists(directory / GENERATION_FILE)
             generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
-            checkpoint = files.enter_context(Checkpoint(directory))
+            checkpoint = files.enter_context(QuantizedCheckpoint(directory, quantization))
         with _blaming_overrides(overrides, raw, architecture, model_class, checkpoint):
             model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
             shapes = shapes_of(model.state_dict())
@@ -105,20 +107,25 @@ def load(
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
+        model.to(dtype)  # some layers keep tensors in fp32, such as the biases of routers
         if shard is not None:
             _refuse_computed_tensors(model, match, directory)
             _refuse_different_tied_weights(model, match, checkpoint)
-            shard(model.to(dtype))
+            shard(model)
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
-            weights = _read(checkpoint, match.slices, model.state_dict(), dtype, device)
+            weights = _read(checkpoint, match.slices, model.state_dict(), device)
         extra_tensors = {
-            name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
+            name: checkpoint.read(name)
+            for name in checkpoint.tensors
+            if architecture.is_extra_tensor(name)
+            or (architecture.keeps_extra_layers and num_layers is not None and is_beyond_last_layer(name, num_layers))
         }
 
     weights |= {name: weights[TIED[name]] for name in match.tied}
     if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
         model = architecture.build(config, model_class, device)
-    weights |= {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items() if name in match.missing}
+    weights |= {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items() if name in match.missing}
     model.load_state_dict(weights, assign=True)
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
@@ -144,20 +151,38 @@ def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
         CheckpointError: config.json is missing or malformed.
     """
     directory = locate_files(name_or_path, [CONFIG_FILE], **hub_options)
-    return _read_config(directory / CONFIG_FILE)[2]
+    return _read_config(directory / CONFIG_FILE).config
+
+
+class _Description(NamedTuple):
+    """What config.json says.
+
+    Attributes:
+        raw: its content, without the entry about quantized tensors.
+        architecture: the architecture that it names.
+        config: our config.
+        quantization: how tensors are quantized; None if they are not.
+    """
+
+    raw: dict[str, Any]
+    architecture: Architecture
+    config: Any
+    quantization: Quantization | None
 
 
 def _read_config(
     path: Path, model_class: type[LanguageModel] = LanguageModel, overrides: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Architecture, Any]:
-    """Returns the content of config.json, the architecture that it names, and our config."""
+) -> _Description:
+    """Reads config.json."""
     overrides = overrides or {}
     raw = read_json(path)
     with _naming_source(path, overrides):
-        refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
         refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # raises if it is invalid
         architecture = architecture_of(raw.get("model_type"))
+        quantization = read_quantization(raw, architecture.quantized_formats)
+        if quantization:  # the loaded weights are not quantized, nor the saved ones
+            raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
         label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
         if label_options:
             labels = {name: overrides[name] for name in label_options if name in overrides}
@@ -171,7 +196,7 @@ def _read_config(
         config_class = _config_class(architecture, model_class)
         _refuse_unknown_overrides(overrides, config_class, label_options)
         config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
-        return raw, architecture, config
+        return _Description(raw, architecture, config, quantization)
 
 
 @contextlib.contextmanager
@@ -289,7 +314,7 @@ def _source(checkpoint: Checkpoint) -> Source:
     return Source(
         checkpoint.tensors,
         str(checkpoint.directory),
-        locate=lambda name: f"{checkpoint.directory / checkpoint.tensors[name].file}, tensor {name!r}",
+        locate=checkpoint.locate,
         if_missing="Compare config.json with the files: they may be of different models, or the upload incomplete. "
         "If the class extends the saved one, load with strict=False.",
         if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
@@ -303,15 +328,22 @@ def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> t
 
 
 def _read(
-    checkpoint: Checkpoint,
+    checkpoint: QuantizedCheckpoint,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds."""
+    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds.
+
+    The results have the dtypes and shardings of `parameters`.
+    """
     boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
+    # Dequantizes one matrix of a stack at a time: the memory for intermediate results is that of a matrix.
+    own_slices = [
+        piece for part in own_slices
+        for piece in (matrices_of(part) if part.stored_name in checkpoint.quantized else [part])
+    ]  # fmt: skip
     total = sum(
         math.prod(rows.stop - rows.start for rows in part.stored_index)
         * checkpoint.tensors[part.stored_name].dtype.itemsize
@@ -321,14 +353,15 @@ def _read(
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
         def read(part: TensorSlice) -> Tensor:
-            value = checkpoint.read(part.stored_name)[part.stored_index]
-            progress.update(value.nbytes)
-            return copy(value)
+            value = checkpoint.read_slice(part.stored_name, part.stored_index, copy)
+            progress.update(value.numel() * checkpoint.tensors[part.stored_name].dtype.itemsize)
+            return value
 
         shapes = {name: box.shape for name, box in boxes.items()}
-        weights = assemble(own_slices, shapes, read, dtype=dtype, device=device)
+        dtypes = {name: parameters[name].dtype for name in boxes}
+        weights = assemble(own_slices, shapes, read, dtypes=dtypes, device=device)
     for name in boxes.keys() - weights.keys():  # this process holds no element
-        weights[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+        weights[name] = torch.empty(shapes[name], dtype=dtypes[name], device=device)
     return {name: as_shard_of(parameters[name], weight) for name, weight in weights.items()}
 
 
@@ -347,7 +380,7 @@ def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoin
     stored = {part.name: part for part in match.slices if part.name in TIED}
     if not model.config.tie_word_embeddings or len(stored) < 2:
         return
-    values = [checkpoint.read(part.stored_name)[part.stored_index] for part in stored.values()]
+    values = [checkpoint.read_slice(part.stored_name, part.stored_index) for part in stored.values()]
     if not torch.equal(*values):
         raise CheckpointError(
             "head and embedding are stored with different values, but config.json ties them",
@@ -365,10 +398,6 @@ def has_tensors_outside_state_dict(model: LanguageModel) -> bool:
     buffers = (name not in persistent for name, _ in model.named_buffers())
     attributes = (isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())
     return any(buffers) or any(attributes)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:

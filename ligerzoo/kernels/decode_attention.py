@@ -33,7 +33,7 @@ from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 
 _BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
-_PARTS = 16  # parts that are combined at a time
+PARTS = 16  # parts that are combined at a time
 _MIN_HEADS = 16  # rows of the smallest matrix product
 
 
@@ -156,7 +156,7 @@ def _split_kernel(
 
 
 @kernel
-def _combine_kernel(
+def combine_kernel(
     parts_ptr, lse_ptr, first_ptr, last_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys, n_splits,
     BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +202,7 @@ def _forward(
     group = n_heads // n_kv_heads
     dim_tile = max(16, next_power_of_2(head_dim))
     block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
-    blocks = _blocks_per_part(multiprocessors(q), batch * n_kv_heads)
+    blocks = blocks_per_part(multiprocessors(q), batch * n_kv_heads)
     n_splits = cdiv(capacity, blocks * block)
     parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, head_dim, dtype=torch.float32)
     lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
@@ -215,14 +215,14 @@ def _forward(
         "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     if lse is not None:
-        _combine_kernel[batch * n_heads](
+        combine_kernel[batch * n_heads](
             parts, lse, first, last, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, block,
-            _PARTS, num_warps=4,
+            PARTS, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def _blocks_per_part(processors: int, heads: int) -> int:
+def blocks_per_part(processors: int, heads: int) -> int:
     """Number of blocks of keys that a program reads: the fewer key heads there are in the batch, the fewer."""
     return min(8, next_power_of_2(cdiv(heads, processors)))
 

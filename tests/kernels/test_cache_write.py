@@ -106,5 +106,7 @@ def test_arguments_are_checked() -> None:
         (3, torch.ones(2, 2, 3, 4)), (3, torch.ones(2, 1, 3, 4).half()), (4, torch.ones(2, 2).long()),
         (1, torch.ones(2, 3, 20, 4).to(FP8)), (0, torch.ones(2, 3, 20, 4).bfloat16()),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"^write_to_cache: caches are .*; expected \(B, K, S, D\) twice"):
+        with pytest.raises(
+            ValueError, match=r"^write_to_cache: caches are .*; expected \(B, K, S, D\), \(B, K, S, E\)"
+        ):
             write_to_cache(*caches_and_new[:index], wrong, *caches_and_new[index + 1 :])
