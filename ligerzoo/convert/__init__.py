@@ -20,7 +20,11 @@ from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = (
+    "apertus",
+    "arcee",
     "deepseek_v3",
+    "ernie4_5",
+    "exaone4",
     "gemma",
     "gemma2",
     "gemma3",
@@ -30,6 +34,7 @@ MODEL_TYPES = (
     "glm4_moe",
     "glm4_moe_lite",
     "granite",
+    "hunyuan_v1_dense",
     "llama",
     "minimax_m2",
     "ministral",
@@ -37,6 +42,7 @@ MODEL_TYPES = (
     "mistral",
     "mixtral",
     "mllama",
+    "nanochat",
     "olmo2",
     "olmo3",
     "phi3",

@@ -69,6 +69,8 @@ def _activation_backward(upstream: Tensor, gate: Tensor, activation: Activation)
         return torch.ops.aten.silu_backward(upstream, gate)
     if activation == "quick_gelu":
         return torch.ops.aten.silu_backward(upstream, 1.702 * gate)
+    if activation == "relu2":
+        return upstream * 2.0 * torch.relu(gate)
     return torch.ops.aten.gelu_backward(upstream, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

@@ -1,6 +1,6 @@
 """Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
-from ligerzoo.layers.attention import Attention, attend
+from ligerzoo.layers.attention import Attention, RotaryNormAttention, attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
@@ -15,10 +15,16 @@ from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
-from ligerzoo.layers.mlp import MLP, GatedMLP
+from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
-from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
+from ligerzoo.layers.rotary import (
+    AxialRotaryEmbedding,
+    ReversedRotaryEmbedding,
+    RotaryEmbedding,
+    SectionedRotaryEmbedding,
+    sectioned,
+)
 from ligerzoo.layers.routers import Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
@@ -32,9 +38,11 @@ from ligerzoo.layers.vision import (
     repeated_items,
     scatter_embeddings,
 )
+from ligerzoo.layers.xielu import XIELU
 
 __all__ = [
     "MLP",
+    "XIELU",
     "AllHeadsRMSNorm",
     "Attention",
     "AxialRotaryEmbedding",
@@ -67,8 +75,10 @@ __all__ = [
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "ReversedRotaryEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",
+    "RotaryNormAttention",
     "Router",
     "SandwichBlock",
     "ScaledEmbedding",
@@ -81,6 +91,7 @@ __all__ = [
     "TileMask",
     "TilePositionEmbedding",
     "TiledVisionTower",
+    "UngatedMLP",
     "VisionTower",
     "WindowedVisionTower",
     "attend",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from ligerzoo.layers import Attention, GatedMLP, LMHead, RotaryEmbedding
+from ligerzoo.layers import GatedMLP, LMHead
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
-from ligerzoo.models.llama import LlamaConfig, llama_decoder
+from ligerzoo.models.llama import LlamaConfig, llama_attention, llama_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,10 @@ class SeedOss(CausalLM):
 
     def __init__(self, config: SeedOssConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
-
-        def attention() -> Attention:
-            return Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                qkv_bias=c.attention_bias, output_bias=c.attention_out_bias, **factory_kwargs,
-            )  # fmt: skip
 
         def mlp() -> GatedMLP:
             return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
 
+        attention = llama_attention(c, c.attention_out_bias, **factory_kwargs)
         decoder = llama_decoder(c, attention, mlp, **factory_kwargs)
         super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))

@@ -201,10 +201,11 @@ POSSIBLE: dict[str, list[Any]] = {
 """Valid falsy values of another type than that in the tested config.json."""
 IGNORED = {
     # Entries without effect: of training, of other software, or of unused parts.
+    "cla_share_factor", "eod_token_id", "hidden_dropout", "residual_dropout",
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
-    "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "residual_dropout",
-    "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha", "ep_size", "num_nextn_predict_layers",
+    "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "spatial_patch_size",
+    "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha", "ep_size", "num_nextn_predict_layers",
     "seq_aux",
     # Entries without effect in some architectures, as in transformers.
     "attention_bias", "hidden_act", "hidden_activation", "max_window_layers", "partial_rotary_factor", "rope_theta",

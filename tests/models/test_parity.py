@@ -110,13 +110,14 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
     if device != "cpu" and (side == "left" or window_is_within(ours, 7)):  # such padding attends to itself
         compared, labels = mask, tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
     with torch.no_grad():
-        got, expected = (model(tokens, attention_mask=mask).logits for model in models)
+        got = ours(tokens, attention_mask=mask).logits
+        expected = theirs(tokens, attention_mask=mask, **tiny.positions(mask)).logits
     assert got.isfinite().all()
     assert_close(got[compared == 1], expected[compared == 1], "logits")
 
-    for model in models:
+    for model, positions in ((ours, {}), (theirs, tiny.positions(mask))):
         model.zero_grad()
-        model(tokens, attention_mask=mask, labels=labels).loss.backward()
+        model(tokens, attention_mask=mask, labels=labels, **positions).loss.backward()
     assert_same_gradients(ours, theirs)
 
 

@@ -54,7 +54,16 @@ class Tiny:
     def rotation_depends_on_length(self) -> bool:
         """Whether the largest position changes the rotation of all tokens: packed segments then affect each other."""
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
-        return {scaling.get("rope_type"), scaling.get("type")} & {"dynamic", "longrope", "su"} != set()
+        is_fixed = scaling.get("alpha") is not None  # of Hunyuan
+        return not is_fixed and {scaling.get("rope_type"), scaling.get("type")} & {"dynamic", "longrope", "su"} != set()
+
+    def positions(self, mask: Tensor) -> dict[str, Tensor]:
+        """Returns the position ids that transformers needs to compute padded texts as it does them alone.
+
+        Empty for most architectures, whose scores depend on relative positions only.
+        """
+        is_absolute = self.config["model_type"] == "hunyuan_v1_dense"
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_absolute else {}
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
