@@ -49,7 +49,7 @@ class HunYuanDenseV1Config(DecoderConfig):
 
     def _stretched_theta(self, alpha: float) -> float:
         """NTK-aware scaling: theta for `alpha` times the context."""
-        return self.rope_theta * float(alpha) ** (self.head_size / (self.head_size - 2))
+        return float(self.rope_theta * alpha ** (self.head_size / (self.head_size - 2)))
 
     def rotary(self) -> RotaryEmbedding:
         """Returns the rotary embedding."""

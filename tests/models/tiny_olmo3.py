@@ -25,8 +25,6 @@ olmo3 = partial(variant, OLMO3)
 
 
 def olmo3s() -> Iterator[Tiny]:
-    # Without YaRN, since transformers' Trainer cannot resume from a checkpoint with it: it needs a config with sizes.
-    yield olmo3("as on the hub, short context", {"torch_dtype": "bfloat16"}, stored_dtype=torch.bfloat16)
     yield olmo3(
         "as on the hub",
         {"rope_scaling": {**YARN, "attention_factor": 1.2079441541679836}, "torch_dtype": "bfloat16"},
