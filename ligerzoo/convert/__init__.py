@@ -24,6 +24,7 @@ MODEL_TYPES = (
     "arcee",
     "deepseek_v3",
     "ernie4_5",
+    "ernie4_5_moe",
     "exaone4",
     "gemma",
     "gemma2",

@@ -25,7 +25,7 @@ from ligerzoo.layers.rotary import (
     SectionedRotaryEmbedding,
     sectioned,
 )
-from ligerzoo.layers.routers import Router, SigmoidRouter
+from ligerzoo.layers.routers import BiasedRouter, Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
@@ -46,6 +46,7 @@ __all__ = [
     "AllHeadsRMSNorm",
     "Attention",
     "AxialRotaryEmbedding",
+    "BiasedRouter",
     "BlockStack",
     "Context",
     "CrossAttention",

@@ -196,6 +196,75 @@ class SigmoidRouter(nn.Module):
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, {shown}"
 
 
+class BiasedRouter(Router):
+    """Selects k of E experts by probabilities plus a bias for balanced load (ERNIE 4.5, Baidu 2025, section 2.2).
+
+    With p = softmax(weight @ x) in fp32, the experts with the k largest p + bias are selected, and weighted by p
+    without the bias, divided by its sum over the k. The bias is a buffer, as that of `SigmoidRouter`.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_token: k.
+        min_sum: the sum by which weights are divided is at least this.
+
+    Attributes:
+        weight: (E, H), at least fp32 whatever the dtype of the module.
+        e_score_correction_bias: (1, E), likewise.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        *,
+        min_sum: float = 1e-12,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wide = accumulation_dtype(dtype or torch.get_default_dtype())
+        super().__init__(hidden_size, num_experts, num_experts_per_token, device=device, dtype=wide)
+        self.min_sum = min_sum
+        self.register_buffer("e_score_correction_bias", torch.zeros(1, num_experts, device=device, dtype=wide))
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
+        super().init_weights(std)
+        if "e_score_correction_bias" in self._buffers:  # not in the constructor of `Router`
+            nn.init.zeros_(self.e_score_correction_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Logits (T, E), fp32; expert ids (T, k), the best first; expert weights (T, k), fp32.
+        """
+        logits = self.logits(x)
+        probabilities = router_probabilities(logits)
+        with torch.no_grad():
+            expert_ids = (probabilities + self.e_score_correction_bias).topk(self.num_experts_per_token).indices
+        weights = probabilities.gather(1, expert_ids)
+        return logits, expert_ids, weights / weights.sum(-1, keepdim=True).clamp(min=self.min_sum)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E), fp32."""
+        return linear_fp32(x, self.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Converts the module, as `to` does. Of a conversion to half precision, tensors follow the device only."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            is_wide = accumulation_dtype(converted.dtype) == converted.dtype
+            return converted if is_wide else tensor.to(converted.device)
+
+        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
 def router_probabilities(logits: Tensor) -> Tensor:
     """Softmax in fp32 for every dtype of logits: in bf16 many probabilities would round to ties."""
     return logits.softmax(-1, dtype=accumulation_dtype(logits.dtype))

@@ -5,6 +5,7 @@ from ligerzoo.models.arcee import Arcee, ArceeConfig
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from ligerzoo.models.ernie4_5 import Ernie4_5, Ernie4_5Config
+from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe, Ernie4_5MoeConfig
 from ligerzoo.models.exaone4 import Exaone4, Exaone4Config
 from ligerzoo.models.gemma import Gemma, GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
@@ -50,6 +51,8 @@ __all__ = [
     "DeepseekV3Config",
     "Ernie4_5",
     "Ernie4_5Config",
+    "Ernie4_5Moe",
+    "Ernie4_5MoeConfig",
     "Exaone4",
     "Exaone4Config",
     "Gemma",

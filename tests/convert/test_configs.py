@@ -29,6 +29,7 @@ RENAMED = {"num_experts": ("num_experts", "num_local_experts", "n_routed_experts
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"moe_layer_end_index": 27},  # transformers replaces the default, -1, by the last layer
     "gemma3": {"vision_config": {"image_size": 256}},  # the default does not give 256 tokens
     "glm4_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},

@@ -70,10 +70,15 @@ class Tiny:
 
     def write(self, directory: Path) -> None:
         model = random_model(self.config)
-        biases = fp32_buffers(model)
+        exact = {name: t.clone() for name, t in model.state_dict().items() if stays_fp32(name, self.config)}
         model.to(self.stored_dtype)
-        for name, bias in biases.items():  # as on the hub; `to` rounds them
-            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = bias
+        for name, tensor in exact.items():  # as on the hub; `to` rounds them
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            if own in module._buffers:
+                module._buffers[own] = tensor
+            else:
+                module._parameters[own].data = tensor  # type: ignore[union-attr]
         directory.mkdir(parents=True, exist_ok=True)
         if self.by_transformers:
             size = sum(parameter.nbytes for parameter in model.parameters())
@@ -100,14 +105,16 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
             is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
-        for bias in fp32_buffers(model).values():
-            bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+        for name, bias in model.named_buffers():
+            if stays_fp32(name, config):
+                bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     return model
 
 
-def fp32_buffers(model: PreTrainedModel) -> Tensors:
-    """Returns the tensors that stay in fp32 in checkpoints of any dtype."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+def stays_fp32(name: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor stays in fp32 in checkpoints of any dtype."""
+    is_router = config["model_type"] == "ernie4_5_moe" and name.endswith(".mlp.gate.weight")
+    return is_router or name.endswith("e_score_correction_bias")
 
 
 def write_shards(directory: Path, tensors: Tensors, shards: int = 1) -> None:
