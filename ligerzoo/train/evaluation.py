@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
@@ -16,6 +17,8 @@ from ligerzoo.train import processes
 from ligerzoo.train.log import CountedBatch
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 40
+
+B = TypeVar("B")
 
 
 class TokenLabels(Protocol):
@@ -93,6 +96,28 @@ def evaluate(
     loss, tokens = evaluation_loss(model, batches)
     shown = continue_prompts(model, tokenizer, map(prompt_of, prompted))
     return {"eval_loss": loss, "eval_tokens": tokens, "samples": shown}
+
+
+def evaluate_method(
+    model: CausalLM, tokenizer: Tokenizer, loss_of: Callable[[list[B]], tuple[Tensor, dict[str, Tensor]]],
+    batches: Iterable[B], prompts: Iterable[Sequence[int]],
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what a run logs of an evaluation: the loss and metrics of a method, and greedy continuations.
+
+    All processes must call it.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        loss_of: returns the loss of the micro-batches of a step and its metrics, without gradients if they are off.
+        batches: held-out data, this process's part.
+        prompts: token ids of prompts to continue; the same in all processes.
+    """
+    with evaluating(model):
+        loss, metrics = loss_of(list(batches))
+    values = {"loss": processes.mean(loss), **metrics}
+    numbers = {f"eval_{name}": value.item() for name, value in values.items()}
+    return {**numbers, "samples": continue_prompts(model, tokenizer, prompts)}
 
 
 def prompt_of(sample: TokenLabels) -> list[int]:

@@ -40,6 +40,9 @@ LOG_FILE = "log.jsonl"
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
 
+STOPPED = 130
+"""Exit code of a run that Ctrl-C or SIGTERM has stopped, as a shell reports SIGINT."""
+
 MAX_SKIPPED = 10
 """Number of skipped steps in a row after which the run stops."""
 
@@ -175,9 +178,10 @@ class RunLog:
         self._pending = entry, list(copied), copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
-        """Logs an evaluation after a step."""
+        """Logs an evaluation after a step. The first value is printed; its name begins with `eval_`."""
         self._write({"step": step, **values})
-        self.say(f"step {step}: loss on the evaluation data {values['eval_loss']:.4f}")
+        name, value = next(iter(values.items()))
+        self.say(f"step {step}: {name.removeprefix('eval_')} on the evaluation data {value:.4f}")
         for sample in values.get("samples", ()):
             self.say(f"  {sample['prompt']!r} -> {sample['continuation']!r}")
 
@@ -195,6 +199,11 @@ class RunLog:
         """Prints a line above the live line."""
         if processes.is_main():
             self._progress.write(line, file=sys.stderr)
+
+    def stopped(self, step: int, checkpoint: object) -> int:
+        """Prints that the run stopped after a step, and from which checkpoint it continues. Returns the exit code."""
+        self.say(f"Stopped after step {step}. --resume continues from {checkpoint}.")
+        return STOPPED
 
     def _write_pending(self) -> None:
         if self._pending is None:
