@@ -108,7 +108,7 @@ def recipe_losses(name: str, data: Path, directory: Path, **changes: Any) -> lis
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "gemma2", "phi3"))]
+    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_losses_agree_with_transformers(name: str, data: Path, tmp_path: Path) -> None:
     losses = recipe_losses(name, data, tmp_path)

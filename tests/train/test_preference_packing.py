@@ -15,7 +15,7 @@ from torch import Tensor
 from ligerzoo import AutoModel
 from ligerzoo.losses import CPO, DPO, GRPO, KTO, ORPO, Distillation, SimPO, model_sequence_logps
 from ligerzoo.losses.dpo import VARIANTS
-from ligerzoo.losses.grpo import VARIANTS as POLICY_VARIANTS
+from ligerzoo.losses.policy import VARIANTS as POLICY_VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train.completion_batches import completion_logps, completion_loss, pack_completions
 from ligerzoo.train.completions import SampledCompletion
@@ -193,7 +193,6 @@ METHODS: dict[str, Callable[[CausalLM, CausalLM], Losses]] = {
     "distill": lambda *models: distillation_losses({}, *models),
     "distill hard": lambda *models: distillation_losses({"divergence": "forward_kl", "hard_weight": 0.5}, *models),
 }
-MAIN_METHODS = ("sft", "dpo sigmoid", "kto", "orpo", "simpo", "cpo", "grpo dapo", "distill")
 
 ARCHITECTURES = {row.config["model_type"]: row for row in reversed(TEXT_CHECKPOINTS)}
 """One checkpoint of each architecture."""
