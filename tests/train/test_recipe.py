@@ -123,9 +123,10 @@ def test_the_printed_recipe_gives_the_same_weights(
 
 def test_filled_in_options_are_defaults() -> None:
     values = {"model": 'a "b"', "data": ("x", "y"), "lr": 1e-4, "resume": True, "epochs": 3, "method": "pretrain"}
-    filled = {option.name: option.default for option in read_options(fill_in(recipe_source("sft"), values))}
-    plain = {option.name: option.default for option in read_options(recipe_source("sft"))}
-    assert filled == {**plain, **values}
+    for method in ("sft", "dpo", "distill", "grpo"):
+        filled = {option.name: option.default for option in read_options(fill_in(recipe_source(method), values))}
+        plain = {option.name: option.default for option in read_options(recipe_source(method))}
+        assert filled == {**plain, **values}
 
 
 # The step
