@@ -305,7 +305,7 @@ def test_kinds_of_videos() -> None:
     "image, message",
     [
         (3, "not an image; got int"),
-        (b"\x89PNG", "not an image; got bytes; expected a file name"),
+        (b"\x89PNG", "cannot read the image"),
         (None, "not an image; got NoneType"),
         (np.zeros((3, 4, 4), dtype=np.uint16), "got torch.uint16; expected uint8"),
         (np.zeros((3, 4, 4), dtype=np.float32), "got torch.float32; expected uint8"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.background import Background
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.packing import (
     Packed,
     Row,
@@ -44,7 +45,8 @@ class Batch:
     Attributes:
         inputs: int64 tensors (B, T) on the CPU: `input_ids`, `labels` (unshifted, -100 for tokens that are not trained)
             and `position_ids`, which begin at 0 in each segment. Padding follows the last segment. Each padding token
-            is a segment, has position 0 and is not trained.
+            is a segment, has position 0 and is not trained. With images also the inputs of the model's processor, such
+            as `pixel_values`, for the images in the order of their tokens.
         rows: the samples of each row, in order.
         tokens: number of tokens without padding.
         trained_tokens: number of tokens that the loss counts.
@@ -59,6 +61,11 @@ class Batch:
     def padding(self) -> int:
         """Number of padding tokens."""
         return self.inputs["input_ids"].numel() - self.tokens
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return sum(len(segment.images) for row in self.rows for segment in _segments(row))
 
     @property
     def sources(self) -> list[str]:
@@ -83,6 +90,7 @@ class _Producer:
     rank: int
     world_size: int
     pin_memory: bool
+    images: SampleImages | None
 
     def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yields batches, each with the position after it."""
@@ -117,7 +125,7 @@ class _Producer:
         Raises:
             DataError: nothing is trained, although there are samples.
         """
-        batch = collate(rows, *self.layout(rows), self.pad_token_id)
+        batch = collate(rows, *self.layout(rows), self.pad_token_id, self.images)
         if batch.tokens and not batch.trained_tokens:
             raise DataError("nothing in the batch would be trained", where=first_names(batch.sources))
         if self.pin_memory:
@@ -125,7 +133,9 @@ class _Producer:
         return batch
 
 
-def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_id: int) -> Batch:
+def collate(
+    rows: list[Row], layout: list[list[Sample]], length: int, pad_token_id: int, images: SampleImages | None = None
+) -> Batch:
     """Returns the batch of samples.
 
     Args:
@@ -133,7 +143,14 @@ def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_
         layout: the segments of each row of the tensors.
         length: T.
         pad_token_id: fills the end of a row.
+        images: reads the images of the samples; None to leave them out.
+
+    Raises:
+        DataError: an image cannot be read.
     """
+    if images is not None and not all(any(one.images for one in row) for row in layout):
+        # Llama 3.2 Vision skips cross-attention for segments without images, but not for rows of a single segment.
+        length += all(len(row) == 1 and len(row[0].input_ids) == length for row in layout)
     shape = len(layout), length
     ids = torch.full(shape, pad_token_id)
     labels = torch.full(shape, UNTRAINED)
@@ -148,7 +165,10 @@ def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_
             positions[index, piece] = torch.arange(len(segment.input_ids))
             trained += segment.trained_tokens
         tokens += first
-    return Batch({"input_ids": ids, "labels": labels, "position_ids": positions}, rows, tokens, trained)
+    inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    if images is not None:
+        inputs |= images.inputs(layout, {"input_ids": ids, "position_ids": positions})
+    return Batch(inputs, rows, tokens, trained)
 
 
 class _Batches:
@@ -214,6 +234,7 @@ class PackedBatches(_Batches):
         rank: index of this process.
         world_size: number of processes; their batches of a step are world_size * B successive rows.
         pin_memory: whether the tensors are in pinned memory.
+        read_images: whether batches have the pixels of images; False to count batches.
 
     Raises:
         DataError: an option has an unsupported value. While the batches are used: see `open_data`; or nothing in a
@@ -233,6 +254,7 @@ class PackedBatches(_Batches):
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool = False,
+        read_images: bool = True,
     ) -> None:
         if documents not in get_args(Documents):
             expected = ", ".join(get_args(Documents))
@@ -252,8 +274,9 @@ class PackedBatches(_Batches):
             return segments, seq_length
 
         window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
+        images = stream.images if read_images else None
         super().__init__(
-            _Producer(stream, batch_size, pad_token_id, pack, window, layout, rank, world_size, pin_memory)
+            _Producer(stream, batch_size, pad_token_id, pack, window, layout, rank, world_size, pin_memory, images)
         )
 
 
@@ -270,6 +293,7 @@ class PaddedBatches(_Batches):
         rank: index of this process.
         world_size: number of processes; their batches of a step are world_size * B successive samples.
         pin_memory: whether the tensors are in pinned memory.
+        read_images: whether batches have the pixels of images; False to count batches.
 
     Raises:
         DataError: as `PackedBatches`.
@@ -285,6 +309,7 @@ class PaddedBatches(_Batches):
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool = False,
+        read_images: bool = True,
     ) -> None:
         def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
             columns = itertools.zip_longest(*map(_segments, rows))
@@ -292,8 +317,9 @@ class PaddedBatches(_Batches):
             length = max((len(one.input_ids) for row in segments for one in row), default=1)
             return segments or [[] for _ in rows], -(-length // pad_to_multiple_of) * pad_to_multiple_of
 
+        images = stream.images if read_images else None
         super().__init__(
-            _Producer(stream, batch_size, pad_token_id, one_per_row, 1, layout, rank, world_size, pin_memory)
+            _Producer(stream, batch_size, pad_token_id, one_per_row, 1, layout, rank, world_size, pin_memory, images)
         )
 
 
