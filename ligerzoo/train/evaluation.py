@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
@@ -15,7 +17,7 @@ from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.log import CountedBatch
 
-PROMPT_TOKENS, NEW_TOKENS = 128, 40
+PROMPT_TOKENS, NEW_TOKENS, SHOWN = 128, 40, 2
 
 
 class TokenLabels(Protocol):
@@ -62,19 +64,30 @@ def evaluation_loss(model: CausalLM, batches: Iterable[CountedBatch]) -> tuple[f
 
 
 def continue_prompts(
-    model: CausalLM, tokenizer: Tokenizer, prompts: Iterable[Sequence[int]], max_new_tokens: int = NEW_TOKENS
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompts: Iterable[Sequence[int] | Mapping[str, Tensor]],
+    max_new_tokens: int = NEW_TOKENS,
 ) -> list[dict[str, str]]:
     """Continues prompts greedily. Returns {"prompt": text, "continuation": text} for each.
 
     All processes must call it. Those of a sharded model each gather the whole model for it.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        prompts: token ids; or, with images, all model inputs of one row.
+        max_new_tokens: the most tokens of a continuation.
     """
     shown = []
     gathered = unsharded(model) if processes.world_size() > 1 else contextlib.nullcontext()
     with evaluating(model), gathered:
         for prompt in prompts:
-            ids = torch.tensor([list(prompt)], device=model.device)
-            continued = model.generate(ids, max_new_tokens=max_new_tokens)[0, len(prompt) :]
-            shown.append({"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(continued)})
+            inputs = prompt if isinstance(prompt, Mapping) else {"input_ids": torch.tensor([list(prompt)])}
+            inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+            ids = inputs["input_ids"][0].tolist()
+            continued = model.generate(**inputs, max_new_tokens=max_new_tokens)[0, len(ids) :]
+            shown.append({"prompt": _readable(model, tokenizer, ids), "continuation": tokenizer.decode(continued)})
     model.release_decode_graphs()
     return shown
 
@@ -88,15 +101,30 @@ def evaluate(
         model: the model.
         tokenizer: its tokenizer.
         batches: held-out data, this process's part.
-        prompted: samples with token ids and labels, whose prompts are continued; the same in all processes.
+        prompted: samples with token ids and labels, the prompts of the first two of which are continued; the same in
+            all processes. A `SampleStream` also reads their images.
     """
     loss, tokens = evaluation_loss(model, batches)
-    shown = continue_prompts(model, tokenizer, map(prompt_of, prompted))
-    return {"eval_loss": loss, "eval_tokens": tokens, "samples": shown}
+    images = getattr(prompted, "images", None)
+    prompts = [
+        images.prompt(sample.cut(prompt_length(sample))) if images is not None and sample.images else prompt_of(sample)
+        for sample in islice(prompted, SHOWN)
+    ]
+    return {"eval_loss": loss, "eval_tokens": tokens, "samples": continue_prompts(model, tokenizer, prompts)}
 
 
 def prompt_of(sample: TokenLabels) -> list[int]:
     """Returns the tokens before the first trained one; of a sample that is trained from its start, the first half."""
-    ids, labels = list(sample.input_ids), list(sample.labels)
-    first = next((index for index, label in enumerate(labels) if label != -100), len(labels))
-    return ids[: first if first > 1 else max(1, len(ids) // 2)][-PROMPT_TOKENS:]
+    return list(sample.input_ids)[: prompt_length(sample)][-PROMPT_TOKENS:]
+
+
+def prompt_length(sample: TokenLabels) -> int:
+    """Returns the number of tokens of the prompt of a sample, see `prompt_of`."""
+    first = next((index for index, label in enumerate(sample.labels) if label != -100), len(sample.labels))
+    return first if first > 1 else max(1, len(sample.input_ids) // 2)
+
+
+def _readable(model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Returns the text of a prompt, with one token for each image."""
+    kept = [b for a, b in pairwise([None, *ids]) if a != b or b not in model.placeholders]
+    return tokenizer.decode(kept)

@@ -39,6 +39,7 @@ from ligerzoo.parallel import (
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import EMA
+from ligerzoo.vision.processor import Processor
 
 STATE_FILE, TENSORS_FILE = "state.json", "state.pt"
 OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
@@ -120,7 +121,7 @@ class RunState:
         set_random_state(own["random"])
 
     def save(
-        self, step: int, model: CausalLM, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, data: Stateful,
+        self, step: int, model: CausalLM, tokenizer: Tokenizer | Processor, optimizer: torch.optim.Optimizer, data: Stateful,
         ema: EMA | None = None,
     ) -> None:  # fmt: skip
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
@@ -158,7 +159,7 @@ class RunState:
             for old in checkpoints(self.output)[: -self.keep]:
                 delete_directory(old)
 
-    def finish(self, model: CausalLM, tokenizer: Tokenizer) -> None:
+    def finish(self, model: CausalLM, tokenizer: Tokenizer | Processor) -> None:
         """Saves the model and the tokenizer in the output directory itself. All processes must call it.
 
         Raises:

@@ -18,6 +18,7 @@ from ligerzoo.parallel import initialize_sharded, load_sharded, shard_model
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.data import PackedBatches, PaddedBatches, SampleStream
+from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
 
 def checkpoint_directory(model: str | Path) -> str:
@@ -74,6 +75,19 @@ def open_model(
     return load_sharded(model, dtype=dtype, param_dtype=param_dtype).train()
 
 
+def open_processor(name_or_path: str | Path, model: CausalLM) -> Processor | Tokenizer:
+    """Loads the processor of a model that reads images, or the tokenizer of another one.
+
+    Args:
+        name_or_path: hub id or directory.
+        model: the model, also on the meta device.
+    """
+    found = load_processor_or_tokenizer(name_or_path)
+    if isinstance(found, Processor) and found.image_token_id not in model.placeholders:
+        return found.tokenizer
+    return found
+
+
 def plan_memory(
     model: CausalLM, budget: str, *, device: torch.device, optimizer: str, batch_size: int, seq_length: int,
     accumulate: int, ema: bool,
@@ -107,8 +121,9 @@ def has_weights(directory: Path) -> bool:
 
 
 def make_batches(
-    stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool
-) -> PackedBatches | PaddedBatches:
+    stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool,
+    read_images: bool = True,
+) -> PackedBatches | PaddedBatches:  # fmt: skip
     """Returns batches of this process.
 
     Args:
@@ -118,11 +133,12 @@ def make_batches(
         batch_size: rows of this process.
         seq_length: tokens of a row.
         pin_memory: whether the tensors are in pinned memory, to copy them to a GPU.
+        read_images: whether batches have the pixels of images; False to count batches.
     """
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     rows: dict[str, Any] = {
         "batch_size": batch_size, "pad_token_id": padding, "rank": processes.rank(),
-        "world_size": processes.world_size(), "pin_memory": pin_memory,
+        "world_size": processes.world_size(), "pin_memory": pin_memory, "read_images": read_images,
     }  # fmt: skip
     if packing == "none":
         return PaddedBatches(stream, **rows)

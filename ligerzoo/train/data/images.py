@@ -88,7 +88,7 @@ class ImageEncoder:
         self._family, self._tokenizer = processor.family, processor.tokenizer
         self._placeholder = self._family.placeholders["image"]
         self._soft_token = self._family.soft_tokens["image"]
-        self._soft_id = self._tokenizer.token_to_id(self._soft_token)
+        self._soft_id = processor.image_token_id
         self._adds_bos = self._tokenizer.encode("a")[:1] == [self._tokenizer.bos_token_id]
 
     def sizes(self, images: Sequence[Any], source: Source) -> list[Size]:
@@ -135,7 +135,6 @@ class ImageEncoder:
         Raises:
             DataError: the number of image tokens is not that of the images.
         """
-        assert self._soft_id is not None
         got, expected = input_ids.count(self._soft_id), sum(edit.text.count(self._soft_token) for edit in edits)
         if got != expected:
             raise DataError(

@@ -46,6 +46,7 @@ from ligerzoo.train.starting import (
     describe_run,
     make_batches,
     open_model,
+    open_processor,
     plan_memory,
 )
 from ligerzoo.train.tracking import open_tracker
@@ -164,7 +165,6 @@ def main(options: Options) -> int:
 def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
-    tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
 
     def adapt(model: CausalLM) -> None:
         if options.lora_rank:
@@ -181,6 +181,9 @@ def train(options: Options, device: torch.device) -> int:
         "adapt": adapt if options.lora_rank or options.train_only else None,
     }  # fmt: skip
     outline = open_model(source, device=torch.device("meta"), **opening)  # shapes alone, for checks and plans
+    saved = None if options.lora_rank else run.checkpoint
+    processor = open_processor(saved or options.tokenizer or checkpoint_directory(options.model), outline)
+    tokenizer = processor if isinstance(processor, Tokenizer) else processor.tokenizer
     check_model(outline, tokenizer, options.optimizer)
 
     kind: Kind | Literal["auto"] = "text" if options.method == "pretrain" else "auto"
@@ -193,13 +196,18 @@ def train(options: Options, device: torch.device) -> int:
     sizes: dict[str, Any] = {"batch_size": options.batch_size, "seq_length": options.seq_length}
 
     def samples(paths: tuple[str, ...], **given: Any) -> SampleStream:
-        return open_data(paths, kind, tokenizer, seed=options.seed, **encoding, **given)
+        return open_data(paths, kind, processor, seed=options.seed, **encoding, **given)
 
-    def batched(stream: SampleStream) -> PackedBatches | PaddedBatches:
-        return make_batches(stream, tokenizer, packing=options.packing, pin_memory=device.type == "cuda", **sizes)
+    def batched(stream: SampleStream, *, read_images: bool = True) -> PackedBatches | PaddedBatches:
+        return make_batches(
+            stream, tokenizer, packing=options.packing, pin_memory=device.type == "cuda", read_images=read_images,
+            **sizes,
+        )  # fmt: skip
 
     batches = batched(samples(options.data, epochs=epochs))
-    steps = options.max_steps or count_steps(batched(samples(options.data, epochs=epochs)), options.accumulate)
+    steps = options.max_steps or count_steps(
+        batched(samples(options.data, epochs=epochs), read_images=False), options.accumulate
+    )
     recomputes = options.mixed_precision or options.activation_checkpointing
     plan = plan_memory(
         outline, "none" if recomputes else options.activation_budget, device=device, optimizer=options.optimizer,
@@ -216,7 +224,7 @@ def train(options: Options, device: torch.device) -> int:
     for sample in islice(samples(options.data, epochs=1), 3):
         processes.say(format_sample(sample, tokenizer, max_tokens=500))
     if options.dry_run:
-        report = check_data(options.data, kind, tokenizer, **encoding)
+        report = check_data(options.data, kind, processor, **encoding)
         report.raise_if_bad()
         processes.say(report)
         return 0
@@ -265,16 +273,16 @@ def train(options: Options, device: torch.device) -> int:
             if options.eval_data and (step % options.eval_every == 0 or is_last):
                 with log.paused(), averaged():
                     held_out = partial(samples, options.eval_data, epochs=1, shuffle=False)
-                    log.evaluation(step, **evaluate(model, tokenizer, batched(held_out()), islice(held_out(), 2)))
+                    log.evaluation(step, **evaluate(model, tokenizer, batched(held_out()), held_out()))
             if step % options.save_every == 0 or is_last or is_stopped:
                 with log.paused():
-                    run.save(step, model, tokenizer, optimizer, batches, ema)
+                    run.save(step, model, processor, optimizer, batches, ema)
                     plot_loss(run.output)
             if is_stopped and not is_last:
                 log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
                 return 130
     with averaged():
-        run.finish(model, tokenizer)
+        run.finish(model, processor)
     processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 
