@@ -148,9 +148,9 @@ def collate(
     Raises:
         DataError: an image cannot be read.
     """
-    if images is not None and not all(any(one.images for one in row) for row in layout):
-        # Llama 3.2 Vision skips cross-attention for segments without images, but not for rows of a single segment.
-        length += all(len(row) == 1 and len(row[0].input_ids) == length for row in layout)
+    has_images = {any(segment.images for segment in row) for row in layout}
+    if len(has_images) == 2 and all(len(row) == 1 and len(row[0].input_ids) == length for row in layout):
+        length += 1  # Llama 3.2 Vision ignores images of other rows in packed rows only: the padding is a segment
     shape = len(layout), length
     ids = torch.full(shape, pad_token_id)
     labels = torch.full(shape, UNTRAINED)
