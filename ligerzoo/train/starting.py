@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ligerzoo.errors import LigerzooError
+from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.memory import ActivationPlan, plan_activations
@@ -90,7 +90,7 @@ def open_processor(name_or_path: str | Path, model: CausalLM) -> Processor | Tok
 
 def plan_memory(
     model: CausalLM, budget: str, *, device: torch.device, optimizer: str, batch_size: int, seq_length: int,
-    accumulate: int, ema: bool,
+    accumulate: int, ema: bool, images: bool = False,
 ) -> ActivationPlan | None:  # fmt: skip
     """Plans what backward recomputes, see `plan_activations`.
 
@@ -103,9 +103,18 @@ def plan_memory(
         seq_length: tokens of a row.
         accumulate: micro-batches in a step.
         ema: whether trained weights are averaged, in fp32.
+        images: whether the data has images. The plan does not count the vision tower.
+
+    Raises:
+        ConfigError: a number of GiB with images.
     """
     if budget == "none":
         return None
+    if images and budget != "auto":
+        raise ConfigError(
+            "the memory of a vision tower is not predicted, so images have no budget", where="option activation_budget",
+            got=budget, expected="auto or none", remedy="Use --activation-checkpointing to save memory.",
+        )  # fmt: skip
     count = processes.world_size()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return plan_activations(
@@ -113,6 +122,16 @@ def plan_memory(
         optimizer=optimizer, accumulate=accumulate > 1, gpus=count, device=device,
         reserved=4 * trained // count if ema else 0,
     )  # fmt: skip
+
+
+def describe_images(samples: Iterable[Any]) -> str | None:
+    """Returns what a run with images says of them before it begins; None if the samples have none."""
+    if not any(segment.images for sample in samples for segment in sample.segments):
+        return None
+    return (
+        "images: the memory and FLOPs of the vision tower are not predicted; --activation-checkpointing recomputes it\n"
+        "images: conversations share rows without seeing the images of others"
+    )
 
 
 def has_weights(directory: Path) -> bool:

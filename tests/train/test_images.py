@@ -371,3 +371,120 @@ def test_a_full_row_of_text_beside_one_with_an_image(
         PaddedBatches(stream(), batch_size=2, pad_token_id=0),
     ):
         assert_same_gradients(gradients(model, batches), alone, 1e-9)
+
+
+# Runs
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    return dict(AutoModel.from_pretrained(directory).state_dict())
+
+
+def test_a_run_trains_evaluates_and_saves_the_processor(qwen: Path, chats: Path, tmp_path: Path) -> None:
+    given = options(
+        qwen, chats, tmp_path / "run", seq_length=256, batch_size=1, max_steps=None, epochs=1, eval_data=(str(chats),)
+    )
+    assert sft.main(sft.Options(**given)) == 0
+    log = read_log(tmp_path / "run" / "log.jsonl")
+    assert sum(entry.get("images", 0) for entry in log) == 24
+    evaluation = log[-1]
+    assert evaluation["eval_loss"] > 0
+    assert evaluation["samples"][1]["prompt"].count("<|image_pad|>") == 1
+    assert Processor.from_pretrained(tmp_path / "run").image_token_id == 260
+    before, after = weights_of(qwen), weights_of(tmp_path / "run")
+    assert all(not torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "lora_targets": ("q_proj", "visual.blocks")}], ids=str)
+def test_a_run_with_images_resumes_bit_for_bit(
+    changes: dict[str, Any], qwen: Path, chats: Path, tmp_path: Path
+) -> None:
+    def run(directory: str, **given: Any) -> None:
+        full = options(qwen, chats, tmp_path / directory, seq_length=128, save_every=3, **changes, **given)
+        assert sft.main(sft.Options(**full)) == 0
+
+    run("straight")
+    run("resumed")
+    for name in ("checkpoint-6", "config.json", "model.safetensors", "adapter_model.safetensors"):
+        path = tmp_path / "resumed" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    run("resumed", resume=True)
+    logs = [read_log(tmp_path / name / "log.jsonl") for name in ("straight", "resumed")]
+    assert [entry["loss"] for entry in logs[0]] == [entry["loss"] for entry in logs[1]]
+    assert [entry["images"] for entry in logs[0]] == [entry["images"] for entry in logs[1]]
+    name = "adapter_model.safetensors" if changes else "model.safetensors"
+    files = [(tmp_path / run / name).read_bytes() for run in ("straight", "resumed")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    "changes, trains",
+    [
+        ({"train_only": ("visual",)}, "visual."),
+        ({"train_only": ("model.layers",)}, "model.layers."),
+        ({"lora_rank": 2}, "model.layers."),
+    ],
+    ids=["vision", "language", "LoRA's default"],
+)
+def test_parts_that_train(
+    changes: dict[str, Any], trains: str, qwen: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    make = sft.make_optimizer
+
+    def spying(model: CausalLM, *args: Any, **kwargs: Any) -> Any:
+        trained.extend(name for name, weight in model.named_parameters() if weight.requires_grad)
+        return make(model, *args, **kwargs)
+
+    monkeypatch.setattr(sft, "make_optimizer", spying)
+    given = options(qwen, chats, tmp_path / "run", seq_length=128, max_steps=1, **changes)
+    assert sft.main(sft.Options(**given)) == 0
+    assert trained
+    assert all(name.startswith(trains) for name in trained)
+
+
+def test_a_dry_run_reads_all_images(qwen: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(chats.parent, tmp_path / "chats")
+    data = tmp_path / "chats" / "chats.jsonl"
+    given = options(qwen, data, tmp_path / "run", seq_length=256, dry_run=True)
+    assert sft.main(sft.Options(**given)) == 0
+    printed = "".join(capsys.readouterr())
+    assert "24 images" in printed
+    assert "[image " in printed
+    assert "the vision tower are not predicted" in printed
+    broken = max((tmp_path / "chats" / "images").iterdir(), key=lambda path: path.stat().st_size)
+    broken.write_bytes(broken.read_bytes()[:200])
+    with pytest.raises(DataError, match=rf"chats.jsonl:\d+: images\[\d\] \(.*{broken.name}\): cannot read the image"):
+        sft.main(sft.Options(**given))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"activation_budget": "4"}, "option activation_budget: .*images have no budget.*activation-checkpointing"),
+        ({"capture": "on"}, "cannot be captured"),
+    ],
+)
+def test_options_that_images_exclude(
+    changes: dict[str, Any], message: str, qwen: Path, chats: Path, tmp_path: Path
+) -> None:
+    given = options(qwen, chats, tmp_path / "run", seq_length=256, **changes)
+    with pytest.raises(LigerzooError, match=message):
+        sft.main(sft.Options(**given))
+
+
+def test_a_model_without_vision_refuses_images(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    given = options(checkpoint, chats, tmp_path / "run", seq_length=256)
+    with pytest.raises(LigerzooError, match="the record has images"):
+        sft.main(sft.Options(**given))
+
+
+def test_activation_checkpointing_gives_the_same_losses(qwen: Path, chats: Path, tmp_path: Path) -> None:
+    losses = []
+    for name in ("kept", "recomputed"):
+        given = options(
+            qwen, chats, tmp_path / name, seq_length=128, max_steps=3, activation_checkpointing=name != "kept"
+        )
+        assert sft.main(sft.Options(**given)) == 0
+        losses.append([entry["loss"] for entry in read_log(tmp_path / name / "log.jsonl")])
+    assert losses[0] == losses[1]

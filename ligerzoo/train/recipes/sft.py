@@ -43,6 +43,7 @@ from ligerzoo.train.run_state import RunState
 from ligerzoo.train.starting import (
     checkpoint_directory,
     count_steps,
+    describe_images,
     describe_run,
     make_batches,
     open_model,
@@ -208,20 +209,22 @@ def train(options: Options, device: torch.device) -> int:
     steps = options.max_steps or count_steps(
         batched(samples(options.data, epochs=epochs), read_images=False), options.accumulate
     )
+    first = list(islice(samples(options.data, epochs=1), 3))
+    images = describe_images(first)
     recomputes = options.mixed_precision or options.activation_checkpointing
     plan = plan_memory(
         outline, "none" if recomputes else options.activation_budget, device=device, optimizer=options.optimizer,
-        accumulate=options.accumulate, ema=options.ema is not None, **sizes,
+        accumulate=options.accumulate, ema=options.ema is not None, images=images is not None, **sizes,
     )  # fmt: skip
     is_stochastic = {"on": True, "off": False, "auto": trains_bfloat16(outline)}[options.stochastic_rounding]
     update = f"{options.optimizer} with {'stochastic rounding' if is_stochastic else 'rounding to the nearest'}"
     processes.say(
         describe_run(
             outline, device=device, first_step=run.step, steps=steps, micro_batches=options.accumulate,
-            more=(update, plan), **sizes,
+            more=(update, plan, images), **sizes,
         )
     )  # fmt: skip
-    for sample in islice(samples(options.data, epochs=1), 3):
+    for sample in first:
         processes.say(format_sample(sample, tokenizer, max_tokens=500))
     if options.dry_run:
         report = check_data(options.data, kind, processor, **encoding)
