@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.log import CountedBatch
 
-PROMPT_TOKENS, NEW_TOKENS, SHOWN = 128, 40, 2
+PROMPT_TOKENS, NEW_TOKENS = 128, 40
+
+B = TypeVar("B")
 
 
 class TokenLabels(Protocol):
@@ -63,37 +65,34 @@ def evaluation_loss(model: CausalLM, batches: Iterable[CountedBatch]) -> tuple[f
     return float(total) / tokens, tokens
 
 
+Prompt = Sequence[int] | Mapping[str, Tensor]
+"""Token ids of a prompt; or, with images, all model inputs of one row."""
+
+
 def continue_prompts(
-    model: CausalLM,
-    tokenizer: Tokenizer,
-    prompts: Iterable[Sequence[int] | Mapping[str, Tensor]],
-    max_new_tokens: int = NEW_TOKENS,
+    model: CausalLM, tokenizer: Tokenizer, prompts: Iterable[Prompt], max_new_tokens: int = NEW_TOKENS
 ) -> list[dict[str, str]]:
     """Continues prompts greedily. Returns {"prompt": text, "continuation": text} for each.
 
     All processes must call it. Those of a sharded model each gather the whole model for it.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        prompts: token ids; or, with images, all model inputs of one row.
-        max_new_tokens: the most tokens of a continuation.
     """
     shown = []
     gathered = unsharded(model) if processes.world_size() > 1 else contextlib.nullcontext()
     with evaluating(model), gathered:
         for prompt in prompts:
-            inputs = prompt if isinstance(prompt, Mapping) else {"input_ids": torch.tensor([list(prompt)])}
-            inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-            ids = inputs["input_ids"][0].tolist()
+            given = prompt if isinstance(prompt, Mapping) else {"input_ids": torch.tensor([list(prompt)])}
+            inputs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in given.items()}
+            ids = given["input_ids"][0].tolist()
             continued = model.generate(**inputs, max_new_tokens=max_new_tokens)[0, len(ids) :]
-            shown.append({"prompt": _readable(model, tokenizer, ids), "continuation": tokenizer.decode(continued)})
+            # Of an image, one token is shown.
+            kept = [b for a, b in pairwise([None, *ids]) if a != b or b not in model.placeholders]
+            shown.append({"prompt": tokenizer.decode(kept), "continuation": tokenizer.decode(continued)})
     model.release_decode_graphs()
     return shown
 
 
 def evaluate(
-    model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompted: Iterable[Any]
+    model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompts: Iterable[Prompt]
 ) -> dict[str, Any]:
     """Returns what a run logs of an evaluation: the loss, and greedy continuations. All processes must call it.
 
@@ -101,16 +100,32 @@ def evaluate(
         model: the model.
         tokenizer: its tokenizer.
         batches: held-out data, this process's part.
-        prompted: samples with token ids and labels, the prompts of the first two of which are continued; the same in
-            all processes. A `SampleStream` also reads their images.
+        prompts: prompts to continue, see `prompt_of`; the same in all processes.
     """
     loss, tokens = evaluation_loss(model, batches)
-    images = getattr(prompted, "images", None)
-    prompts = [
-        images.prompt(sample.cut(prompt_length(sample))) if images is not None and sample.images else prompt_of(sample)
-        for sample in islice(prompted, SHOWN)
-    ]
     return {"eval_loss": loss, "eval_tokens": tokens, "samples": continue_prompts(model, tokenizer, prompts)}
+
+
+def evaluate_method(
+    model: CausalLM, tokenizer: Tokenizer, loss_of: Callable[[list[B]], tuple[Tensor, dict[str, Tensor]]],
+    batches: Iterable[B], prompts: Iterable[Prompt],
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what a run logs of an evaluation: the loss and metrics of a method, and greedy continuations.
+
+    All processes must call it.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        loss_of: returns the loss of the micro-batches of a step and its metrics, without gradients if they are off.
+        batches: held-out data, this process's part.
+        prompts: token ids of prompts to continue; the same in all processes.
+    """
+    with evaluating(model):
+        loss, metrics = loss_of(list(batches))
+    values = {"loss": processes.mean(loss), **metrics}
+    numbers = {f"eval_{name}": value.item() for name, value in values.items()}
+    return {**numbers, "samples": continue_prompts(model, tokenizer, prompts)}
 
 
 def prompt_of(sample: TokenLabels) -> list[int]:
@@ -122,9 +137,3 @@ def prompt_length(sample: TokenLabels) -> int:
     """Returns the number of tokens of the prompt of a sample, see `prompt_of`."""
     first = next((index for index, label in enumerate(sample.labels) if label != -100), len(sample.labels))
     return first if first > 1 else max(1, len(sample.input_ids) // 2)
-
-
-def _readable(model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Returns the text of a prompt, with one token for each image."""
-    kept = [b for a, b in pairwise([None, *ids]) if a != b or b not in model.placeholders]
-    return tokenizer.decode(kept)

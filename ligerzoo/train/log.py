@@ -40,6 +40,9 @@ LOG_FILE = "log.jsonl"
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
 
+STOPPED = 130
+"""Exit code of a run that Ctrl-C or SIGTERM has stopped, as a shell reports SIGINT."""
+
 MAX_SKIPPED = 10
 """Number of skipped steps in a row after which the run stops."""
 
@@ -176,9 +179,10 @@ class RunLog:
         self._pending = entry, list(copied), copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
-        """Logs an evaluation after a step."""
+        """Logs an evaluation after a step. The first value is printed; its name begins with `eval_`."""
         self._write({"step": step, **values})
-        self.say(f"step {step}: loss on the evaluation data {values['eval_loss']:.4f}")
+        name, value = next(iter(values.items()))
+        self.say(f"step {step}: {name.removeprefix('eval_')} on the evaluation data {value:.4f}")
         for sample in values.get("samples", ()):
             self.say(f"  {sample['prompt']!r} -> {sample['continuation']!r}")
 
@@ -196,6 +200,11 @@ class RunLog:
         """Prints a line above the live line."""
         if processes.is_main():
             self._progress.write(line, file=sys.stderr)
+
+    def stopped(self, step: int, checkpoint: object) -> int:
+        """Prints that the run stopped after a step, and from which checkpoint it continues. Returns the exit code."""
+        self.say(f"Stopped after step {step}. --resume continues from {checkpoint}.")
+        return STOPPED
 
     def _write_pending(self) -> None:
         if self._pending is None:
@@ -262,7 +271,8 @@ class RunLog:
             *(f"{name} {entry[name]:.4g}" for name in self._shown),
             "loss not finite" if loss is None else f"loss {loss:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
-            f"images {entry['images']:,}" if "images" in entry else "", f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",
+            f"images {entry['images']:,}" if "images" in entry else "",
+            f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",
             f"lr {entry['lr']:.2e}", f"{entry['memory_gib']:.1f} GiB",
         ]  # fmt: skip
         line = ", ".join(filter(None, parts))

@@ -121,8 +121,8 @@ class RunState:
         set_random_state(own["random"])
 
     def save(
-        self, step: int, model: CausalLM, tokenizer: Tokenizer | Processor, optimizer: torch.optim.Optimizer, data: Stateful,
-        ema: EMA | None = None,
+        self, step: int, model: CausalLM, tokenizer: Tokenizer | Processor, optimizer: torch.optim.Optimizer,
+        data: Stateful, ema: EMA | None = None,
     ) -> None:  # fmt: skip
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
 

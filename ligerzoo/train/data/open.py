@@ -97,9 +97,7 @@ def open_data(
             raise DataError(
                 "not a valid number", where=name, got=repr(number), expected=f"an integer of {least} or more"
             )
-    processor, tokenizer = (
-        (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
-    )
+    processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
     reader, parse = open_records(data, seq_length, len(tokenizer), text_unit)
     kind = _check_kind(reader, parse, kind)
     identity: dict[str, Any] = {"seq_length": seq_length}
@@ -111,8 +109,8 @@ def open_data(
         text_encoder = TextEncoder(tokenizer, special_tokens, eos_token_id)
         image_encoder = None if processor is None else ImageEncoder(processor)
         chat = ChatEncoder(
-            text_encoder, images=image_encoder, train_answers=train_answers, end_of_answer=end_of_answer, chat_template=chat_template,
-            template_variables=template_variables,
+            text_encoder, train_answers=train_answers, end_of_answer=end_of_answer, chat_template=chat_template,
+            template_variables=template_variables, images=image_encoder,
         )  # fmt: skip
         if kind != "prompt":
             _ = text_encoder.eos  # raises before the training begins
