@@ -268,7 +268,7 @@ def test_an_image_that_changes_is_refused(tmp_path: Path, load_processor: Callab
     assert isinstance(sample, Sample)
     picture(30, 20).save(tmp_path / "a.png")
     assert stream.images is not None
-    with pytest.raises(DataError, match="data.jsonl:1: an image has changed"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: an image has changed"):
         stream.images.read([sample])
 
 

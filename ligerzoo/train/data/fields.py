@@ -208,12 +208,12 @@ def _checked_part(part: object, where: str, source: Source) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise _wrong_content(part, where, source)
     try:
-        part = normalize_part({name: value for name, value in part.items() if value is not None})
+        normalized: dict[str, Any] = normalize_part({name: value for name, value in part.items() if value is not None})
     except ImageError as error:
         raise DataError(f"{where}: {error}", where=source) from error
-    match part:
+    match normalized:
         case {"type": "text", "text": str()}:
-            return dict(part)
+            return normalized
         case {"type": "image", "image": image}:
             return {"type": "image", "image": image}
         case {"type": "image"}:
