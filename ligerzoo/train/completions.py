@@ -97,7 +97,8 @@ class CompletionSampler:
             seeds: a seed for each completion, such as those of `completion_seeds`. None draws them from torch's default
                 generator of the model's device.
         """
-        at_once, completions = self._prompts_at_once, []
+        at_once = self._prompts_at_once
+        completions: list[SampledCompletion] = []
         with evaluating(self._model):
             for first in range(0, len(prompts), at_once):
                 group = slice(first * self._num_samples, (first + at_once) * self._num_samples)

@@ -63,11 +63,9 @@ def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) ->
     return means
 
 
-def mean_of(results: Sequence[tuple[Tensor, dict[str, Tensor]]], device: torch.device) -> dict[str, Tensor]:
-    """Returns the means of the losses and metrics of several updates with one batch; a loss of 0 without any."""
-    every = [{"loss": loss.double(), **metrics} for loss, metrics in results]
-    every = every or [{"loss": torch.zeros((), device=device)}]
-    return {name: torch.stack([one[name] for one in every]).mean() for name in every[0]}
+def mean_of(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the means of the numbers of several updates, 0-d; nothing without updates."""
+    return {name: torch.stack([one[name].double() for one in updates]).mean() for name in (updates or [{}])[0]}
 
 
 def on_device(numbers: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def train(options: Options, device: torch.device) -> int:
     tokenizer = run_model.open_tokenizer(options, run)
     check_same_tokens(tokenizer, Tokenizer.from_pretrained(options.teacher), options.teacher)
     outline = run_model.open_outline(options, run, tokenizer, new=True)  # shapes alone, for checks and plans
-    dtypes = {"dtype": options.dtype, "param_dtype": run_model.compute_dtype(options)}
+    dtypes: dict[str, Any] = {"dtype": options.dtype, "param_dtype": run_model.compute_dtype(options)}
     frozen = load_teacher(options.teacher, outline, device=torch.device("meta"), **dtypes)
     data = RunData(options, tokenizer, "auto", pin_memory=device.type == "cuda")
     batches, steps = data.training(), data.count_steps()

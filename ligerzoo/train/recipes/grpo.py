@@ -29,7 +29,7 @@ from ligerzoo.train.completions import (
     samples_exactly,
     without_labels,
 )
-from ligerzoo.train.data import SampleStream, check_data, format_sample, open_data
+from ligerzoo.train.data import check_data, format_sample, open_data
 from ligerzoo.train.due import due_after
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog
@@ -141,7 +141,7 @@ def train(options: Options, device: torch.device) -> int:
     epochs = None if options.max_steps else options.epochs or 1
     longest_prompt = options.seq_length - options.max_new_tokens
 
-    def prompts(paths: tuple[str, ...], **given: Any) -> SampleStream:
+    def prompts(paths: tuple[str, ...], **given: Any) -> Any:
         return open_data(paths, "prompt", tokenizer, seq_length=longest_prompt, seed=options.seed, **given)
 
     stream = prompts(options.data, epochs=epochs)
@@ -204,20 +204,25 @@ def train(options: Options, device: torch.device) -> int:
             used, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding_token(tokenizer),
             rank=processes.rank(), world_size=processes.world_size(),
         )  # fmt: skip
-        step = {"num_items": processes.divisor(items, device), "aux_loss_share": 1 / max(1, len(batches))}
+        step: dict[str, Any] = {
+            "num_items": processes.divisor(items, device),
+            "aux_loss_share": 1 / max(1, len(batches)),
+        }
         given = [(batch, *constants_of(batch)) for batch in batches]
 
         def loss_of(part: tuple[CompletionBatch, dict[str, Tensor], dict[str, Tensor]]) -> LossOutput:
             batch, constants, differences = part
             with run_model.autocast(options, device):
-                out = completion_loss(model, batch, grpo, **step, **constants)
+                out = completion_loss(model, batch, grpo, **{**step, **constants})
             return LossOutput(out.loss, {**out.metrics, **differences})
 
-        results, norm = [], torch.zeros((), device=device)
+        results = []
         for _ in range(options.iterations if batches else 0):
-            results.append(forward_backward(loss_of, given, [batch.trained_tokens for batch in batches], device))
-            norm += update()
-        return batches * options.iterations, {**mean_of(results, device), "grad_norm": norm / options.iterations}
+            loss, metrics = forward_backward(loss_of, given, [batch.trained_tokens for batch in batches], device)
+            norm = update()
+            assert norm is not None  # this recipe has no optimizer in backward
+            results.append({"loss": loss, "grad_norm": norm, **metrics})
+        return batches * options.iterations, mean_of(results)
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     shown: dict[str, Any] = {"shown": ("reward", "completion_length"), "may_be_zero": True}
@@ -239,7 +244,8 @@ def train(options: Options, device: torch.device) -> int:
             update.set_lr(step)
             with watch.time("update"):
                 batches, results = train_on(completions)
-            loss, norm = results.pop("loss"), results.pop("grad_norm")
+            none = torch.zeros((), device=device)  # if all groups have equal rewards
+            loss, norm = results.pop("loss", none), results.pop("grad_norm", none)
             log.step(
                 step, loss=loss, grad_norm=norm, lr=update.lr, batches=batches, skipped=update.skip.count,
                 metrics={**on_device({**numbers, **watch.seconds}, device), **results},
