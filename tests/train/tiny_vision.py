@@ -50,9 +50,9 @@ PLACEHOLDERS = {
     "mllama": "<|image|>",
 }
 HEADERS = {
-    "qwen2_vl": ("<|im_start|>", "\\n"),
-    "qwen2_5_vl": ("<|im_start|>", "\\n"),
-    "gemma3": ("<start_of_turn>", "\\n"),
+    "qwen2_vl": ("<|im_start|>", "\n"),
+    "qwen2_5_vl": ("<|im_start|>", "\n"),
+    "gemma3": ("<start_of_turn>", "\n"),
     "mllama": ("<|start_header_id|>", "<|end_header_id|>"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {

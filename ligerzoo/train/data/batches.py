@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -98,7 +98,7 @@ class _Producer:
         while step := list(itertools.islice(rows, self.batch_size * self.world_size)):
             own = [row for row, _ in step[self.rank * self.batch_size :][: self.batch_size]]
             own += [[] for _ in range(self.batch_size - len(own))]  # after the last sample
-            yield self._batch(own), step[-1][1]
+            yield self._batch(own, [row for row, _ in step]), step[-1][1]
 
     def _rows(self, state: dict[str, Any]) -> Iterator[tuple[Row, dict[str, Any]]]:
         """Yields rows, each with the position after it: that of its window, and the number of rows taken from it."""
@@ -119,13 +119,21 @@ class _Producer:
                 yield packed.rows[index], {**start, "rows": index + 1}
             taken, rest = 0, packed.rest
 
-    def _batch(self, rows: list[Row]) -> Batch:
+    def _batch(self, rows: list[Row], rows_of_step: list[Row]) -> Batch:
         """Returns the batch of these rows, some of which may be empty.
+
+        If only other processes have images, a row without trained tokens follows, with an image of theirs: all
+        processes take part in the collective operations of a sharded vision tower.
 
         Raises:
             DataError: nothing is trained, although there are samples.
         """
-        batch = collate(rows, *self.layout(rows), self.pad_token_id, self.images)
+        layout, length = self.layout(rows)
+        batch = collate(rows, layout, length, self.pad_token_id, self.images)
+        if self.images is not None and not batch.images and (other := _first_with_image(rows_of_step)) is not None:
+            layout, length = [*layout, [other]], max(length, len(other.input_ids))
+            inputs = collate(rows, layout, length, self.pad_token_id, self.images).inputs
+            batch = replace(batch, inputs=inputs)
         if batch.tokens and not batch.trained_tokens:
             raise DataError("nothing in the batch would be trained", where=first_names(batch.sources))
         if self.pin_memory:
@@ -325,6 +333,15 @@ class PaddedBatches(_Batches):
 
 def _segments(row: Row) -> list[Sample]:
     return [segment for sample in row for segment in sample.segments]
+
+
+def _first_with_image(rows: Sequence[Row]) -> Sample | None:
+    """Returns the beginning of the first sample with images, up to the end of one image and without labels."""
+    for segment in itertools.chain.from_iterable(map(_segments, rows)):
+        if segment.images:
+            short = segment.cut(segment.images[0].last)
+            return replace(short, labels=[UNTRAINED] * len(short.labels))
+    return None
 
 
 def _joined(segments: Sequence[Sample]) -> Sample:
