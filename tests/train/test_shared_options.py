@@ -136,7 +136,7 @@ def test_a_plan_is_printed_and_changes_no_bit(
     monkeypatch.setattr(run_model, "plan_activations", plan_all)
     planned = given(method, tmp_path / "planned", activation_budget="1", ema=0.5)
     assert (train(planned) / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
-    assert "blocks 0 to 0    everything recomputed" in " ".join(capsys.readouterr().out.split("\n"))
+    assert "everything recomputed" in capsys.readouterr().out
     averages = weights = 4 * sum(one.numel() for one in AutoModel.from_pretrained(planned["model"]).parameters())
     assert asked[0]["reserved"] == averages + (weights if method != "grpo" else 0)  # which has no KL term here
 
