@@ -345,7 +345,7 @@ def test_packed_rows_have_the_gradients_of_each_conversation(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_row_of_text_beside_one_with_an_image(kind: str, load_processor: Callable[[str], Processor]) -> None:
+def test_a_full_row_of_text_and_one_with_an_image(kind: str, load_processor: Callable[[str], Processor]) -> None:
     """Rows of one segment each, without padding."""
     model, processor = new_model(kind).double(), load_processor(kind)
     with_image = {"messages": conversation(["What?", data_uri(20, 30)], "A cat")}
