@@ -17,7 +17,7 @@ from ligerzoo.models import CausalLM
 from ligerzoo.train.data import PackedBatches, PaddedBatches, Sample, check_data, format_sample, open_data
 from ligerzoo.train.data.samples import as_state, from_state
 from ligerzoo.train.log import read_log
-from ligerzoo.train.recipes import sft
+from ligerzoo.train.recipes import distill, grpo, preference, sft
 from ligerzoo.vision.processor import Processor
 from tests.train.tiny_run import options
 from tests.train.tiny_vision import (
@@ -484,3 +484,26 @@ def test_activation_checkpointing_gives_the_same_losses(qwen: Path, chats: Path,
         assert sft.main(sft.Options(**given)) == 0
         losses.append([entry["loss"] for entry in read_log(tmp_path / name / "log.jsonl")])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo", "distill"])
+def test_other_methods_refuse_images(method: str, qwen: Path, tmp_path: Path) -> None:
+    picture(20, 30).save(tmp_path / "a.png")
+    messages = user({"type": "image", "path": "a.png"})
+    record: dict[str, Any] = {"messages": messages}
+    given: dict[str, Any] = {"dry_run": True}
+    recipe: Any = distill
+    match method:
+        case "dpo":
+            recipe, record = preference, {"prompt": messages[:1], "chosen": messages[1:], "rejected": user()[1:]}
+            record["rejected"][0]["content"] = "No"
+        case "grpo":
+            recipe, record = grpo, {"prompt": messages[:1]}
+            (tmp_path / "reward.py").write_text("def reward(completions): return [0.0 for _ in completions]\n")
+            given |= {"reward": str(tmp_path / "reward.py"), "seq_length": 600}
+        case _:
+            given["teacher"] = str(qwen)
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=r"data.jsonl:1: .*images.*--method sft"):
+        recipe.main(recipe.Options(**options(qwen, data, tmp_path / "run", **given)))
