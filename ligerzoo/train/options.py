@@ -214,15 +214,16 @@ def fill_in(source: str, values: Mapping[str, Any]) -> str:
     lines, body = source.splitlines(keepends=True), _class(source, CLASS).body
     own = {_name(field): field for field in body if isinstance(field, ast.AnnAssign)}
     last = max(statement.end_lineno or 0 for statement in body if not isinstance(statement, ast.FunctionDef))
+    inherited = []
     for option in read_options(source):
-        if option.name not in values:
-            continue
-        line = f"    {option.name}: {option.annotation.replace(chr(39), chr(34))} = {values[option.name]!r}\n"
-        if option.name in own:
-            assert own[option.name].end_lineno == own[option.name].lineno  # a field is one line
-            lines[own[option.name].lineno - 1] = line
-        else:
-            lines[last - 1] += line
+        if option.name in values:
+            line = f"    {option.name}: {option.annotation.replace(chr(39), chr(34))} = {values[option.name]!r}\n"
+            if option.name in own:
+                assert own[option.name].end_lineno == own[option.name].lineno  # a field is one line
+                lines[own[option.name].lineno - 1] = line
+            else:
+                inherited.append(line)
+    lines[last:last] = inherited
     return "".join(lines)
 
 

@@ -107,7 +107,7 @@ class RunData:
             processes.say(format_sample(sample, self._tokenizer, max_tokens=500))
 
     def check(self) -> None:
-        """Reads all data and prints what it holds.
+        """Reads all data and prints a summary.
 
         Raises:
             DataError: A record is malformed or too long; names the first ones by file and line.

@@ -15,7 +15,7 @@ from torch import Tensor
 from ligerzoo import AutoModel
 from ligerzoo.losses import CPO, DPO, GRPO, KTO, ORPO, Distillation, SimPO, model_sequence_logps
 from ligerzoo.losses.dpo import VARIANTS
-from ligerzoo.losses.grpo import VARIANTS as POLICY_VARIANTS
+from ligerzoo.losses.policy import VARIANTS as POLICY_VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train.completion_batches import completion_logps, completion_loss, pack_completions
 from ligerzoo.train.completions import SampledCompletion
@@ -193,7 +193,6 @@ METHODS: dict[str, Callable[[CausalLM, CausalLM], Losses]] = {
     "distill": lambda *models: distillation_losses({}, *models),
     "distill hard": lambda *models: distillation_losses({"divergence": "forward_kl", "hard_weight": 0.5}, *models),
 }
-MAIN_METHODS = ("sft", "dpo sigmoid", "kto", "orpo", "simpo", "cpo", "grpo dapo", "distill")
 
 ARCHITECTURES = {row.config["model_type"]: row for row in reversed(TEXT_CHECKPOINTS)}
 """One checkpoint of each architecture."""
@@ -262,9 +261,11 @@ def relative_error(got: list[Tensor], expected: list[Tensor]) -> float:
 def assert_packing_is_as_exact_as_float32(method: str, models: tuple[CausalLM, CausalLM]) -> None:
     """Packed gradients differ from unpacked ones by at most 1e-6 of their norm, or by the rounding of fp32 itself.
 
-    The latter is twice the error of the unpacked gradients, compared with fp64. It exceeds 1e-6 for few architectures:
-    SmolLM3 and Qwen2 with a sliding window (GRPO; errors of up to 1.6e-6, differences of up to 1.4e-6), Ministral 3 and
-    YaRN (up to 1.6e-6 and 1.2e-6), whose tiny checkpoints have large weights; and for DPO's sppo_hard, which squares.
+    The latter is twice the error of the unpacked gradients, compared with fp64. It exceeds 1e-6 where terms of opposite
+    signs cancel (GRPO, KTO, DPO's sppo_hard), and in architectures whose tiny checkpoints have large activations, which
+    scale embeddings and add 1 to the weights of norms. Largest difference of packed and unpacked gradients, and error
+    of the unpacked ones: Gemma 3 6e-6 (1.6e-5), Gemma and Gemma 2 2e-6 (1.6e-5), GLM-4 and SmolLM3 1.4e-6 (1.6e-6),
+    others 1.8e-6 (1.9e-6), for sppo_hard.
     """
     packed, alone = (gradients(models[0], loss) for loss in METHODS[method](*models))
     error = relative_error(packed, alone)
@@ -272,14 +273,7 @@ def assert_packing_is_as_exact_as_float32(method: str, models: tuple[CausalLM, C
         exact = tuple(copy.deepcopy(model).double() for model in models)
         rounding = relative_error(alone, gradients(exact[0], METHODS[method](*exact)[1]))
         assert error <= 2 * rounding, f"{method}: {error:.1e} between packed and unpacked, {rounding:.1e} unpacked"
-        assert error < 3e-6, f"{method}: {error:.1e}"
-
-
-@pytest.mark.parametrize("method", [method for method in METHODS if method != AMPLIFIES_ROUNDING])
-def test_every_method_in_float32(method: str, tmp_path: Path) -> None:
-    models = models_of(ARCHITECTURES["llama"], tmp_path, "float32")
-    packed, alone = (gradients(models[0], loss) for loss in METHODS[method](*models))
-    assert relative_error(packed, alone) <= (2e-6 if method == "dpo sppo_hard" else 1e-6)
+        assert error < 1e-5, f"{method}: {error:.1e}"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from ligerzoo.train.update import Update, describe_update
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BatchOptions):
-    """Options of this recipe, besides those that all recipes have."""
+    """Options of this recipe, in addition to those that all recipes have."""
 
     model: str
     """checkpoint of the student in Hugging Face format: a directory or a hub id; also a config.json, or a

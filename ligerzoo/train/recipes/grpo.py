@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.losses import GRPO, LossOutput
-from ligerzoo.losses.grpo import VARIANTS
+from ligerzoo.losses.policy import VARIANTS
 from ligerzoo.train import processes, run_model
 from ligerzoo.train.completion_batches import CompletionBatch, completion_loss, pack_completions, policy_constants
 from ligerzoo.train.completions import (
@@ -50,7 +50,7 @@ from ligerzoo.train.update import Update, describe_update
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Options of this recipe, besides those that all recipes have."""
+    """Options of this recipe, in addition to those that all recipes have."""
 
     data: tuple[str, ...]
     """file with prompts; several are one data set"""

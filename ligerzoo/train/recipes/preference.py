@@ -48,7 +48,7 @@ from ligerzoo.train.update import Update, describe_update
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BatchOptions):
-    """Options of this recipe, besides those that all recipes have."""
+    """Options of this recipe, in addition to those that all recipes have."""
 
     data: tuple[str, ...]
     """file with pairs (prompt, chosen, rejected) or, for kto, with prompt, completion and label; several
