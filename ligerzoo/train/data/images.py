@@ -160,13 +160,13 @@ class SampleImages:
         Raises:
             DataError: an image cannot be read, or is not the one whose size the sample has.
         """
-        wanted = []
+        listed = []
         for sample in samples:
             if sample.images:
                 given = self._images_of_record(sample.source)
                 if len(given) < len(sample.images):
                     raise _changed(sample.source)
-                wanted += [(i, image, sample) for i, image in enumerate(given[: len(sample.images)])]
+                listed += [(i, image, sample) for i, image in enumerate(given[: len(sample.images)])]
 
         def read_one(item: tuple[int, Any, Sample]) -> Tensor:
             index, image, sample = item
@@ -176,10 +176,10 @@ class SampleImages:
                 raise _changed(sample.source)
             return pixels
 
-        if len(wanted) < 2:
-            return list(map(read_one, wanted))
+        if len(listed) < 2:
+            return list(map(read_one, listed))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="ligerzoo-images") as threads:
-            return list(threads.map(read_one, wanted))
+            return list(threads.map(read_one, listed))
 
     def inputs(self, layout: Sequence[Sequence[Sample]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the model inputs of the images of a batch; none without images.

@@ -175,8 +175,8 @@ def from_state(state: list[Any]) -> TrainedSample:
     """Returns the sample of `as_state`."""
     match state:
         case ["sample", input_ids, labels, source, *images]:
-            places = tuple(ImageTokens(*image) for image in images)
-            return Sample(list(input_ids), list(labels), Source(*source), places)
+            spans = tuple(ImageTokens(*image) for image in images)
+            return Sample(list(input_ids), list(labels), Source(*source), spans)
         case ["preference", chosen, rejected]:
             first, second = from_state(chosen), from_state(rejected)
             assert isinstance(first, Sample)
