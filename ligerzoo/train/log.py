@@ -11,7 +11,7 @@ A line of log.jsonl is a step, or an evaluation after it:
 `loss` is the mean over the trained tokens of the step, in nats. `padding` is a share of all positions. `mfu` is null if
 the peak of the device is not known. `seconds` leaves out saving and evaluation. All numbers but `memory_gib` are
 those of all processes. `skipped` is there if the update was skipped because gradients were not finite; `loss` and
-`grad_norm` are then null if they are not finite.
+`grad_norm` are then null if they are not finite. `images` is there if the step has any.
 """
 
 from __future__ import annotations
@@ -170,10 +170,11 @@ class RunLog:
         self._write_pending()
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
         counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
-        tokens, trained, padding, flops = processes.total(*counts, int(flops))
+        images = sum(getattr(batch, "images", 0) for batch in batches)
+        tokens, trained, padding, flops, images = processes.total(*counts, int(flops), images)
         entry = {
             "step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens, "trained_tokens": trained,
-            "padding": padding / max(1, tokens + padding),
+            "padding": padding / max(1, tokens + padding), **({"images": images} if images else {}),
         }  # fmt: skip
         self._pending = entry, list(copied), copy, flops, batches
 
@@ -270,6 +271,7 @@ class RunLog:
             *(f"{name} {entry[name]:.4g}" for name in self._shown),
             "loss not finite" if loss is None else f"loss {loss:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
+            f"images {entry['images']:,}" if "images" in entry else "",
             f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",
             f"lr {entry['lr']:.2e}", f"{entry['memory_gib']:.1f} GiB",
         ]  # fmt: skip

@@ -17,7 +17,8 @@ from ligerzoo.train import processes
 from ligerzoo.train.checks import check_model
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, open_model
+from ligerzoo.train.starting import checkpoint_directory, open_model, tokenizer_of
+from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
 
 def open_tokenizer(options: RunOptions, run: RunState) -> Tokenizer:
@@ -27,7 +28,29 @@ def open_tokenizer(options: RunOptions, run: RunState) -> Tokenizer:
         ConfigError: The file of the chat template cannot be read.
     """
     tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
-    if options.chat_template is not None and run.checkpoint is None:
+    if run.checkpoint is None:
+        _set_chat_template(tokenizer, options)
+    return tokenizer
+
+
+def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
+    """Loads the processor of a model that reads images; the tokenizer of other models, or if the options name one.
+
+    Raises:
+        ConfigError: The file of the chat template cannot be read, or the preprocessing is not supported.
+    """
+    # The checkpoint of an adapter has no config.json, which names the preprocessing.
+    saved = None if options.lora_rank else run.checkpoint
+    if options.tokenizer is not None:
+        return open_tokenizer(options, run)
+    processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
+    if saved is None:
+        _set_chat_template(tokenizer_of(processor), options)
+    return processor
+
+
+def _set_chat_template(tokenizer: Tokenizer, options: RunOptions) -> None:
+    if options.chat_template is not None:
         try:
             source = Path(options.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -36,7 +59,6 @@ def open_tokenizer(options: RunOptions, run: RunState) -> Tokenizer:
                 expected="a jinja file in UTF-8",
             ) from error  # fmt: skip
         tokenizer.set_chat_template(source, options.chat_template)
-    return tokenizer
 
 
 def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, new: bool = False) -> CausalLM:
@@ -108,7 +130,7 @@ def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
 
 def plan_memory(
     options: RunOptions, outline: CausalLM, device: torch.device, *, frozen: CausalLM | None = None,
-    accumulate: bool = False,
+    accumulate: bool = False, images: bool = False,
 ) -> ActivationPlan | None:  # fmt: skip
     """Plans what backward recomputes within `activation_budget`, see `plan_activations`. None for no plan.
 
@@ -118,10 +140,19 @@ def plan_memory(
         device: where it is trained.
         frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
         accumulate: whether gradients accumulate over several micro-batches.
+        images: whether the data has images. The plan does not count the vision tower.
+
+    Raises:
+        ConfigError: a number of GiB with images.
     """
     if options.activation_budget == "none" or options.mixed_precision or options.activation_checkpointing:
         return None
     budget, count = options.activation_budget, processes.world_size()
+    if images and budget != "auto":
+        raise ConfigError(
+            "the memory of a vision tower is not predicted, so images have no budget", where="option activation_budget",
+            got=budget, expected="auto or none", remedy="Use --activation-checkpointing to save memory.",
+        )  # fmt: skip
     averages = 4 * sum(weight.numel() for weight in outline.parameters() if weight.requires_grad)
     weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
     return plan_activations(

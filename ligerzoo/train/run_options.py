@@ -22,7 +22,7 @@ class RunOptions:
     model: str
     """checkpoint in Hugging Face format: a directory or a hub id"""
     data: tuple[str, ...]
-    """file with training data; several are one data set"""
+    """file with training data, also with images for --method sft; several are one data set"""
     output: str
     """directory for checkpoints, the log and the trained model or adapter"""
     tokenizer: str | None = None
@@ -42,11 +42,13 @@ class RunOptions:
     lora_alpha: Positive | None = None
     """the updates are scaled by this number / rank (default: twice the rank)"""
     lora_targets: tuple[str, ...] | None = None
-    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
+    """part of the names of the weights to update, such as q_proj (default: all linear layers of
+    the language model's blocks)"""
     dora: bool = False
     """also train the norms of the updated weights' rows (DoRA)"""
     train_only: tuple[str, ...] | None = None
-    """part of the names of the parameters to train, such as layers.3 or lm_head; others are frozen"""
+    """part of the names of the parameters to train, such as layers.3, lm_head or visual; others are
+    frozen (default: all train, vision towers too)"""
     optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
     """name of the optimizer"""
     stochastic_rounding: Literal["auto", "on", "off"] = "auto"

@@ -40,6 +40,7 @@ from ligerzoo.parallel import (
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import EMA
+from ligerzoo.vision.processor import Processor
 
 STATE_FILE, TENSORS_FILE = "state.json", "state.pt"
 OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
@@ -122,8 +123,8 @@ class RunState:
         set_random_state(own["random"])
 
     def save(
-        self, step: int, model: CausalLM, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, data: Stateful,
-        ema: EMA | None = None,
+        self, step: int, model: CausalLM, tokenizer: Tokenizer | Processor, optimizer: torch.optim.Optimizer,
+        data: Stateful, ema: EMA | None = None,
     ) -> None:  # fmt: skip
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
 
@@ -160,7 +161,7 @@ class RunState:
             for old in checkpoints(self.output)[: -self.keep]:
                 delete_directory(old)
 
-    def finish(self, model: CausalLM, tokenizer: Tokenizer) -> None:
+    def finish(self, model: CausalLM, tokenizer: Tokenizer | Processor) -> None:
         """Saves the model and the tokenizer in the output directory itself. All processes must call it.
 
         Raises:

@@ -18,6 +18,7 @@ from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.data import PackedBatches, PaddedBatches, SampleStream
 from ligerzoo.train.run_options import BatchOptions
+from ligerzoo.vision.processor import Processor
 
 
 def checkpoint_directory(model: str | Path) -> str:
@@ -74,6 +75,11 @@ def open_model(
     return load_sharded(model, dtype=dtype, param_dtype=param_dtype).train()
 
 
+def tokenizer_of(processor: Processor | Tokenizer) -> Tokenizer:
+    """Returns the tokenizer of a processor; a tokenizer unchanged."""
+    return processor.tokenizer if isinstance(processor, Processor) else processor
+
+
 def has_weights(directory: Path) -> bool:
     """Returns whether a directory has weights in safetensors files."""
     return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
@@ -85,8 +91,9 @@ def padding_token(tokenizer: Tokenizer) -> int:
 
 
 def make_batches(
-    stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool
-) -> PackedBatches | PaddedBatches:
+    stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool,
+    read_images: bool = True,
+) -> PackedBatches | PaddedBatches:  # fmt: skip
     """Returns batches of this process.
 
     Args:
@@ -96,11 +103,12 @@ def make_batches(
         batch_size: rows of this process.
         seq_length: tokens of a row.
         pin_memory: whether the tensors are in pinned memory, to copy them to a GPU.
+        read_images: whether batches have the pixels of images; False to count batches.
     """
     padding = padding_token(tokenizer)
     rows: dict[str, Any] = {
         "batch_size": batch_size, "pad_token_id": padding, "rank": processes.rank(),
-        "world_size": processes.world_size(), "pin_memory": pin_memory,
+        "world_size": processes.world_size(), "pin_memory": pin_memory, "read_images": read_images,
     }  # fmt: skip
     if packing == "none":
         return PaddedBatches(stream, **rows)

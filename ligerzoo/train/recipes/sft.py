@@ -27,7 +27,7 @@ from ligerzoo.train.plot import plot_loss
 from ligerzoo.train.run_data import RunData
 from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import describe_run
+from ligerzoo.train.starting import describe_run, tokenizer_of
 from ligerzoo.train.tracking import open_tracker
 from ligerzoo.train.update import Update, describe_update
 
@@ -61,15 +61,16 @@ def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
     may_change = {*MAY_CHANGE, "capture"}
     run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
-    tokenizer = run_model.open_tokenizer(options, run)
+    processor = run_model.open_processor(options, run)  # or the tokenizer of a model that reads no images
+    tokenizer = tokenizer_of(processor)
     is_new = options.method == "pretrain"
     outline = run_model.open_outline(options, run, tokenizer, new=is_new)  # shapes alone, for checks and plans
     data = RunData(
-        options, tokenizer, "text" if is_new else "auto", pin_memory=device.type == "cuda", packing=options.packing,
+        options, processor, "text" if is_new else "auto", pin_memory=device.type == "cuda", packing=options.packing,
         train_answers=options.train_answers, train_on_prompt=options.train_on_prompt,
     )  # fmt: skip
     batches, steps = data.training(), data.count_steps()
-    plan = run_model.plan_memory(options, outline, device, accumulate=options.accumulate > 1)
+    plan = run_model.plan_memory(options, outline, device, accumulate=options.accumulate > 1, images=data.has_images)
     more = (describe_update(options, outline), plan)
     processes.say(describe_run(outline, options, device, first_step=run.step, steps=steps, more=more))
     data.show()
@@ -103,16 +104,16 @@ def train(options: Options, device: torch.device) -> int:
             due = due_after(step, steps, options, stop)
             if due.evaluation and options.eval_data:
                 with log.paused(), update.averaged():
-                    held_out, shown = data.once(options.eval_data), data.first_samples(options.eval_data, 2)
-                    log.evaluation(step, **evaluate(model, tokenizer, held_out, shown))
+                    held_out, prompts = data.once(options.eval_data), data.prompts(options.eval_data, 2)
+                    log.evaluation(step, **evaluate(model, tokenizer, held_out, prompts))
             if due.save:
                 with log.paused():
-                    run.save(step, model, tokenizer, update.optimizer, batches, update.ema)
+                    run.save(step, model, processor, update.optimizer, batches, update.ema)
                     plot_loss(run.output)
             if due.stop:
                 return log.stopped(step, run.checkpoint)
     with update.averaged():
-        run.finish(model, tokenizer)
+        run.finish(model, processor)
     processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 
