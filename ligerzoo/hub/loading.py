@@ -313,7 +313,7 @@ def _read(
     boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
     total = sum(
-        math.prod(rows.stop - rows.start for rows in part.stored_index)
+        math.prod(len(range(rows.start, rows.stop, rows.step or 1)) for rows in part.stored_index)
         * checkpoint.tensors[part.stored_name].dtype.itemsize
         for part in own_slices
     )
@@ -321,7 +321,7 @@ def _read(
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
         def read(part: TensorSlice) -> Tensor:
-            value = checkpoint.read(part.stored_name)[part.stored_index]
+            value = part.select(checkpoint.read(part.stored_name))
             progress.update(value.nbytes)
             return copy(value)
 
@@ -347,7 +347,7 @@ def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoin
     stored = {part.name: part for part in match.slices if part.name in TIED}
     if not model.config.tie_word_embeddings or len(stored) < 2:
         return
-    values = [checkpoint.read(part.stored_name)[part.stored_index] for part in stored.values()]
+    values = [part.select(checkpoint.read(part.stored_name)) for part in stored.values()]
     if not torch.equal(*values):
         raise CheckpointError(
             "head and embedding are stored with different values, but config.json ties them",
