@@ -199,7 +199,8 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
     """
     if not (is_plain(gate, Router) and is_plain(experts, Experts)):
         return None
-    backend, parameters = experts.backend, (gate.weight, experts.gate_up_proj, experts.down_proj)
+    backend = experts.backend
+    parameters = [t for part in (gate, experts) for t in part._parameters.values() if t is not None]
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, *parameters))
     if (
         needs_gradients
@@ -212,8 +213,9 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
     logits = gate.logits(tokens)
     routing = route(logits, gate.num_experts_per_token, renormalize=gate.renormalize, backend=backend)
     y = decode_experts(
-        tokens, routing, experts.gate_up_proj, experts.down_proj, activation=experts.activation, backend=backend
-    )
+        tokens, routing, experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias,
+        activation=experts.activation, backend=backend,
+    )  # fmt: skip
     return logits, y
 
 
