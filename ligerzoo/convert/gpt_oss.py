@@ -1,7 +1,9 @@
 """Converter for gpt-oss checkpoints in bf16.
 
 Checkpoints store the experts' matrices transposed, for products x @ W, and gate and up projections in alternation:
-even columns are the gate's. config.json has some entries twice, and calls our `num_experts` `num_local_experts`.
+even columns are the gate's. config.json calls our `num_experts` `num_local_experts`. As in transformers, its entries
+`experts_per_token` and `initial_context_length` have no effect: they repeat `num_experts_per_tok` and an entry of the
+rotary embedding.
 """
 
 from __future__ import annotations
@@ -10,21 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_given, refuse, rope_entry, rope_fields
-from ligerzoo.convert.weights import Interleaved, Layout, Rename, Transposed
+from ligerzoo.convert.fields import first_given, rope_entry, rope_fields
+from ligerzoo.convert.weights import Interleaved, Layout, ModuleRules, Rename, Transposed
 from ligerzoo.models.gpt_oss import YARN, GptOss, GptOssConfig
 
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json; `num_experts` takes precedence over `num_local_experts`.
-
-    Raises:
-        ConfigError: `experts_per_token`, another name of `num_experts_per_tok`, has another value.
-    """
-    refuse(
-        raw, "experts_per_token", unless=(None, raw.get("num_experts_per_tok", GptOssConfig.num_experts_per_tok)),
-        remedy="It must equal num_experts_per_tok.",
-    )  # fmt: skip
+    """Returns the entries of config.json; `num_experts` takes precedence over `num_local_experts`."""
     return {**raw, "num_experts": first_given(raw, "num_experts", "num_local_experts")}
 
 
@@ -35,11 +29,8 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
 
 def write_entries(config: GptOssConfig, entries: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json from those named like the fields of the config."""
-    scaling = config.rope_scaling or {"rope_type": "default"}
-    types = ["sliding_attention" if config.is_sliding(i) else "full_attention" for i in range(config.num_hidden_layers)]
-    return {
-        "num_local_experts": entries.pop("num_experts"), **entries, "rope_scaling": dict(scaling), "layer_types": types
-    }  # fmt: skip
+    scaling = dict(config.rope_scaling or {"rope_type": "default"})  # transformers reads null as the default YaRN
+    return {"num_local_experts": entries.pop("num_experts"), **entries, "rope_scaling": scaling}
 
 
 ARCHITECTURE = Architecture(
@@ -53,7 +44,7 @@ ARCHITECTURE = Architecture(
     layouts=(
         Layout(
             (
-                Rename("mlp.router", "mlp.gate"),
+                ModuleRules("model.layers.", (Rename("mlp.router", "mlp.gate"),)),
                 Interleaved("mlp.experts.gate_up_proj", transposed=True),
                 Interleaved("mlp.experts.gate_up_proj_bias"),
                 Transposed("mlp.experts.down_proj"),

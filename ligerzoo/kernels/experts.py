@@ -51,9 +51,9 @@ def reference(
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: GatedActivation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    activation: GatedActivation = "silu",
 ) -> Tensor:
     """`experts_mlp` in plain torch, one expert after the other: the specification and the test oracle."""
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)

@@ -54,9 +54,9 @@ def reference(
     down: Tensor,
     gate_up_update: LowRank | None,
     down_update: LowRank | None,
-    activation: GatedActivation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    activation: GatedActivation = "silu",
 ) -> Tensor:
     """`lora_experts_mlp` in plain torch, one expert after the other: the specification and the test oracle."""
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)

@@ -76,15 +76,14 @@ class Experts(nn.Module):
         gating(activation)  # raises if it is unknown
         self.activation: GatedActivation = activation
         self.backend: Backend = check_backend(backend)
-        gate_up, down = (num_experts, 2 * intermediate_size, hidden_size), (num_experts, hidden_size, intermediate_size)
-        self.gate_up_proj = nn.Parameter(torch.empty(gate_up, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
-        self.gate_up_proj_bias: nn.Parameter | None
-        self.down_proj_bias: nn.Parameter | None
-        for name, shape in (("gate_up_proj_bias", gate_up[:2]), ("down_proj_bias", down[:2])):
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
-            )
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = empty(num_experts, 2 * intermediate_size, hidden_size)
+        self.gate_up_proj_bias = empty(num_experts, 2 * intermediate_size) if bias else None
+        self.down_proj = empty(num_experts, hidden_size, intermediate_size)
+        self.down_proj_bias = empty(num_experts, hidden_size) if bias else None
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:

@@ -75,7 +75,9 @@ def steady(tensors: Tensors) -> Tensors:
 
 def gpt_osses() -> Iterator[Tiny]:
     gpt_oss = partial(variant, GPT_OSS, tensors=steady)
-    yield gpt_oss("plain")
+    # Without YaRN: transformers' Trainer cannot read the config.json of such a checkpoint again.
+    unscaled = {"rope_scaling": {"rope_type": "default"}}
+    yield gpt_oss("plain, no context extension", unscaled, absent=("initial_context_length",))
     yield gpt_oss(
         "minimal config",
         absent=(
@@ -89,17 +91,14 @@ def gpt_osses() -> Iterator[Tiny]:
     yield variant(
         GPT_OSS,
         "saved by transformers, tied, no attention biases",
-        {**v5, "attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.1, "num_local_experts": 3},
+        {**v5, "attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.1, "num_local_experts": 2},
         absent=("rope_scaling", "rope_theta"),
         by_transformers=True,
         shards=2,
     )
-    unscaled = {"rope_scaling": {"rope_type": "default"}, "layer_types": ["full_attention", "sliding_attention"]}
-    yield gpt_oss(
-        "load-balancing loss, window in the second layer, no context extension",
-        {**unscaled, "output_router_logits": True, "num_key_value_heads": 1, "num_attention_heads": 3},
-    )
-    yield gpt_oss("full attention", {"layer_types": ["full_attention"], "num_hidden_layers": 1, "sliding_window": None})
+    swapped = {"layer_types": ["full_attention", "sliding_attention"], "num_key_value_heads": 1, "num_attention_heads": 3}
+    yield gpt_oss("load-balancing loss, window in the second layer", {**swapped, "output_router_logits": True})
+    yield gpt_oss("one layer with full attention", {"layer_types": ["full_attention"], "num_hidden_layers": 1})
 
 
 CHECKPOINTS = list(gpt_osses())
