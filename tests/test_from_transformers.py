@@ -178,7 +178,9 @@ def test_copies_are_independent(tiny: Tiny) -> None:
 @pytest.mark.parametrize("tiny", [row for row in CHECKPOINTS if row.config["model_type"] in COPIED], ids=str)
 def test_weights_in_another_layout(tiny: Tiny, tmp_path: Path) -> None:
     theirs = theirs_of(tiny)
-    with pytest.raises(CheckpointError, match=r"experts.gate_up_proj': cannot be shared: stored in another order. Copy"):
+    with pytest.raises(
+        CheckpointError, match=r"experts.gate_up_proj': cannot be shared: stored in another order. Copy"
+    ):
         ligerzoo.from_transformers(theirs)
     ours = ligerzoo.from_transformers(theirs, copy=True)
     ids = torch.randint(tiny.config["vocab_size"], (2, tiny.tokens))

@@ -54,7 +54,7 @@ class TensorSlice:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the parameter is the whole stored tensor, as it is."""
+        """Whether the parameter is the whole stored tensor, in the same layout."""
         return not (self.stored_index or self.index or self.transposed)
 
 
@@ -145,7 +145,7 @@ class PerExpert:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Matrices of gate and up projections whose outputs alternate in the checkpoint; the parameter has the gate's first.
+    """Stacked gate and up projections whose outputs alternate in the checkpoint; the parameter has the gate's first.
 
     Attributes:
         path: dotted path of the parameter, a stack of matrices (experts, 2I, H) or of biases (experts, 2I).

@@ -3,7 +3,7 @@
 With the output o and the logsumexp l of attention without sinks, for each query and the sink logit b of its head:
 
 Forward:   o' = o * s(l - b),   l' = log(exp(l) + exp(b)),   s the sigmoid.
-Backward:  delta = sum of do' * o',   dl = exp(b - l') * delta,   db = -sum of dl over the queries,   do = s(l - b) * do'.
+Backward:  delta = sum of do' * o',   dl = s(b - l) * delta,   db = -sum of dl over the queries,   do = s(l - b) * do'.
 
 This follows from the softmax over [scores, b] (OpenAI 2025, gpt-oss). So any attention kernel that returns its
 logsumexp has sinks. Either `apply_sinks` continues with its results, whose gradients are do and dl. Or, without the
@@ -11,7 +11,8 @@ copies of do and of o, the kernel's own backward gets o', l' and do' in place of
 exp(score - l'), those of the softmax with the sink, and its row sums are delta. `sink_attention` does that with the
 kernels of torch: cuDNN's and Flash Attention 2 on a GPU, and its Flash Attention for a CPU.
 
-Saved: q, k, v, o' and l. A program of the two elementwise kernels has some queries of one head.
+Saved: o and l by `apply_sinks`, and q, k, v, o' and l by `sink_attention`. A program of the two elementwise kernels
+has some queries of one head.
 
 Shapes: B batch, T queries, S keys, N query heads, K key heads, D head size.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable, under_transform
 from ligerzoo.kernels.checks import check_floats
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, next_power_of_2, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.math import exp, sigmoids
 from ligerzoo.kernels.registration import register
@@ -63,28 +64,30 @@ def _forward_kernel(
 
 @kernel
 def _backward_kernel(
-    dy_ptr, y_ptr, lse_ptr, sink_ptr, dout_ptr, dlse_ptr, joint_ptr, batch_stride, token_stride, head_stride,
-    n_tokens, n_heads, head_dim, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    dy_ptr, value_ptr, lse_ptr, sink_ptr, dout_ptr, dlse_ptr, joint_ptr, dy_batch_stride, dy_token_stride,
+    dy_head_stride, batch_stride, token_stride, head_stride, n_tokens, n_heads, head_dim,
+    TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(n_tokens, TOKENS)
     head, block, batch = program % n_heads, program // n_heads % blocks, program // n_heads // blocks
     tokens, features = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
     in_text = tokens < n_tokens
     mask = in_text[:, None] & (features < head_dim)[None, :]
+    upstream = batch * dy_batch_stride + head * dy_head_stride + tokens[:, None] * dy_token_stride + features[None, :]
     source = batch * batch_stride + head * head_stride + tokens[:, None] * token_stride + features[None, :]
-    target = ((batch * n_tokens + tokens) * n_heads + head)[:, None] * head_dim + features[None, :]
     query = (batch * n_heads + head) * n_tokens + tokens
-    dy = tl.load(dy_ptr + source, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + target, mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + upstream, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(dy * tl.load(value_ptr + source, mask=mask, other=0.0).to(tl.float32), axis=1)
     lse, sink = tl.load(lse_ptr + query, mask=in_text, other=0.0), tl.load(sink_ptr + head).to(tl.float32)
     share, sink_share = sigmoids(lse - sink, True)
-    tl.store(dlse_ptr + query, sink_share * tl.sum(dy * y, axis=1), mask=in_text)
-    if joint_ptr is not None:
-        larger = tl.maximum(lse, sink)
-        joint = larger + tl.log(1.0 + exp(-tl.abs(lse - sink), True))
-        tl.store(joint_ptr + query, joint, mask=in_text)
-    if dout_ptr is not None:
+    if dout_ptr is not None:  # the values are the output without sinks
+        delta *= share
+        target = ((batch * n_tokens + tokens) * n_heads + head)[:, None] * head_dim + features[None, :]
         tl.store(dout_ptr + target, (dy * share[:, None]).to(dout_ptr.dtype.element_ty), mask=mask)
+    else:
+        joint = tl.maximum(lse, sink) + tl.log(1.0 + exp(-tl.abs(lse - sink), True))
+        tl.store(joint_ptr + query, joint, mask=in_text)
+    tl.store(dlse_ptr + query, sink_share * delta, mask=in_text)
 
 
 def _launch(out: Tensor) -> tuple[int, int, int]:
@@ -108,35 +111,43 @@ def _forward(out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> Tensor:
     return y
 
 
-def _allocate_backward(
-    y: Tensor, lse: Tensor, needs_out: bool, needs_joint: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradient(y, needs_out), lse.new_empty(lse.shape), empty_gradient(lse, needs_joint)
+@register("apply_sinks_backward", fake=lambda out, lse: (out.new_empty(out.shape), lse.new_empty(lse.shape)))
+def _backward(dy: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+    """Returns do and dl from the output without sinks."""
+    if not triton:
+        wide = accumulation_dtype(out.dtype)
+        difference = lse.to(wide) - sinks.to(wide)[:, None]
+        share = torch.sigmoid(difference)
+        dlse = torch.sigmoid(-difference) * share * (dy.to(wide) * out).sum(-1).transpose(1, 2)
+        dout = (dy * share.transpose(1, 2)[..., None]).to(out.dtype)
+        return dout.contiguous(), dlse.to(lse.dtype).contiguous()
+    dout, dlse = out.new_empty(out.shape), lse.new_empty(lse.shape)
+    _launch_backward(dy, out, lse, sinks, dout, dlse, None)
+    return dout, dlse
 
 
-@register("apply_sinks_backward", fake=_allocate_backward)
-def _backward(
-    dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, needs_out: bool, needs_joint: bool, triton: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dout, dlse and l'; the first and the last without elements if not needed."""
+@register("sink_gradients", fake=lambda lse: (lse.new_empty(lse.shape), lse.new_empty(lse.shape)))
+def _sink_gradients(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+    """Returns dl and l' from the output with sinks."""
     if not triton:
         wide = accumulation_dtype(y.dtype)
-        difference = lse.to(wide) - sinks.to(wide)[:, None]
-        dlse = torch.sigmoid(-difference) * (dy.to(wide) * y).sum(-1).transpose(1, 2)
-        dout, joint = y.new_empty(0), lse.new_empty(0)
-        if needs_out:
-            dout = (dy * torch.sigmoid(difference).transpose(1, 2)[..., None]).to(y.dtype).contiguous()
-        if needs_joint:
-            joint = torch.logaddexp(lse.to(wide), sinks.to(wide)[:, None]).to(lse.dtype)
-        return dout, dlse.to(lse.dtype).contiguous(), joint
-    dout, dlse, joint = _allocate_backward(y, lse, needs_out, needs_joint)
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    programs, tokens, dim = _launch(y)
+        dlse = torch.sigmoid(sinks.to(wide)[:, None] - lse) * (dy.to(wide) * y).sum(-1).transpose(1, 2)
+        joint = torch.logaddexp(lse.to(wide), sinks.to(wide)[:, None])
+        return dlse.to(lse.dtype).contiguous(), joint.to(lse.dtype).contiguous()
+    dlse, joint = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+    _launch_backward(dy, y, lse, sinks, None, dlse, joint)
+    return dlse, joint
+
+
+def _launch_backward(
+    dy: Tensor, values: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor | None, dlse: Tensor, joint: Tensor | None
+) -> None:
+    dy, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, values))
+    programs, tokens, dim = _launch(values)
     _backward_kernel[programs](
-        dy, y, lse.contiguous(), sinks.contiguous(), dout if needs_out else None, dlse,
-        joint if needs_joint else None, *dy.stride()[:3], *y.shape[1:], tokens, dim, num_warps=4,
+        dy, values, lse.contiguous(), sinks.contiguous(), dout, dlse, joint, *dy.stride()[:3], *values.stride()[:3],
+        *values.shape[1:], tokens, dim, num_warps=4,
     )  # fmt: skip
-    return dout, dlse, joint
 
 
 def _sink_gradient(dlse: Tensor, sinks: Tensor) -> Tensor:
@@ -146,17 +157,16 @@ def _sink_gradient(dlse: Tensor, sinks: Tensor) -> Tensor:
 class _ApplySinks(FusedFunction):
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor, triton: bool) -> Tensor:
-        y = _forward(out, lse, sinks, triton)
-        ctx.save_for_backward(y, lse, sinks)
+        ctx.save_for_backward(out, lse, sinks)
         ctx.triton = triton
-        return y
+        return _forward(out, lse, sinks, triton)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs_out, needs_lse, needs_sinks, _ = ctx.needs_input_grad
-        y, lse, sinks = ctx.saved_tensors
-        dout, dlse, _ = _backward(dy, y, lse, sinks, needs_out, False, ctx.triton)
+        out, lse, sinks = ctx.saved_tensors
+        dout, dlse = _backward(dy, out, lse, sinks, ctx.triton)
         dsinks = _sink_gradient(dlse, sinks) if needs_sinks else None
         return dout if needs_out else None, dlse if needs_lse else None, dsinks, None
 
@@ -184,13 +194,13 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, backend: Backend = "
             f"apply_sinks: out is {tuple(out.shape)}, lse {tuple(lse.shape)} and sinks {tuple(sinks.shape)}; expected "
             "shapes (B, T, N, D), (B, N, T) and (N,)"
         )
-    return _ApplySinks.apply(out, lse, sinks, uses_triton(out, lse, sinks, backend=backend))  # type: ignore[no-any-return]
+    return _ApplySinks.apply(out, lse, sinks, uses_triton(out, lse, sinks, backend=backend))
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> AttentionKernel | None:
-    """Returns the fastest kernel of torch for `sink_attention` with these tensors; None if there is none.
+    """Returns the fastest kernel of torch for `sink_attention` with these tensors; None if none supports them.
 
-    On a GPU that is one for fp16 and bf16, and on a CPU one for fp32 and fp64.
+    Kernels for a GPU support fp16 and bf16, that for a CPU fp32 and fp64.
     """
     if under_transform() or not q.dtype == k.dtype == v.dtype:
         return None
@@ -198,8 +208,8 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Attent
         return "cpu" if q.dtype in (torch.float32, torch.float64) else None
     if not q.is_cuda or q.shape[-1] % _ALIGNMENT:
         return None
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    params = torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, is_causal, q.shape[2] != k.shape[2])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1])
     if torch.backends.cuda.can_use_cudnn_attention(params):
         return "cudnn"
     return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None
@@ -235,7 +245,7 @@ class _SinkAttention(FusedFunction):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, y, lse, seed, offset = ctx.saved_tensors
         scale, is_causal, name, triton = ctx.options
-        _, dlse, joint = _backward(dy, y, lse.view(lse.shape[:3]), sinks, False, True, triton)
+        dlse, joint = _sink_gradients(dy, y, lse.view(lse.shape[:3]), sinks, triton)
         dsinks = _sink_gradient(dlse, sinks) if ctx.needs_input_grad[3] else None
         aten, joint = torch.ops.aten, joint.view(lse.shape)
         dout, *heads_first, out = (x.transpose(1, 2) for x in (dy, q, k, v, y))
@@ -305,10 +315,10 @@ def sink_attention(
     kernel = kernel or attention_kernel(q, k, v, is_causal)
     if kernel is None:
         raise ValueError(
-            f"sink_attention: {q.dtype} on {q.device} with head size {q.shape[-1]}; expected bf16 or fp16 and a multiple "
-            f"of {_ALIGNMENT} on a GPU, or fp32 on a CPU. Use ligerzoo.layers.attend"
+            f"sink_attention: {q.dtype} on {q.device} with head size {q.shape[-1]}; expected bf16 or fp16 and a "
+            f"multiple of {_ALIGNMENT} on a GPU, or fp32 on a CPU. Use ligerzoo.layers.attend"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     triton = uses_triton(q, sinks, backend=backend)
-    return _SinkAttention.apply(q, k, v, sinks, scale, is_causal, kernel, triton)  # type: ignore[no-any-return]
+    return _SinkAttention.apply(q, k, v, sinks, scale, is_causal, kernel, triton)

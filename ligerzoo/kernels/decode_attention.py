@@ -167,8 +167,8 @@ def _split_kernel(
 
 @kernel
 def _combine_kernel(
-    parts_ptr, lse_ptr, first_ptr, last_ptr, sink_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys, n_splits,
-    BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    parts_ptr, lse_ptr, first_ptr, last_ptr, sink_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys,
+    n_splits, BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // n_heads
@@ -229,8 +229,8 @@ def _forward(
     )  # fmt: skip
     if lse is not None:
         _combine_kernel[batch * n_heads](
-            parts, lse, first, last, sinks, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, block,
-            _PARTS, num_warps=4,
+            parts, lse, first, last, sinks, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile,
+            block, _PARTS, num_warps=4,
         )  # fmt: skip
     return out
 

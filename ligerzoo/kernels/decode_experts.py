@@ -85,7 +85,8 @@ def reference(
         weights = routing.weights[start:end, None]
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert]
-        active = weights * gated(*hidden.chunk(2, -1), gating(activation))
+        gate, up = hidden.chunk(2, -1)
+        active = weights * gated(gate, up, gating(activation))
         values[start:end] = F.linear(active.to(x.dtype), down[expert]).to(wide)
         if down_bias is not None:
             values[start:end] += weights * down_bias[expert]
@@ -157,7 +158,8 @@ def _gate_up_kernel(
 @kernel
 def _down_kernel(
     active_ptr, down_ptr, bias_ptr, experts_ptr, bounds_ptr, weights_ptr, values_ptr, expert_stride, row_stride,
-    n_cols, n_inner, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    n_cols, n_inner,
+    ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_cols, COLS)
     index, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -201,7 +203,8 @@ def _combine_kernel(
 @kernel
 def _one_token_kernel(
     active_ptr, down_ptr, bias_ptr, experts_ptr, weights_ptr, residual_ptr, y_ptr, expert_stride, row_stride, n_cols,
-    n_inner, n_rows, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr,
+    n_inner, n_rows,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -264,16 +267,16 @@ def _forward(
     if n_tokens == 1:
         tile = _fitted(_ONE_TOKEN_TILE, _MIN_ROWS, n_features, x.dtype)
         _one_token_kernel[cdiv(n_cols, tile.cols)](
-            active, down, biases.down, routing.experts, routing.weights, residual, y, *down.stride()[:2], n_cols, n_features, n_rows,
-            next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+            active, down, biases.down, routing.experts, routing.weights, residual, y, *down.stride()[:2], n_cols,
+            n_features, n_rows, next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return y
     values = x.new_empty(n_rows, n_cols, dtype=torch.float32)
     tile = _fitted(_DOWN_TILE, rows, n_features, x.dtype)
     _down_kernel[n_active * cdiv(n_cols, tile.cols)](
-        active, down, biases.down, routing.experts, routing.bounds, routing.weights, values, *down.stride()[:2], n_cols, n_features,
-        rows, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+        active, down, biases.down, routing.experts, routing.bounds, routing.weights, values, *down.stride()[:2], n_cols,
+        n_features, rows, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     block = min(_COMBINE_BLOCK, next_power_of_2(n_cols))
@@ -311,8 +314,8 @@ def decode_experts(
     """Computes the weighted sum of each token's expert MLPs, for few tokens. Not differentiable.
 
     `y_t = residual_t + sum_e w_te * (down[e] @ (act(gate) * up) + down_bias[e])` over the experts e of token t, where
-    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except in fp64 and for backend="torch".
-    For many tokens, and for training, use `experts_mlp`.
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except in fp64
+    and for backend="torch". For many tokens, and for training, use `experts_mlp`.
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.

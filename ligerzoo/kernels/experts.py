@@ -60,7 +60,9 @@ def reference(
     y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_ids == expert)
-        gate, up = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert]).chunk(2, -1)
+        gate, up = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert]).chunk(
+            2, -1
+        )
         active = gated(gate, up, gating(activation))
         expert_y = F.linear(active, down[expert], None if down_bias is None else down_bias[expert])
         y = y.index_add(0, token, expert_weights[token, slot, None] * expert_y.to(y.dtype))
@@ -226,10 +228,11 @@ class _ExpertsMLP(FusedFunction):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds, *biases = ctx.saved_tensors
+        options, triton = ctx.options
         needs = _Needs(*ctx.needs_input_grad[:6])
         gradients = _backward(
             dy, dy if x is None else x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds,
-            Biases(*biases), *ctx.options, needs,
+            Biases(*biases), options, triton, needs,
         )  # fmt: skip
         return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
 
@@ -277,7 +280,8 @@ def experts_mlp(
     """Computes each token's weighted sum of k expert MLPs.
 
     `y_t = sum_j expert_weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e])` with `e = expert_ids[t, j]`, where
-    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except in fp64 and for backend="torch".
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except in fp64
+    and for backend="torch".
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.

@@ -1,7 +1,7 @@
 """How an expert combines the outputs of its gate and up projections.
 
-Either `act(gate) * up` with one of the activations of `activation`, or the clamped SwiGLU of gpt-oss (OpenAI 2025), with
-the sigmoid s, a limit L and a factor alpha:
+Either `act(gate) * up` with one of the activations of `activation`, or the clamped SwiGLU of gpt-oss (OpenAI 2025),
+with the sigmoid s, a limit L and a factor alpha:
 
     (u + 1) g s(alpha g),   g = min(gate, L),   u = min(max(up, -L), L)
 

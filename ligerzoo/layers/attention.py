@@ -200,8 +200,8 @@ def _flex_attention(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = q, k, v, _softcapped(softcap), mask.block_mask(), scale, q.shape[1] != k.shape[1]
     if sinks is None:
-        out = _compiled_flex_attention()(*arguments)
-        return out.transpose(1, 2)
+        plain: Tensor = _compiled_flex_attention()(*arguments)
+        return plain.transpose(1, 2)
     from torch.nn.attention.flex_attention import AuxRequest
 
     out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
@@ -392,4 +392,5 @@ class SinkAttention(Attention):
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the sinks from N(0, std^2)."""
-        nn.init.normal_(self.sinks, std=std)
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, std=std)

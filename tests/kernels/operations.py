@@ -278,7 +278,10 @@ OPERATIONS = [
         always_fused=True,
     ),
     Operation(
-        "apply_sinks", kernels.apply_sinks, kernel_file("attention_sinks").reference, _apply_sinks_inputs,
+        "apply_sinks",
+        kernels.apply_sinks,
+        kernel_file("attention_sinks").reference,
+        _apply_sinks_inputs,
         always_fused=True,
     ),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),

@@ -143,12 +143,13 @@ def _decode_attention(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     index = torch.tensor([1, 2], device=device)
     none = {"first": None, "last": None, "padding_mask": None, "fallback": None, "scale": 1.0, "softcap": None}
+    none |= {"sinks": None}
     return [
         {"q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), **none},
         {"q": half(2, 4, 16), "keys": half(2, 70, 2, 16).transpose(1, 2), "values": half(2, 2, 70, 16), **none},
         {
             "q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), "first": index, "last": index + 60,
-            "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5, "softcap": 2.0,
+            "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5, "softcap": 2.0, "sinks": t(4),
         },
     ]  # fmt: skip
 
@@ -340,11 +341,14 @@ def _apply_sinks(device: str) -> Samples:
 
 
 def _apply_sinks_backward(device: str) -> Samples:
-    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
-    common = {"dy": t(2, 5, 3, 10), "y": t(2, 5, 3, 10), "lse": t(2, 3, 5), "sinks": t(3)}
-    common |= {"needs_out": True, "needs_joint": False, "triton": device == "cuda" or INTERPRETING}
-    transposed_dy = {"dy": half(2, 3, 5, 10).transpose(1, 2), "y": half(2, 5, 3, 10), "sinks": half(3)}
-    return [common, common | transposed_dy | {"needs_out": False, "needs_joint": True}]
+    half = partial(new, device=device, dtype=torch.float16)
+    samples = [sample | {"dy": new(*sample["out"].shape, device=device)} for sample in _apply_sinks(device)]
+    return [*samples, samples[0] | {"dy": half(2, 3, 5, 10).transpose(1, 2), "out": half(2, 5, 3, 10)}]
+
+
+def _sink_gradients(device: str) -> Samples:
+    samples = _apply_sinks_backward(device)
+    return [{"y": sample.pop("out"), **sample} for sample in samples]
 
 
 SAMPLES: dict[str, Callable[[str], Samples]] = {
@@ -373,6 +377,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "route": _route,
     "apply_sinks": _apply_sinks,
     "apply_sinks_backward": _apply_sinks_backward,
+    "sink_gradients": _sink_gradients,
     "decode_experts": _decode_experts,
 }
 """Op name -> its samples on a device, by the parameter names of the registered function."""

@@ -97,7 +97,9 @@ def test_frozen_inputs_with_biases(frozen: tuple[int, ...], device: str) -> None
 
 @pytest.mark.parametrize("activation", [ClampedSwiGLU(0.0), ClampedSwiGLU(7.0, -1.0), ClampedSwiGLU(float("nan"))])
 def test_invalid_clamps(activation: Any, device: str) -> None:
-    with pytest.raises(ValueError, match=r"^activation=ClampedSwiGLU\(.*; expected a positive limit and a positive alpha"):
+    with pytest.raises(
+        ValueError, match=r"^activation=ClampedSwiGLU\(.*; expected a positive limit and a positive alpha"
+    ):
         experts_mlp(*make(2, 3, 4, 2, 1, torch.float32, device), activation=activation)
 
 

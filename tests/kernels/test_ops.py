@@ -30,6 +30,7 @@ ON_ANY_MACHINE = {
     "lora_experts_backward",
     "lora_experts_forward",
     "scaled",
+    "sink_gradients",
 }
 
 META_ONLY = {"ligerzoo::attention_on_meta", "ligerzoo::attention_on_meta_backward"}

@@ -96,7 +96,11 @@ def gpt_osses() -> Iterator[Tiny]:
         by_transformers=True,
         shards=2,
     )
-    swapped = {"layer_types": ["full_attention", "sliding_attention"], "num_key_value_heads": 1, "num_attention_heads": 3}
+    swapped = {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_key_value_heads": 1,
+        "num_attention_heads": 3,
+    }
     yield gpt_oss("load-balancing loss, window in the second layer", {**swapped, "output_router_logits": True})
     yield gpt_oss("one layer with full attention", {"layer_types": ["full_attention"], "num_hidden_layers": 1})
 
