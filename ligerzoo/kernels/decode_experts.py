@@ -268,7 +268,8 @@ def _forward(
         tile = _fitted(_ONE_TOKEN_TILE, _MIN_ROWS, n_features, x.dtype)
         _one_token_kernel[cdiv(n_cols, tile.cols)](
             active, down, biases.down, routing.experts, routing.weights, residual, y, *down.stride()[:2], n_cols,
-            n_features, n_rows, next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+            n_features, n_rows, next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0,
+            input_precision(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return y
@@ -314,8 +315,9 @@ def decode_experts(
     """Computes the weighted sum of each token's expert MLPs, for few tokens. Not differentiable.
 
     `y_t = residual_t + sum_e w_te * (down[e] @ (act(gate) * up) + down_bias[e])` over the experts e of token t, where
-    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except in fp64
-    and for backend="torch". For many tokens, and for training, use `experts_mlp`.
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except
+    in fp64 and for backend="torch". For many
+    tokens, and for training, use `experts_mlp`.
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.

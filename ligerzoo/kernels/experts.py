@@ -280,8 +280,8 @@ def experts_mlp(
     """Computes each token's weighted sum of k expert MLPs.
 
     `y_t = sum_j expert_weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e])` with `e = expert_ids[t, j]`, where
-    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except in fp64
-    and for backend="torch".
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except
+    in fp64 and for backend="torch".
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.
