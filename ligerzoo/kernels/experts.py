@@ -265,6 +265,28 @@ def contiguous_biases(*biases: Tensor | None) -> Iterator[Tensor | None]:
     return (None if bias is None else bias.contiguous() for bias in biases)
 
 
+def check_experts(
+    name: str, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
+) -> None:
+    """Raises ValueError unless the shapes and the dtypes of the arguments of `experts_mlp` match."""
+    n_experts, n_features = gate_up.shape[0], x.shape[-1]
+    if (
+        x.dim() != 2
+        or expert_ids.dim() != 2
+        or len(x) != len(expert_ids)
+        or expert_ids.shape != expert_weights.shape
+        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
+        or down.shape[:-1] != (n_experts, n_features)
+        or not x.dtype == gate_up.dtype == down.dtype
+    ):
+        raise ValueError(
+            f"{name}: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
+            f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
+            f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
+            "(E, H, I), with the same dtype for x, gate_up and down"
+        )
+
+
 def experts_mlp(
     x: Tensor,
     expert_ids: Tensor,
@@ -305,22 +327,7 @@ def experts_mlp(
     check_tensor("experts_mlp", "expert_ids", expert_ids, "integer")
     check_optional_floats("experts_mlp", gate_up_bias=gate_up_bias, down_bias=down_bias)
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
-    n_experts, n_features = gate_up.shape[0], x.shape[-1]
-    if (
-        x.dim() != 2
-        or expert_ids.dim() != 2
-        or len(x) != len(expert_ids)
-        or expert_ids.shape != expert_weights.shape
-        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
-        or down.shape[:-1] != (n_experts, n_features)
-        or not x.dtype == gate_up.dtype == down.dtype
-    ):
-        raise ValueError(
-            f"experts_mlp: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
-            f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
-            f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
-            "(E, H, I), with the same dtype for x, gate_up and down"
-        )
+    check_experts("experts_mlp", x, expert_ids, expert_weights, gate_up, down)
     check_biases("experts_mlp", gate_up, down, gate_up_bias, down_bias)
     options = gating(activation)
     biases = [t for t in (gate_up_bias, down_bias) if t is not None]

@@ -21,7 +21,7 @@ from torch import Tensor
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, empty_gradient, uses_triton
-from ligerzoo.kernels.experts import check_biases, check_ids, contiguous_biases
+from ligerzoo.kernels.experts import check_biases, check_experts, check_ids, contiguous_biases
 from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.lora import LowRank, low_rank_product
@@ -275,6 +275,8 @@ def lora_experts_mlp(
             "Call requires_grad_(False) on them, or train the experts without low-rank updates"
         )
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
+    check_experts(name, x, expert_ids, expert_weights, gate_up, down)
+    check_biases(name, gate_up, down, gate_up_bias, down_bias)
     flat = []
     for label, weight, update in (("gate_up", gate_up, gate_up_update), ("down", down, down_update)):
         if update is None:
@@ -289,21 +291,6 @@ def lora_experts_mlp(
             )
         flat += [weight, a.to(x.dtype), b.to(x.dtype)]
     scales = tuple(1.0 if update is None else update.scale for update in (gate_up_update, down_update))
-    if (
-        x.dim() != 2
-        or expert_ids.shape != expert_weights.shape
-        or len(x) != len(expert_ids)
-        or gate_up.shape[1:] != (2 * down.shape[-1], x.shape[-1])
-        or down.shape[:-1] != (len(gate_up), x.shape[-1])
-        or not x.dtype == gate_up.dtype == down.dtype
-    ):
-        raise ValueError(
-            f"{name}: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)}, expert_weights "
-            f"{tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, down {tuple(down.shape)} "
-            f"{down.dtype}; expected (T, H), (T, k), (T, k), (E, 2I, H) and (E, H, I), with the same dtype for x, "
-            "gate_up and down"
-        )
-    check_biases(name, gate_up, down, gate_up_bias, down_bias)
     triton = uses_triton(x, expert_weights, *frozen, backend=backend)
     biases = contiguous_biases(gate_up_bias, down_bias)
     return _LoRAExperts.apply(x, expert_weights, *flat, scales, *biases, expert_ids, options, triton)
