@@ -1,4 +1,4 @@
-"""Converter for gpt-oss checkpoints in bf16.
+"""Converter for gpt-oss checkpoints, in bf16 and in MXFP4.
 
 Checkpoints store the experts' matrices transposed, for products x @ W, and gate and up projections in alternation:
 even columns are the gate's. config.json calls our `num_experts` `num_local_experts`. As in transformers, its entries
@@ -51,4 +51,5 @@ ARCHITECTURE = Architecture(
             )
         ),
     ),
+    quantized_formats=frozenset({"mxfp4"}),
 )
