@@ -2,11 +2,11 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += moe(norm(x)) ] -> norm -> head
 
-Distinctive: attention with a learned sink per head, a sliding window of 128 tokens in every second layer, and experts
-with biases and a clamped SwiGLU.
+Distinctive: attention sinks, a sliding window in every second layer, experts with biases and clamped SwiGLU.
 
-The router selects the experts with the largest logits, and applies the softmax to these logits alone: the same as
-dividing their probabilities by the sum. The context is extended by YaRN, whose bounds are not rounded to integers.
+A sink is a learned logit per head, which joins the softmax of each query. The router selects the experts with the
+largest logits, and applies the softmax to these logits alone: the same as dividing their probabilities by the sum. The
+context is extended by YaRN, whose bounds are not rounded to integers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
 
 from ligerzoo import AutoModel
-from ligerzoo.convert.weights import Box, Interleaved, StoredTensors, TensorSlice, Transposed, assemble, within
+from ligerzoo.convert.weights import Box, Interleaved, Layout, StoredTensors, TensorSlice, Transposed, assemble, within
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import GptOss, GptOssConfig
 from tests.files.test_quantized import convert_moe_packed_tensors, random_mxfp4, write
@@ -93,9 +93,7 @@ RULES = (
 
 
 def slices() -> list[TensorSlice]:
-    return [
-        part for name in SHAPES for part in next(s for rule in RULES if (s := rule.slices(name, SHAPES)) is not None)
-    ]
+    return list(Layout(RULES).slices(SHAPES))
 
 
 def test_the_layout_interleaves_and_transposes() -> None:

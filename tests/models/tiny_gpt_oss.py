@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import GptOssConfig
 
 from tests.models.tiny import EMBEDDING, Tensors, Tiny
 from tests.models.variants import variant
@@ -39,7 +40,6 @@ GPT_OSS: dict[str, Any] = {
     "rope_theta": 150000.0,
     "router_aux_loss_coef": 0.9,
     "sliding_window": 5,
-    "swiglu_limit": 0.7,
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "use_cache": True,
@@ -47,8 +47,15 @@ GPT_OSS: dict[str, Any] = {
 }  # fmt: skip
 
 
+SWIGLU: dict[str, Any] = {"swiglu_alpha": 1.1, "swiglu_limit": 0.7} if hasattr(GptOssConfig(), "swiglu_limit") else {}
+"""Options that transformers 5.17 ignores."""
+
+
 def steady(tensors: Tensors) -> Tensors:
-    """Changes weights so that routing is stable under bf16 rounding, as `variants.with_steady_mixtures` does."""
+    """Changes weights so that routing is stable under bf16 rounding, as `variants.with_steady_mixtures` does.
+
+    Biases of gates and up projections are so large that the limits of both are often reached.
+    """
     experts = next((len(t) for name, t in tensors.items() if name.endswith(".router.weight")), 1)
     bits = (experts - 1).bit_length()
 
@@ -64,7 +71,9 @@ def steady(tensors: Tensors) -> Tensors:
             tensor[:bits] = 0
         elif name.endswith((".experts.down_proj", ".experts.down_proj_bias")):
             tensor[..., :bits] = 0
-            tensor *= 0.25
+            tensor *= 0.05
+        elif name.endswith(".experts.gate_up_proj_bias"):
+            tensor *= 25
         elif name.endswith(".router.weight"):
             tensor[:, bits:] *= 0.05
             tensor[:, :bits] = 0.4 * 2.0 ** torch.arange(bits) * signs(len(tensor))
@@ -83,7 +92,7 @@ def gpt_osses() -> Iterator[Tiny]:
         absent=(
             "attention_bias", "attention_dropout", "experts_per_token", "hidden_act", "initial_context_length",
             "initializer_range", "layer_types", "max_position_embeddings", "pad_token_id", "rms_norm_eps",
-            "rope_scaling", "rope_theta", "router_aux_loss_coef", "swiglu_limit", "tie_word_embeddings", "torch_dtype",
+            "rope_scaling", "rope_theta", "router_aux_loss_coef", "tie_word_embeddings", "torch_dtype",
         ),
         stored_dtype=torch.bfloat16,
     )  # fmt: skip
@@ -91,7 +100,14 @@ def gpt_osses() -> Iterator[Tiny]:
     yield variant(
         GPT_OSS,
         "saved by transformers, tied, no attention biases",
-        {**v5, "attention_bias": False, "tie_word_embeddings": True, "swiglu_alpha": 1.1, "num_local_experts": 2},
+        {
+            **v5,
+            **SWIGLU,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_local_experts": 2,
+            "intermediate_size": 8,
+        },
         absent=("rope_scaling", "rope_theta"),
         by_transformers=True,
         shards=2,
