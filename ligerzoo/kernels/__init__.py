@@ -7,14 +7,18 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.adamw import adamw_update
 from ligerzoo.kernels.cache_write import write_to_cache
+from ligerzoo.kernels.causal_conv import ConvActivation, causal_conv1d, causal_conv1d_step
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.decode_experts import decode_experts
+from ligerzoo.kernels.delta_gates import delta_gates
+from ligerzoo.kernels.delta_rule import gated_delta_rule, gated_delta_step
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.few_rows import linear_glu
+from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
@@ -36,6 +40,7 @@ from ligerzoo.kernels.stochastic_rounding import round_stochastically
 __all__ = [
     "Activation",
     "Backend",
+    "ConvActivation",
     "FilterBounds",
     "LowRank",
     "Reduction",
@@ -45,12 +50,18 @@ __all__ = [
     "activation_linear",
     "adamw_update",
     "add_rms_norm",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "cross_entropy",
     "decode_attention",
     "decode_experts",
+    "delta_gates",
     "exact_attention",
     "experts_mlp",
     "filter_bounds",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_rms_norm",
     "geglu",
     "glu",
     "glu_linear",

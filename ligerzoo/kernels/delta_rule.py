@@ -1,0 +1,170 @@
+"""The gated delta rule (Yang et al. 2025, "Gated Delta Networks", eq. 10): linear attention with a decaying state.
+
+For each value head, with a state S of shape (d_k, d_v), from token to token:
+
+    S = e^g S;   delta = beta (v - S^T k);   S = S + k delta^T;   o = scale * S^T q
+
+q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key head serves several value heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
+
+NORMALIZATION_EPS = 1e-6
+"""Added to the sum of squares of q and k."""
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    segment_start: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` in plain torch, token by token: the specification, the CPU path and the test oracle."""
+    dtype = accumulation_dtype(v.dtype)
+    group = v.shape[2] // k.shape[2]
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    if normalize:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORMALIZATION_EPS) for x in (q, k))
+    q, k = (x.repeat_interleave(group, 2) for x in (q * scale, k))
+    decay = g.exp()
+    if segment_start is not None:  # nothing remains of the state before a segment's first token
+        begins = segment_start[:, 1:] != segment_start[:, :-1]
+        decay = torch.cat([decay[:, :1], decay[:, 1:].masked_fill(begins[..., None], 0.0)], 1)
+    batch, tokens, heads, _ = k.shape
+    state = v.new_zeros(batch, heads, k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    outputs = []
+    for t in range(tokens):
+        state = state * decay[:, t, :, None, None]
+        delta = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, :, :, None]).sum(-2))
+        state = state + k[:, t, :, :, None] * delta[:, :, None, :]
+        outputs.append((state * q[:, t, :, :, None]).sum(-2))
+    o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
+    return o, state
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    segment_start: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    output_final_state: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Linear attention by the gated delta rule.
+
+    A token with g = 0 and beta = 0 leaves the state as it is: give padding tokens these values.
+
+    Args:
+        q: (B, T, K, D_k) queries, any strides.
+        k: (B, T, K, D_k) keys, any strides.
+        v: (B, T, V, D_v) values, V a multiple of K: value heads j*V/K to (j+1)*V/K - 1 share query and key head j.
+        g: (B, T, V) logarithm of the decay, at most 0. fp32 in the models.
+        beta: (B, T, V) writing strength, any float dtype.
+        initial_state: (B, V, D_k, D_v) state before the first token; None for zeros.
+        segment_start: (B or 1, T) integers, the index of the first token of each token's segment in packed rows, as
+            `Context.segment_start`. The state is zero before each segment but the row's first one, which continues
+            `initial_state`. A segment's results are those of the segment alone, bit by bit. None for one segment.
+        scale: factor of the outputs; None for D_k^-0.5.
+        normalize: divides each q and k by its l2 norm, in fp32.
+        output_final_state: also returns the state after the last token.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, T, V, D_v) outputs in the dtype of `v`. With `output_final_state`, also the (B, V, D_k, D_v) state in fp32
+        (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
+    """
+    _check("gated_delta_rule", q, k, v, g, beta)
+    check_optional_floats("gated_delta_rule", initial_state=initial_state)
+    state_shape = len(v), v.shape[2], k.shape[3], v.shape[3]
+    if initial_state is not None:
+        check_tensor("gated_delta_rule", "initial_state", initial_state, shapes=[state_shape])
+    if segment_start is not None:
+        shapes = [v.shape[:2], (1, v.shape[1])]
+        check_tensor("gated_delta_rule", "segment_start", segment_start, "integer", shapes, v.device)
+    check_backend(backend)
+    o, state = reference(q, k, v, g, beta, initial_state, segment_start, scale, normalize)
+    o = o.to(v.dtype)
+    return (o, state) if output_final_state else o
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    normalize: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Continues `gated_delta_rule` by one token or a few, and updates the state in place. Not differentiable.
+
+    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
+
+    Args:
+        q: (B, T, K, D_k) queries, T small.
+        k: (B, T, K, D_k) keys.
+        v: (B, T, V, D_v) values.
+        g: (B, T, V) logarithm of the decay.
+        beta: (B, T, V) writing strength.
+        state: (B, V, D_k, D_v) fp32, any batch stride, otherwise contiguous; overwritten.
+        scale: see `gated_delta_rule`.
+        normalize: see `gated_delta_rule`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, T, V, D_v) outputs in the dtype of `v`.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
+    """
+    _check("gated_delta_step", q, k, v, g, beta)
+    check_tensor("gated_delta_step", "state", state, shapes=[(len(v), v.shape[2], k.shape[3], v.shape[3])])
+    check_backend(backend)
+    with torch.no_grad():
+        o, new_state = reference(q, k, v, g, beta, state, None, scale, normalize)
+        state.copy_(new_state)
+        return o.to(v.dtype)
+
+
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Raises unless the tokens' tensors are floating-point and their shapes match."""
+    check_floats(name, q=q, k=k, v=v, g=g, beta=beta)
+    shapes_match = (
+        k.dim() == v.dim() == 4
+        and q.shape == k.shape
+        and k.shape[:2] == v.shape[:2]
+        and k.shape[2] > 0
+        and v.shape[2] % k.shape[2] == 0
+        and g.shape == beta.shape == v.shape[:3]
+    )
+    if not shapes_match:
+        raise ValueError(
+            f"{name}: q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)} and beta "
+            f"{tuple(beta.shape)}; expected (B, T, K, D_k) twice, (B, T, V, D_v) and (B, T, V) twice, V a multiple of K"
+        )
