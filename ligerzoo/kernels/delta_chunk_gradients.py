@@ -19,11 +19,12 @@ exp(G_i) always comes with q_i or a k_i that reads, exp(-G_i) with a k_i that is
 
 and dg_i is the sum of dG from i on. No beta divides, so that a beta of 0 has its gradient.
 
-Three kernels, after `scan` has computed D and S again:
+Four kernels, after `scan` has computed D and S again:
 
 1. `local_gradients`, for each chunk: P^T dO;
 2. `reverse_scan`, for each head and block of values, from the last chunk to the first: dD and dS;
-3. `chunk_gradients`, for each chunk and key head: all the rest. It adds up the value heads that share a key head.
+3. `value_gradients`, for each chunk: dV, dbeta and the squares e o dO D^T and e o dV D^T;
+4. `key_gradients`, for each chunk and key head: dQ, dK and dg. It adds up the value heads that share a key head.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ from ligerzoo.kernels.math import exp
 
 LOCAL = {2: Launch(values=64, warps=4, stages=2), 4: Launch(values=32, warps=4, stages=1)}
 REVERSE_SCAN = {2: Launch(values=32, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
-GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+VALUE_GRADIENTS = {2: Launch(values=64, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+KEY_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 """By the element size of the tokens' tensors. To be tuned on a GPU."""
 
 
@@ -175,12 +177,89 @@ def _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_s
 
 
 @kernel
-def _gradients_kernel(
-    q_ptr, k_ptr, v_ptr, inverse_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
-    deltas_ptr, states_ptr, dout_ptr, ddelta_ptr, dstates_ptr, dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr,
-    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    v_batch_stride, v_token_stride, v_head_stride, dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
+def _value_gradients_kernel(
+    k_ptr, v_ptr, inverse_ptr, total_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, deltas_ptr,
+    states_ptr, dout_ptr, ddelta_ptr, dv_ptr, dbeta_ptr, dattention_ptr, dsystem_ptr,
+    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride,
+    dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
     n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
+    row, key_head = batch * n_heads + head, head // group
+    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
+    for chunk in range(slot, n_chunks, n_slots):
+        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+        tokens = start + rows
+        in_chunk = tokens < end
+        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
+        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                      in_chunk, key_dim)  # fmt: skip
+        k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
+        total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+        squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
+        inverse = tl.load(inverse_ptr + squares, mask=in_chunk[:, None], other=0.0)
+        factors = decays(total, rows, EXACT)
+        read_factor = exp(total, EXACT) * k_factor
+        products = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
+        m = tl.where(rows[:, None] > rows[None, :], factors * products, 0.0).to(k.dtype)
+
+        dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+        dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+        dbeta = tl.zeros((CHUNK,), dtype=tl.float32)
+        for first in range(0, value_dim, VALUES):
+            values = first + tl.arange(0, VALUES)
+            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+            mask = in_chunk[:, None] & (values < value_dim)[None, :]
+            delta = tl.load(deltas_ptr + offsets, mask=mask, other=0.0)
+            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0)
+            dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
+                             dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
+            v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values,
+                          in_chunk, value_dim)  # fmt: skip
+            state = load_state(states_ptr, row * n_slots + start // CHUNK, features, values, key_dim, value_dim,
+                               has_state)  # fmt: skip
+            dv = tl.dot(tl.trans(inverse), ddelta, input_precision="ieee").to(k.dtype)
+            tl.store(dv_ptr + offsets, dv, mask=mask)
+            dattention += tl.dot(dout, tl.trans(delta), input_precision="ieee")
+            dsystem += tl.dot(dv, tl.trans(delta), input_precision="ieee")
+            dsolved = ddelta.to(tl.float32) - tl.dot(tl.trans(m), dv, input_precision="ieee")
+            solved = v.to(tl.float32) - tl.dot(k, state, input_precision="ieee") * read_factor[:, None]
+            solved -= tl.dot(m, delta, input_precision="ieee")
+            dbeta += tl.sum(dsolved * solved, 1)
+
+        dattention *= factors * scale
+        dsystem = tl.where(rows[:, None] > rows[None, :], dsystem * factors, 0.0)
+        tl.store(dattention_ptr + squares, dattention.to(dattention_ptr.dtype.element_ty), mask=in_chunk[:, None])
+        tl.store(dsystem_ptr + squares, dsystem.to(dsystem_ptr.dtype.element_ty), mask=in_chunk[:, None])
+        gates = (batch * n_tokens + tokens) * n_heads + head
+        tl.store(dbeta_ptr + gates, dbeta.to(dbeta_ptr.dtype.element_ty), mask=in_chunk)
+
+
+@jit
+def _outer_with_state(left_ptr, states_ptr, slot, exists, batch, tokens, head, batch_stride, token_stride, head_stride,
+                      features, in_chunk, key_dim, value_dim, like,
+                      CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
+    """The product of (T, d_v) rows and a transposed state, (CHUNK, KEYS) in fp32."""
+    product = tl.zeros((CHUNK, KEYS), dtype=tl.float32)
+    for first in range(0, value_dim, VALUES):
+        values = first + tl.arange(0, VALUES)
+        left = load_tile(left_ptr, batch, tokens, head, batch_stride, token_stride, head_stride, values, in_chunk,
+                         value_dim).to(like.dtype)  # fmt: skip
+        state = load_state(states_ptr, slot, features, values, key_dim, value_dim, exists)
+        product = tl.dot(left, tl.trans(state), product, input_precision="ieee")
+    return product
+
+
+@kernel
+def _key_gradients_kernel(
+    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, deltas_ptr,
+    states_ptr, dout_ptr, dv_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dq_ptr, dk_ptr, dg_ptr,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
+    dout_batch_stride, dout_token_stride, dout_head_stride, value_batch_stride, value_token_stride, value_head_stride,
+    table_stride, n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -189,7 +268,6 @@ def _gradients_kernel(
     batch = program // n_key_heads // n_slots
     key_row = batch * n_key_heads + key_head
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
-    is_lower = rows[:, None] > rows[None, :]
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
@@ -203,98 +281,58 @@ def _gradients_kernel(
                       in_chunk, key_dim)  # fmt: skip
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
+        q, k = (q * q_factor[:, None]).to(q.dtype), (k * k_factor[:, None]).to(k.dtype)
         dq = tl.zeros((CHUNK, KEYS), dtype=tl.float32)  # of the normalized q and k
         dk = tl.zeros((CHUNK, KEYS), dtype=tl.float32)
         for head in range(key_head * group, (key_head + 1) * group):
             row = batch * n_heads + head
             total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
-            decay, remaining = exp(total, EXACT), exp(last_total - total, EXACT)
-            inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
-                              mask=in_chunk[:, None], other=0.0)  # fmt: skip
-            factors = decays(total, rows, EXACT)
-            products = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
-            m = tl.where(is_lower, factors * products, 0.0).to(k.dtype)
+            decay = exp(total, EXACT)
+            squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
+            dattention = tl.load(dattention_ptr + squares, mask=in_chunk[:, None], other=0.0)
+            dsystem = tl.load(dsystem_ptr + squares, mask=in_chunk[:, None], other=0.0)
             state_slot, dstate_slot = row * n_slots + start // CHUNK, row * (n_slots + 1) + dslot
 
-            dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)  # dO D^T
-            dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)  # dV D^T
-            dbeta = tl.zeros((CHUNK,), dtype=tl.float32)
-            dlast = 0.0
+            product = _outer_with_state(
+                dout_ptr, states_ptr, state_slot, has_state, batch, tokens, head, dout_batch_stride, dout_token_stride,
+                dout_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
+            ) * (decay * scale)[:, None]  # fmt: skip
+            product = tl.dot(dattention, k, product, input_precision="ieee")
+            dtotal = tl.sum(q.to(tl.float32) * product, 1)
+            dq += product
+
+            product = _outer_with_state(
+                dv_ptr, states_ptr, state_slot, has_state, batch, tokens, head, value_batch_stride, value_token_stride,
+                value_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
+            ) * decay[:, None]  # fmt: skip
+            product = tl.dot(dsystem, k, product, input_precision="ieee")
+            dtotal -= tl.sum(k.to(tl.float32) * product, 1)
+            dk -= product
+
+            product = _outer_with_state(
+                deltas_ptr, dstates_ptr, dstate_slot, has_dstate, batch, tokens, head, value_batch_stride,
+                value_token_stride, value_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
+            ) * exp(last_total - total, EXACT)[:, None]  # fmt: skip
+            dlast = tl.sum(tl.sum(k.to(tl.float32) * product, 1), 0)
             for first in range(0, value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
-                offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-                mask = in_chunk[:, None] & (values < value_dim)[None, :]
-                delta = tl.load(deltas_ptr + offsets, mask=mask, other=0.0)
-                ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0)
-                dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
-                                 dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
-                v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values,
-                              in_chunk, value_dim)  # fmt: skip
-                dv = tl.dot(tl.trans(inverse), ddelta, input_precision="ieee").to(k.dtype)
-                tl.store(dv_ptr + offsets, dv, mask=mask)
-                dattention += tl.dot(dout, tl.trans(delta), input_precision="ieee")
-                dsystem += tl.dot(dv, tl.trans(delta), input_precision="ieee")
                 state = load_state(states_ptr, state_slot, features, values, key_dim, value_dim, has_state)
                 dstate = load_state(dstates_ptr, dstate_slot, features, values, key_dim, value_dim, has_dstate)
-                dlast += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-                dsolved = ddelta.to(tl.float32) - tl.dot(tl.trans(m), dv, input_precision="ieee")
-                read = tl.dot(k, state, input_precision="ieee") * (decay * k_factor)[:, None]
-                solved = v.to(tl.float32) - read - tl.dot(m, delta, input_precision="ieee")
-                dbeta += tl.sum(dsolved * solved, 1)
-
-            dq_of_head = tl.zeros((CHUNK, KEYS), dtype=tl.float32)
-            for first in range(0, value_dim, VALUES):
-                values = first + tl.arange(0, VALUES)
-                dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
-                                 dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
-                state = load_state(states_ptr, state_slot, features, values, key_dim, value_dim, has_state)
-                dq_of_head += tl.dot(dout, tl.trans(state), input_precision="ieee")
-            dattention *= factors * scale
-            dq_of_head *= (decay * scale)[:, None]
-            dq_of_head += tl.dot((dattention * k_factor[None, :]).to(k.dtype), k, input_precision="ieee")
-            dtotal = q_factor * tl.sum(q.to(tl.float32) * dq_of_head, 1)
-            dq += dq_of_head
-
-            dk_of_head = tl.zeros((CHUNK, KEYS), dtype=tl.float32)  # of the k that read
-            for first in range(0, value_dim, VALUES):
-                values = first + tl.arange(0, VALUES)
-                offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-                mask = in_chunk[:, None] & (values < value_dim)[None, :]
-                ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0)
-                dv = tl.dot(tl.trans(inverse), ddelta, input_precision="ieee").to(k.dtype)
-                state = load_state(states_ptr, state_slot, features, values, key_dim, value_dim, has_state)
-                dk_of_head -= tl.dot(dv, tl.trans(state), input_precision="ieee")
-            dsystem = tl.where(is_lower, dsystem * factors, 0.0)
-            dk_of_head *= decay[:, None]
-            dk_of_head -= tl.dot((dsystem * k_factor[None, :]).to(k.dtype), k, input_precision="ieee")
-            dtotal += k_factor * tl.sum(k.to(tl.float32) * dk_of_head, 1)
-            dk += dk_of_head
-
-            dk_of_head = tl.zeros((CHUNK, KEYS), dtype=tl.float32)  # of the k that are written
-            for first in range(0, value_dim, VALUES):
-                values = first + tl.arange(0, VALUES)
-                offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-                mask = in_chunk[:, None] & (values < value_dim)[None, :]
-                delta = tl.load(deltas_ptr + offsets, mask=mask, other=0.0)
-                dstate = load_state(dstates_ptr, dstate_slot, features, values, key_dim, value_dim, has_dstate)
-                dk_of_head += tl.dot(delta, tl.trans(dstate), input_precision="ieee")
-            dk_of_head *= remaining[:, None]
-            dlast *= exp(last_total, EXACT)
-            dlast += tl.sum(k_factor * tl.sum(k.to(tl.float32) * dk_of_head, 1), 0)
-            dk_of_head -= tl.dot(tl.trans((dsystem * k_factor[:, None]).to(k.dtype)), k, input_precision="ieee")
-            dk_of_head += tl.dot(tl.trans((dattention * q_factor[:, None]).to(k.dtype)), q, input_precision="ieee")
-            dtotal -= k_factor * tl.sum(k.to(tl.float32) * dk_of_head, 1)
-            dk += dk_of_head
+                total_product = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
+                dlast += total_product * exp(last_total, EXACT)
+            product = tl.dot(tl.trans(dattention), q, product, input_precision="ieee")
+            product -= tl.dot(tl.trans(dsystem), k, input_precision="ieee")
+            dtotal -= tl.sum(k.to(tl.float32) * product, 1)
+            dk += product
 
             dtotal += tl.where(tokens == end - 1, dlast, 0.0)
             gates = (batch * n_tokens + tokens) * n_heads + head
             dg = tl.cumsum(dtotal, 0, reverse=True)
             tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=in_chunk)
-            tl.store(dbeta_ptr + gates, dbeta.to(dbeta_ptr.dtype.element_ty), mask=in_chunk)
 
         if q_factor_ptr is not None:
-            q, k = q.to(tl.float32) * q_factor[:, None], k.to(tl.float32) * k_factor[:, None]
+            q, k = q.to(tl.float32), k.to(tl.float32)
             dq = q_factor[:, None] * (dq - q * tl.sum(q * dq, 1)[:, None])
             dk = k_factor[:, None] * (dk - k * tl.sum(k * dk, 1)[:, None])
         offsets = ((batch * n_tokens + tokens[:, None]) * n_key_heads + key_head) * key_dim + features[None, :]
@@ -366,19 +404,40 @@ def reverse_scan(
     return dstates
 
 
-def chunk_gradients(
+def value_gradients(
     tokens: Tokens, prepared: Prepared, table: ChunkTable, deltas: Tensor, states: Tensor, dout: Tensor,
-    ddelta: Tensor, dstates: Tensor, gradients: Gradients, scale: float,
+    ddelta: Tensor, gradients: Gradients, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes the gradients of v and beta. Returns e o dO D^T, scaled, and e o dV D^T, (B, V, T, 64)."""
+    _, k, v = tokens
+    batch, n_tokens, heads, value_dim = v.shape
+    launch = VALUE_GRADIENTS[v.element_size()]
+    slots = cdiv(n_tokens, CHUNK)
+    dattention, dsystem = (v.new_empty(prepared.inverse.shape) for _ in range(2))
+    _value_gradients_kernel[batch * slots * heads](
+        k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), table.segment_start, table.starts,
+        table.counts, deltas, states, dout, ddelta, gradients.dv, gradients.dbeta, dattention, dsystem,
+        *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads,
+        heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
+        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return dattention, dsystem
+
+
+def key_gradients(
+    tokens: Tokens, prepared: Prepared, table: ChunkTable, deltas: Tensor, states: Tensor, dout: Tensor,
+    dstates: Tensor, dattention: Tensor, dsystem: Tensor, gradients: Gradients, scale: float,
 ) -> None:  # fmt: skip
-    """Writes all gradients but that of the initial state."""
+    """Writes the gradients of q, k and g."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
-    launch = GRADIENTS[v.element_size()]
+    launch = KEY_GRADIENTS[v.element_size()]
     slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
-    _gradients_kernel[batch * slots * key_heads](
-        q, k, v, prepared.inverse, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor),
-        table.segment_start, table.starts, table.counts, deltas, states, dout, ddelta, dstates, *gradients[:5],
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // key_heads, k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
-        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+    _key_gradients_kernel[batch * slots * key_heads](
+        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
+        table.starts, table.counts, deltas, states, dout, gradients.dv, dstates, dattention, dsystem, gradients.dq,
+        gradients.dk, gradients.dg, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], *deltas.stride()[:3],
+        table.stride, n_tokens, slots, heads, heads // key_heads, k.shape[3], value_dim, scale, CHUNK,
+        padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps,
+        num_stages=launch.stages,
     )  # fmt: skip

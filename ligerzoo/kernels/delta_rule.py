@@ -127,9 +127,8 @@ def _backward(
     deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, None)
     ddelta = backward_pass.local_gradients(tokens, prepared, table, do, scale)
     dstates = backward_pass.reverse_scan(tokens, prepared, table, do, ddelta, dfinal, dinitial, scale)
-    backward_pass.chunk_gradients(
-        tokens, prepared, table, deltas, states, do, ddelta, dstates, gradients, scale
-    )  # fmt: skip
+    squares = backward_pass.value_gradients(tokens, prepared, table, deltas, states, do, ddelta, gradients, scale)
+    backward_pass.key_gradients(tokens, prepared, table, deltas, states, do, dstates, *squares, gradients, scale)
     return gradients
 
 
