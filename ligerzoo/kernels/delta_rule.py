@@ -21,7 +21,7 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
 from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS, Prepared, Tokens, allocate_prepared, chunk_table
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, empty_gradient, uses_triton
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
 from ligerzoo.kernels.registration import register
 
 MAX_KEY_DIM = 256
@@ -202,19 +202,19 @@ def gated_delta_rule(
         TypeError: an argument is not a tensor.
         ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
     """
-    _check("gated_delta_rule", q, k, v, g, beta)
+    check_tokens("gated_delta_rule", q, k, v, g, beta)
     check_optional_floats("gated_delta_rule", initial_state=initial_state)
     state_shape = len(v), v.shape[2], k.shape[3], v.shape[3]
     if initial_state is not None:
         check_tensor("gated_delta_rule", "initial_state", initial_state, shapes=[state_shape])
     if segment_start is not None:
-        shapes = [v.shape[:2], (1, v.shape[1])]
+        shapes = [tuple(v.shape[:2]), (1, v.shape[1])]
         check_tensor("gated_delta_rule", "segment_start", segment_start, "integer", shapes, v.device)
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     floats = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
     if uses_triton(*floats, backend=backend) and _fits(k, v, backend):
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
-        wide_q, wide_k, wide_v = (_with_adjacent_features(x.to(dtype)) for x in (q, k, v))
+        wide_q, wide_k, wide_v = (with_adjacent_features(x.to(dtype)) for x in (q, k, v))
         initial_state = None if initial_state is None else initial_state.contiguous()
         o, state = _GatedDeltaRule.apply(
             wide_q, wide_k, wide_v, g.contiguous(), beta.contiguous(), initial_state, segment_start, scale, normalize,
@@ -226,50 +226,8 @@ def gated_delta_rule(
     return (o, state) if output_final_state else o
 
 
-def gated_delta_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    scale: float | None = None,
-    normalize: bool = True,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Continues `gated_delta_rule` by one token or a few, and updates the state in place. Not differentiable.
-
-    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
-
-    Args:
-        q: (B, T, K, D_k) queries, T small.
-        k: (B, T, K, D_k) keys.
-        v: (B, T, V, D_v) values.
-        g: (B, T, V) logarithm of the decay.
-        beta: (B, T, V) writing strength.
-        state: (B, V, D_k, D_v) fp32, any batch stride, otherwise contiguous; overwritten.
-        scale: see `gated_delta_rule`.
-        normalize: see `gated_delta_rule`.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
-
-    Returns:
-        (B, T, V, D_v) outputs in the dtype of `v`.
-
-    Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
-    """
-    _check("gated_delta_step", q, k, v, g, beta)
-    check_tensor("gated_delta_step", "state", state, shapes=[(len(v), v.shape[2], k.shape[3], v.shape[3])])
-    check_backend(backend)
-    with torch.no_grad():
-        o, new_state = reference(q, k, v, g, beta, state, None, scale, normalize)
-        state.copy_(new_state)
-        return o.to(v.dtype)
-
-
-def _with_adjacent_features(x: Tensor) -> Tensor:
+def with_adjacent_features(x: Tensor) -> Tensor:
+    """A copy if neighbours in the last dimension are not adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -289,7 +247,7 @@ def _fits(k: Tensor, v: Tensor, backend: Backend) -> bool:
     return False
 
 
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+def check_tokens(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
     """Raises unless the tokens' tensors are floating-point and their shapes match."""
     check_floats(name, q=q, k=k, v=v, g=g, beta=beta)
     shapes_match = (
