@@ -99,7 +99,7 @@ def _is_before_segment(index: Tensor, segment_start: Tensor) -> Tensor:
     return (index < segment_start) & (segment_start > 0)
 
 
-class _Inputs(NamedTuple):
+class ConvInputs(NamedTuple):
     """The inputs of the convolution, with adjacent channels.
 
     Attributes:
@@ -235,12 +235,12 @@ def _stride_of_rows(segment_start: Tensor | None) -> int:
     return 0 if segment_start is None or len(segment_start) == 1 else segment_start.stride(0)
 
 
-def _allocate_forward(inputs: _Inputs) -> Tensor:
+def _allocate_forward(inputs: ConvInputs) -> Tensor:
     return inputs.x.new_empty(inputs.x.shape)
 
 
 @register("causal_conv_forward", fake=_allocate_forward)
-def _forward(inputs: _Inputs, silu: bool) -> Tensor:
+def _forward(inputs: ConvInputs, silu: bool) -> Tensor:
     x, weight, bias, initial_state, segment_start = inputs
     y = _allocate_forward(inputs)
     batch, tokens, channels = x.shape
@@ -267,7 +267,7 @@ class _Gradients(NamedTuple):
     dstate: Tensor
 
 
-def _allocate_backward(inputs: _Inputs, needs_x: bool, needs_weight: bool, needs_state: bool) -> _Gradients:
+def _allocate_backward(inputs: ConvInputs, needs_x: bool, needs_weight: bool, needs_state: bool) -> _Gradients:
     x, weight = inputs.x, inputs.weight
     return _Gradients(
         empty_gradient(x, needs_x),
@@ -278,7 +278,7 @@ def _allocate_backward(inputs: _Inputs, needs_x: bool, needs_weight: bool, needs
 
 @register("causal_conv_backward", fake=_allocate_backward)
 def _backward(
-    dy: Tensor, inputs: _Inputs, silu: bool, needs_x: bool, needs_weight: bool, needs_state: bool
+    dy: Tensor, inputs: ConvInputs, silu: bool, needs_x: bool, needs_weight: bool, needs_state: bool
 ) -> _Gradients:
     x, weight, bias, initial_state, segment_start = inputs
     gradients = _allocate_backward(inputs, needs_x, needs_weight, needs_state)
@@ -309,12 +309,12 @@ class _CausalConv(FusedFunction):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, initial_state, segment_start)
         ctx.silu = silu
-        return _forward(_Inputs(x, weight, bias, initial_state, segment_start), silu)
+        return _forward(ConvInputs(x, weight, bias, initial_state, segment_start), silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = _Inputs(*ctx.saved_tensors)
+        inputs = ConvInputs(*ctx.saved_tensors)
         needs_x, needs_weight, needs_bias, needs_state = ctx.needs_input_grad[:4]
         dx, dweight, dstate = _backward(dy, inputs, ctx.silu, needs_x, needs_weight or needs_bias, needs_state)
         taps = inputs.weight.shape[1]
@@ -411,7 +411,8 @@ def causal_conv1d(
     if uses_triton(*floats, backend=backend) and _fits(weight, backend):
         state = None if initial_state is None else initial_state.to(x.dtype).contiguous()
         y = _CausalConv.apply(
-            x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(), bias, state,
+            x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(),
+            None if bias is None else bias.contiguous(), state,
             None if segment_start is None else segment_start.contiguous(), activation == "silu",
         )  # fmt: skip
     else:
@@ -457,7 +458,7 @@ def causal_conv1d_step(
             state.copy_(final_state(x, weight.shape[1] - 1, state, None))
             return y
         with torch.cuda.device(x.device if x.is_cuda else -1):
-            return _step(x, state, weight.contiguous(), bias, activation == "silu")
+            return _step(x, state, weight, bias, activation == "silu")
 
 
 def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -466,7 +467,7 @@ def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: b
     y = x.new_empty(x.shape)
     blocks = cdiv(channels, STEP_CHANNELS)
     _step_kernel[batch * blocks](
-        x, state, weight, bias, y, *x.stride(), *state.stride(), tokens, channels, blocks, taps, next_power_of_2(taps),
+        x, state, weight.contiguous(), None if bias is None else bias.contiguous(), y, *x.stride(), *state.stride(), tokens, channels, blocks, taps, next_power_of_2(taps),
         silu, STEP_CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
     )  # fmt: skip
     return y
