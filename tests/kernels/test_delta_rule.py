@@ -257,7 +257,7 @@ def test_keys_that_make_the_triangular_system_ill_conditioned(keys: str, device:
     for actual, truth in zip((*results, *gradients), (*truths[0], *truths[1]), strict=True):
         assert actual is not None
         assert truth is not None
-        assert (actual - truth).norm() <= 1e-6 * truth.norm()
+        assert (actual - truth).norm() <= 3e-6 * truth.norm()
 
 
 @needs_triton
