@@ -212,7 +212,7 @@ def _backward_kernel(
             weight = tl.load(weight_ptr + channels * TAPS + TAPS - 1 - j, mask=channels < n_channels, other=0.0)
             reads = (tokens >= first) | (first == 0)
             dx += tl.where(reads[:, None], dz * weight.to(tl.float32)[None, :], 0.0)
-            if dweight_ptr is not None:
+            if dweight_ptr is not None:  # noqa: SIM102 (known at compile time, unlike the other condition)
                 if j == 0:
                     for tap in tl.static_range(TAPS):
                         x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first, channels, n_tokens,
