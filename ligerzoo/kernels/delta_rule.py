@@ -258,6 +258,7 @@ def gated_delta_rule(
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
         wide_q, wide_k, wide_v = (with_adjacent_features(x.to(dtype)) for x in (q, k, v))
         initial_state = None if initial_state is None else initial_state.contiguous()
+        segment_start = None if v.shape[1] == 0 else segment_start  # without segments, none would write the state
         o, state = _GatedDeltaRule.apply(
             wide_q, wide_k, wide_v, g.contiguous(), beta.contiguous(), initial_state, segment_start, scale, normalize,
             output_final_state,

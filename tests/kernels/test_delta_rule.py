@@ -153,6 +153,23 @@ def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, devi
 
 
 @needs_triton
+def test_more_segments_than_programs_and_more_chunks_than_slots(device: str) -> None:
+    torch.manual_seed(0)
+    segment_start = starts_of([*range(40), 120, 130], device)
+    judge(rule(segment_start=segment_start), chunked(segment_start=segment_start), tensors(1, 130, device=device))
+
+
+def test_no_tokens(device: str) -> None:
+    *tokens, state = tensors(2, 0, device=device)
+    for segment_start in (None, torch.zeros(1, 0, dtype=torch.int64, device=device)):
+        o, final = rule(segment_start=segment_start)(*tokens, state)
+        assert o.shape == tokens[2].shape
+        assert torch.equal(final, state)
+        (gradient,) = torch.autograd.grad(final.sum() + o.sum(), state)
+        assert torch.equal(gradient, torch.ones_like(state))
+
+
+@needs_triton
 def test_a_batch_of_packed_rows_equals_each_row_bit_by_bit(device: str) -> None:
     torch.manual_seed(0)
     inputs = [t.detach() for t in tensors(2, 140, device=device)]
