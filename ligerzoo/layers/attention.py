@@ -157,6 +157,8 @@ def attend(
         if mask is None and attention_kernel(q, k, v, is_causal) is not None:
             return sink_attention(q, k, v, sinks, scale=scale, is_causal=is_causal)
         return reference(q, k, v, mask, scale, softcap, is_causal, sinks)
+    if q.is_cuda and q.dtype == torch.float32:  # its only kernel that keeps no scores has equal numbers of heads
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
