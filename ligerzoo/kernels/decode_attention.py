@@ -55,7 +55,15 @@ def reference(
     scores = (q[:, :, None].to(wide) @ keys.mT)[:, :, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    index = torch.arange(keys.shape[2], device=q.device)
+    visible = visible_keys(torch.arange(keys.shape[2], device=q.device), first, last, padding_mask, fallback)
+    probabilities = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
+
+
+def visible_keys(
+    index: Tensor, first: Tensor | None, last: Tensor | None, padding_mask: Tensor | None, fallback: Tensor | None
+) -> Tensor:
+    """Returns whether a query attends to the keys at `index`, (S,): (B or 1, S). See `decode_attention`."""
     visible = torch.ones_like(index[None], dtype=torch.bool)
     if first is not None:
         visible = visible & (index >= first[:, None])
@@ -65,8 +73,7 @@ def reference(
         visible = visible & padding_mask
     if fallback is not None:
         visible = visible | (index == fallback[:, None])
-    probabilities = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
-    return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
+    return visible
 
 
 @jit

@@ -149,6 +149,14 @@ def test_other_layers_of_minimax_are_refused(entry: str, value: object) -> None:
         architecture_of("minimax_m2").config_from_hf({**MINIMAX_M2, entry: value})
 
 
+def test_rotated_features_of_minimax() -> None:
+    config = {name: value for name, value in MINIMAX_M2.items() if name != "partial_rotary_factor"}
+    read = architecture_of("minimax_m2").config_from_hf
+    assert read({**config, "rotary_dim": 6}).rotary_size == 6
+    assert read({**config, "rotary_dim": None}).rotary_size == 12
+    assert read({**config, "rotary_dim": 6, "partial_rotary_factor": 1.0}).rotary_size == 12
+
+
 @pytest.mark.parametrize(
     "changes, field",
     [({"head_dim": 12}, "head_dim"), ({"num_key_value_heads": 2}, "num_key_value_heads"), ({"n_group": 3}, "n_group"),
