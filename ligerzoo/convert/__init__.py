@@ -29,6 +29,7 @@ MODEL_TYPES = (
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "gpt_oss",
     "granite",
     "llama",
     "minimax_m2",

@@ -140,8 +140,8 @@ def _forward(
     )  # fmt: skip
     if lse is not None:
         combine_kernel[batch * n_heads](
-            parts, lse, first, last, out, *bounds[:2], n_heads, rank, capacity, n_splits, blocks, rank_tile, block,
-            PARTS, num_warps=4,
+            parts, lse, first, last, None, out, *bounds[:2], n_heads, rank, capacity, n_splits, blocks, rank_tile,
+            block, PARTS, num_warps=4,
         )  # fmt: skip
     return out
 

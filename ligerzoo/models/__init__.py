@@ -10,6 +10,7 @@ from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
 from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from ligerzoo.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
+from ligerzoo.models.gpt_oss import GptOss, GptOssConfig
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.llama import Llama, LlamaConfig
 from ligerzoo.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
@@ -53,6 +54,8 @@ __all__ = [
     "Glm4MoeLite",
     "Glm4MoeLiteConfig",
     "GlmConfig",
+    "GptOss",
+    "GptOssConfig",
     "Granite",
     "GraniteConfig",
     "Labels",

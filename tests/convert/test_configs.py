@@ -207,7 +207,8 @@ IGNORED = {
     "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha", "ep_size", "num_nextn_predict_layers",
     "seq_aux",
     # Entries without effect in some architectures, as in transformers.
-    "attention_bias", "hidden_act", "hidden_activation", "max_window_layers", "partial_rotary_factor", "rope_theta",
+    "attention_bias", "experts_per_token", "hidden_act", "hidden_activation", "initial_context_length",
+    "max_window_layers", "partial_rotary_factor", "rope_theta",
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",

@@ -18,6 +18,8 @@ from ligerzoo.models import (
     Gemma2Config,
     Gemma3Text,
     Gemma3TextConfig,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     Mistral,
@@ -51,6 +53,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "gemma3_text": lambda: Gemma3Text(Gemma3TextConfig(**SIZES, sliding_window=7)),
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
+    "gpt_oss": lambda: GptOss(GptOssConfig(**SIZES, num_experts=4, num_experts_per_tok=2, sliding_window=7)),
     "phi3": lambda: Phi3(Phi3Config(**{**PHI3, "hidden_size": 96})),  # the longest prompts end beyond 50 tokens
 }
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}
