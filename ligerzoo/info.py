@@ -23,7 +23,7 @@ from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.mllama import MllamaConfig
-from ligerzoo.models.moe import MoEConfig
+from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
@@ -253,7 +253,9 @@ def _describe_quantization(
 
 
 def _describe_shape(config: DecoderConfig) -> Lines:
-    heads = f"{config.num_attention_heads} heads of {config.head_size}"
+    heads = f"{config.num_attention_heads} heads of {config.key_size}"
+    if config.value_size != config.key_size:
+        heads += f" (values {config.value_size})"
     if config.kv_heads != config.num_attention_heads:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
     sizes = (
@@ -271,7 +273,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
 
 
 def _describe_experts(config: DecoderConfig) -> Lines:
-    if not isinstance(config, MoEConfig):
+    if not isinstance(config, RoutedConfig):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     return [("experts", f"{config.num_experts} of width {width:,}, {config.num_experts_per_tok} per token")]
@@ -313,7 +315,7 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
             counts[part] += math.prod(tensor.shape)
     total = counts.total()
     lines = [("parameters", f"{total:,} ({_round(total, COUNTS)})")]
-    if counts["experts"] and isinstance(config, MoEConfig):
+    if counts["experts"] and isinstance(config, RoutedConfig):
         inactive = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
         lines.append(("", f"{total - inactive:,} ({_round(total - inactive, COUNTS)}) active per token"))
     lines += [("", f"{part:<13}{count:>18,} {count / total:>6.1%}") for part, count in counts.most_common() if count]
@@ -327,7 +329,7 @@ def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     generation = f"{_bytes(sum(tensor.nbytes for tensor in tensors))} for the weights"
     if config:
-        bytes_per_token = 2 * config.kv_heads * config.head_size * tensors[0].dtype.itemsize  # KV cache of one layer
+        bytes_per_token = config.cached_features * tensors[0].dtype.itemsize  # KV cache of one layer
         windows = _windows(config)
         generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
         if in_windows := sum(window for window in windows if window is not None):

@@ -59,6 +59,9 @@ class Architecture:
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
         is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
             tensors and saving writes them again.
+        keeps_extra_layers: loading keeps the tensors of layers with an index of `num_hidden_layers` or more, such as
+            those for multi-token prediction (MTP), and saving writes them again. Otherwise loading leaves them out.
+        aliases: other values of `model_type` in config.json; see `ligerzoo.convert.ALIASES`.
         classifier_class: class in transformers that classifies sequences. Defaults to a name like that of `hf_class`.
         optional: parameters that a checkpoint may lack. They keep their initialization, and a warning names them.
         unused: names of stored tensors that loading leaves out.
@@ -78,6 +81,8 @@ class Architecture:
     layouts: tuple[Layout, ...] = (Layout(),)
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
+    keeps_extra_layers: bool = False
+    aliases: tuple[str, ...] = ()
     classifier_class: str | None = None
     optional: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
@@ -85,7 +90,7 @@ class Architecture:
 
     def describes(self, raw: Mapping[str, Any]) -> bool:
         """Returns whether config.json is that of a model which this architecture builds."""
-        return raw.get("model_type") == self.model_type and not is_classifier(raw)
+        return raw.get("model_type") in (self.model_type, *self.aliases) and not is_classifier(raw)
 
     def config_from_hf(
         self,

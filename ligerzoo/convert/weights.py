@@ -316,7 +316,7 @@ def assemble(
     shapes: Mapping[str, Shape],
     read: Callable[[TensorSlice], Tensor],
     *,
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Builds parameters from stored tensors, one slice at a time.
@@ -328,17 +328,17 @@ def assemble(
         slices: every slice of every parameter to build.
         shapes: shapes of the parameters, by name.
         read: returns the part of the stored tensor that a slice selects (`TensorSlice.select`), on the device.
-        dtype: dtype of the parameters.
+        dtypes: dtypes of the parameters, by name.
         device: device of the parameters.
     """
     tensors: dict[str, Tensor] = {}
     for part in slices:
         value = read(part)
         if not part.index:
-            tensors[part.name] = value.to(dtype).contiguous()
+            tensors[part.name] = value.to(dtypes[part.name]).contiguous()
             continue
         if part.name not in tensors:
-            tensors[part.name] = torch.empty(shapes[part.name], dtype=dtype, device=device)
+            tensors[part.name] = torch.empty(shapes[part.name], dtype=dtypes[part.name], device=device)
         tensors[part.name][part.index] = value
     return tensors
 

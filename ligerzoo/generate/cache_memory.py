@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ligerzoo.generate.captured import decode_graphs
-from ligerzoo.layers import Attention
+from ligerzoo.layers import Attention, LatentAttention
 
 _MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states of a prefill
 
@@ -16,7 +16,7 @@ _MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states o
 def default_cache_tokens(model: nn.Module, cache_dtype: torch.dtype | None = None) -> int | None:
     """Returns the number of tokens for which the model's GPU has memory now.
 
-    None on a CPU, and for a model with no `Attention`, whose caches have an unknown size.
+    None on a CPU, and for a model without `Attention` and `LatentAttention`, whose caches have an unknown size.
     """
     device, bytes_per_token = next(model.parameters()).device, cache_bytes_per_token(model, cache_dtype)
     if device.type != "cuda" or bytes_per_token == 0:
@@ -28,8 +28,14 @@ def default_cache_tokens(model: nn.Module, cache_dtype: torch.dtype | None = Non
 
 
 def cache_bytes_per_token(model: nn.Module, cache_dtype: torch.dtype | None = None) -> int:
-    """Returns the bytes of the keys and values of one token in all layers."""
-    attentions: list[Any] = [module for module in model.modules() if isinstance(module, Attention)]
-    features = sum(attention.k_proj.out_features + attention.v_proj.out_features for attention in attentions)
+    """Returns the bytes of the keys and values, or latent vectors, of one token in all layers."""
+    features = sum(map(_cached_features, model.modules()))
     dtype = next(model.parameters()).dtype if cache_dtype is None else cache_dtype
     return int(features * dtype.itemsize)
+
+
+def _cached_features(module: Any) -> int:
+    """Returns the numbers that a layer caches for each token."""
+    if isinstance(module, Attention):
+        return int(module.k_proj.out_features + module.v_proj.out_features)
+    return module.kv_rank + module.rope_dim if isinstance(module, LatentAttention) else 0

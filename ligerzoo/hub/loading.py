@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_classifier
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
 from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_of, within
@@ -107,20 +107,25 @@ def load(
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
+        model.to(dtype)  # some layers keep tensors in fp32, such as the biases of routers
         if shard is not None:
             _refuse_computed_tensors(model, match, directory)
             _refuse_different_tied_weights(model, match, checkpoint)
-            shard(model.to(dtype))
+            shard(model)
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
-            weights = _read(checkpoint, match.slices, model.state_dict(), dtype, device)
+            weights = _read(checkpoint, match.slices, model.state_dict(), device)
         extra_tensors = {
-            name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
+            name: checkpoint.read(name)
+            for name in checkpoint.tensors
+            if architecture.is_extra_tensor(name)
+            or (architecture.keeps_extra_layers and num_layers is not None and is_beyond_last_layer(name, num_layers))
         }
 
     weights |= {name: weights[TIED[name]] for name in match.tied}
     if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
         model = architecture.build(config, model_class, device)
-    weights |= {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items() if name in match.missing}
+    weights |= {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items() if name in match.missing}
     model.load_state_dict(weights, assign=True)
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
@@ -326,10 +331,12 @@ def _read(
     checkpoint: QuantizedCheckpoint,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds."""
+    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds.
+
+    The results have the dtypes and shardings of `parameters`.
+    """
     boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
     # Dequantizes one matrix of a stack at a time: the memory for intermediate results is that of a matrix.
@@ -351,9 +358,10 @@ def _read(
             return value.mT if part.transposed else value
 
         shapes = {name: box.shape for name, box in boxes.items()}
-        weights = assemble(own_slices, shapes, read, dtype=dtype, device=device)
+        dtypes = {name: parameters[name].dtype for name in boxes}
+        weights = assemble(own_slices, shapes, read, dtypes=dtypes, device=device)
     for name in boxes.keys() - weights.keys():  # this process holds no element
-        weights[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+        weights[name] = torch.empty(shapes[name], dtype=dtypes[name], device=device)
     return {name: as_shard_of(parameters[name], weight) for name, weight in weights.items()}
 
 
@@ -390,10 +398,6 @@ def has_tensors_outside_state_dict(model: LanguageModel) -> bool:
     buffers = (name not in persistent for name, _ in model.named_buffers())
     attributes = (isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())
     return any(buffers) or any(attributes)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:

@@ -142,7 +142,7 @@ def _copied(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     def read(part: TensorSlice) -> Tensor:
         return part.select(tensors[part.stored_name].detach()).clone(memory_format=torch.contiguous_format)
 
-    [value] = assemble(parts, shapes, read, dtype=first.dtype, device=first.device).values()
+    [value] = assemble(parts, shapes, read, dtypes={parts[0].name: first.dtype}, device=first.device).values()
     return nn.Parameter(value, first.requires_grad) if first.is_floating_point() else value
 
 

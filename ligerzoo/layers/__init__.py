@@ -12,13 +12,14 @@ from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
+from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
-from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
-from ligerzoo.layers.routers import Router
+from ligerzoo.layers.routers import Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
@@ -44,6 +45,7 @@ __all__ = [
     "CrossAttentionInputs",
     "CrossAttentionLayerCache",
     "Decoder",
+    "DeepSeekMoE",
     "Embedding",
     "Experts",
     "GatedMLP",
@@ -53,6 +55,7 @@ __all__ = [
     "ImageTower",
     "KVCache",
     "LMHead",
+    "LatentAttention",
     "LayerCache",
     "LayerNorm",
     "Linear",
@@ -72,6 +75,7 @@ __all__ = [
     "ScaledPreNormBlock",
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
+    "SigmoidRouter",
     "SinkAttention",
     "StaticLayerCache",
     "TileEmbedding",

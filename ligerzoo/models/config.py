@@ -180,6 +180,21 @@ class DecoderConfig:
         """Rotated features per head."""
         return self.head_size
 
+    @property
+    def key_size(self) -> int:
+        """Features of a head's key."""
+        return self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head's value."""
+        return self.head_size
+
+    @property
+    def cached_features(self) -> int:
+        """Numbers that a layer caches for each token."""
+        return self.kv_heads * (self.key_size + self.value_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRotaryConfig(DecoderConfig):

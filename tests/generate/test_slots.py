@@ -11,6 +11,8 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.slots import Slots, max_length, prefill_groups
 from ligerzoo.models import (
+    DeepseekV3,
+    DeepseekV3Config,
     Gemma2,
     Gemma2Config,
     Gemma3Text,
@@ -25,7 +27,12 @@ from ligerzoo.models import (
 from tests.generate.models import TINY, VOCAB
 
 SIZES: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
+DEEPSEEK: dict[str, Any] = {
+    **TINY, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "num_experts": 8,
+    "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
 BUILD: dict[str, Callable[[], nn.Module]] = {
+    "deepseek_v3": lambda: DeepseekV3(DeepseekV3Config(**DEEPSEEK)),
     "llama": lambda: Llama(LlamaConfig(**SIZES)),
     "mistral": lambda: Mistral(MistralConfig(**SIZES, sliding_window=7)),
     "gemma2": lambda: Gemma2(Gemma2Config(**SIZES, sliding_window=7)),

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ligerzoo import AutoModel
+from ligerzoo.convert.architecture import is_beyond_last_layer
 from ligerzoo.generate.decode_batch import has_static_decoding
 from ligerzoo.layers import Attention
 from ligerzoo.models import CausalLM
@@ -189,7 +190,7 @@ def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Pa
     model.save_pretrained(tmp_path / "saved", max_shard_size=size // tiny.shards + 1)
 
     expected = {
-        name: tensor if "inv_freq" in name else tensor.to(model.dtype)
+        name: tensor if name.endswith(("inv_freq", "e_score_correction_bias")) else tensor.to(model.dtype)
         for name, tensor in original.items()
         if ".layers.12." not in name
     }
@@ -197,6 +198,10 @@ def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Pa
     assert json.loads((tmp_path / "saved" / "config.json").read_text()) == config | tiny.corrected
 
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    layers = getattr(model.config, "num_hidden_layers", None)
+    report["unexpected_keys"] = {  # transformers leaves out MTP layers of some sizes without a report
+        name for name in report["unexpected_keys"] if layers is None or not is_beyond_last_layer(name, layers)
+    }
     assert not any(report.values()), report
     tokens = random_tokens(tiny, "cpu")
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
