@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Shape
+from ligerzoo.convert.weights import Fused, FusedByHead, Layout, ModuleRules, Shape
 from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")
@@ -55,10 +55,12 @@ class Architecture:
         read_rope: returns the fields of the rotary embedding from these entries and the default `rope_theta`.
         write_entries: returns the entries of config.json from the config and the entries named like its fields.
         layouts: possible layouts of the tensors. New models are saved in the first.
+        layouts_of_config: returns the layouts for a config where they depend on it, instead of `layouts`.
         prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
         is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
             tensors and saving writes them again.
+        keeps_fp32: returns whether a parameter of this name stays in fp32 where half-precision files store it so.
         classifier_class: class in transformers that classifies sequences. Defaults to a name like that of `hf_class`.
         optional: parameters that a checkpoint may lack. They keep their initialization, and a warning names them.
         unused: names of stored tensors that loading leaves out.
@@ -74,8 +76,10 @@ class Architecture:
     read_rope: Callable[[Mapping[str, Any], float], dict[str, Any]] = rope_fields
     write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
     layouts: tuple[Layout, ...] = (Layout(),)
+    layouts_of_config: Callable[[Any], tuple[Layout, ...]] | None = None
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
+    keeps_fp32: Callable[[str], bool] = lambda name: False
     classifier_class: str | None = None
     optional: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
@@ -117,6 +121,12 @@ class Architecture:
         activations = {name: values[0] for name, values in self.activations.items()}
         return self.write_entries(config, {**activations, **written_fields(config)})
 
+    def with_layouts_for(self, config: Any) -> Architecture:
+        """Returns this architecture with the layouts for a config."""
+        if self.layouts_of_config is None:
+            return self
+        return replace(self, layouts=self.layouts_of_config(config), layouts_of_config=None)
+
     @property
     def layout_of_new(self) -> Layout:
         """The layout in which a new model is saved."""
@@ -132,7 +142,7 @@ class Architecture:
         Of the rules of checkpoints, those of fused projections and of parts such as a vision tower hold. The names of
         other modules are ours, which follow transformers.
         """
-        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, Fused | ModuleRules)))
+        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, Fused | FusedByHead | ModuleRules)))
 
     def build(
         self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None

@@ -186,7 +186,8 @@ class Slots:
         """
         device = self._current.device
         ids, lengths = to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
-        cache = self._current.cache.prefill_rows(upload(indices, device), self._current.rows)
+        ragged = upload(lengths, device) if lengths[-1] < lengths[0] else None
+        cache = self._current.cache.prefill_rows(upload(indices, device), self._current.rows, ragged)
         chunk = max(1, PREFILL_TOKENS // len(prompts))
         parts, start, count = [], 0, len(prompts)
         while count > 0:

@@ -54,6 +54,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     model = cast("CausalLM", architecture.build_on_meta(config))
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
+    architecture = architecture.with_layouts_for(config)
     shapes = shapes_of(model.state_dict())
     source = Source(
         tensors,
@@ -139,7 +140,7 @@ def _copied(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     def read(part: TensorSlice) -> Tensor:
         return tensors[part.stored_name].detach()[part.stored_index].clone(memory_format=torch.contiguous_format)
 
-    [value] = assemble(parts, shapes, read, dtype=first.dtype, device=first.device).values()
+    [value] = assemble(parts, shapes, read, dtypes={parts[0].name: first.dtype}, device=first.device).values()
     return nn.Parameter(value, first.requires_grad) if first.is_floating_point() else value
 
 

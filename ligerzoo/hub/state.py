@@ -252,5 +252,5 @@ def _copy(parts: Iterable[TensorSlice], state: Mapping[str, Tensor], parameter: 
         return
     parts = list(parts)
     shapes: dict[str, Shape] = {part.name: tuple(parameter.shape) for part in parts}
-    [value] = assemble(parts, shapes, read, dtype=parameter.dtype, device=parameter.device).values()
+    [value] = assemble(parts, shapes, read, dtypes={parts[0].name: parameter.dtype}, device=parameter.device).values()
     parameter.copy_(shard_like(parameter, value))
