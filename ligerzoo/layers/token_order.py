@@ -38,6 +38,6 @@ def tokens_first(mask: Tensor) -> TokenOrder:
         mask: (B, T) bool, False for padding, anywhere in the row.
     """
     rows, tokens = mask.shape
-    order = mask.logical_not().byte().argsort(1, stable=True)
+    order = mask.logical_not().byte().argsort(stable=True, dim=1)
     first = tokens * order.new_ones(rows).cumsum(0).sub(1)[:, None]  # index of the first position of each row
     return TokenOrder(mask.sum(1), mask, (order + first).flatten(), (order.argsort(1) + first).flatten())

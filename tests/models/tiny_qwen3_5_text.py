@@ -82,13 +82,10 @@ def qwens() -> Iterator[Tiny]:
         shards=2,
     )
     yield qwen(
-        "hub-v4 rope, one key head, without full attention",
-        {
-            "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "linear_num_key_heads": 1, "num_hidden_layers": 1,
-            "layer_types": ["linear_attention"], "num_key_value_heads": 1,
-        },
-        absent=("rope_parameters",),
-    )  # fmt: skip
+        "hub-v4 rope, one key head",
+        {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "linear_num_key_heads": 1, "num_key_value_heads": 1},
+        absent=("rope_parameters", "layer_types"),
+    )
 
 
 CHECKPOINTS = list(qwens())
