@@ -156,7 +156,8 @@ class Slots:
         return self._logits
 
     def remove_last(self, row: int, tokens: int) -> None:
-        """Removes the last tokens of a row."""
+        """Removes the last tokens of a row. Raises ValueError if the model has recurrent layers."""
+        self._current.cache.require_tokens("remove_last")
         self._lengths[self._index[row]] -= tokens
         self._is_changed = True
 

@@ -100,6 +100,18 @@ class KVCache:
         """Whether a layer keeps a state instead of tokens, so that tokens cannot be removed."""
         return any(isinstance(layer, RecurrentLayerCache) for layer in self.layers)
 
+    def require_tokens(self, what: str) -> None:
+        """Raises ValueError if a layer is recurrent, so that tokens cannot be removed.
+
+        Args:
+            what: what needs to remove tokens, for the error message.
+        """
+        if self.is_recurrent:
+            raise ValueError(
+                f"{what}: the model has recurrent layers, such as GatedDeltaNet, which keep a state instead of tokens; "
+                "expected a model with self-attention only, since tokens must be removed again"
+            )
+
     def advance(self, tokens: int) -> None:
         """Counts tokens that a replayed CUDA graph has written to static caches."""
         for layer in self._static:
@@ -252,11 +264,10 @@ class KVCache:
             ValueError: there are fewer tokens, or a number for each row but caches that are empty or not static.
         """
         if isinstance(tokens, Tensor):
-            lengths = self._static[0].position.lengths if self.is_static and not self.is_recurrent else None
+            self.require_tokens("remove_last")
+            lengths = self._static[0].position.lengths if self.is_static else None
             if lengths is None:
-                raise ValueError(
-                    "remove_last: got a tensor; expected an int, since the caches are empty, recurrent or not static"
-                )
+                raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
             lengths -= tokens
             return
         layers = [layer for layer in self._self_attention if layer.length > 0]  # one without attention appends nothing
@@ -314,11 +325,7 @@ class KVCache:
         Raises:
             ValueError: the cache holds tokens already, or a layer is recurrent.
         """
-        if self.is_recurrent:
-            raise ValueError(
-                "keep_all_tokens: the model has recurrent layers, such as GatedDeltaNet, which keep a state instead of "
-                "tokens, so that no token can be removed"
-            )
+        self.require_tokens("keep_all_tokens")
         if any(isinstance(layer, RollingLayerCache) for layer in self.layers):
             if self.length > 0:
                 raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")

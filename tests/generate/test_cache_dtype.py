@@ -46,7 +46,8 @@ def capture(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 
 
 def rounding_cache(model: Any) -> KVCache:
-    return KVCache(RoundingCache() for _ in model.model.layers)
+    layers = model.new_cache().layers  # the states of recurrent layers are not rounded
+    return KVCache(layer if isinstance(layer, RecurrentLayerCache) else RoundingCache() for layer in layers)
 
 
 @torch.no_grad()
