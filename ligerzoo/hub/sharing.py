@@ -29,7 +29,8 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     By default both share the weights, so training one trains the other, and there is no copy. A parameter that both
     have is the same `nn.Parameter`: `requires_grad`, gradients and optimizers are shared too. A parameter that
     transformers fuses, such as Phi3's `qkv_proj`, is a view of its rows: its memory is shared, its gradient is not. So
-    use one of the two models in a training step, and its own parameters in the optimizer.
+    use one of the two models in a training step, and its own parameters in the optimizer. Where transformers interleaves
+    parameters, as in Qwen3-Next's `in_proj_qkvz`, only copies are possible.
 
     Sharing ends if either model replaces its parameters, as `model.to(...)` does with another dtype, `to_empty`,
     `resize_token_embeddings` and FSDP do. Move and cast `hf_model` first. Hooks, adapters and activation checkpointing
@@ -124,7 +125,9 @@ def _shared(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     part = parts[0]
     tensor = tensors[part.stored_name]
     whole = tensor if not part.stored_index else nn.Parameter(tensor.detach()[part.stored_index], tensor.requires_grad)
-    problem = "stored in several tensors" if len(parts) > 1 else None if whole.is_contiguous() else "not contiguous"
+    problem = None if whole.is_contiguous() else "not contiguous"
+    if len(parts) > 1:
+        problem = f"stored in several {'tensors' if parts[1].stored_name != part.stored_name else 'parts of it'}"
     if problem:
         raise CheckpointError(
             f"cannot be shared: {problem}", where=f"{_WHERE}, tensor {part.stored_name!r}",

@@ -229,12 +229,12 @@ class GatedDeltaNet(nn.Module):
         )
         g, beta = delta_gates(a, b, self.A_log, self.dt_bias, backend=self.backend)
         if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not qkv.requires_grad:
-            conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states())
+            conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x)))
             q, k, v = self._heads(self.conv1d.step(qkv, conv_state))
             o = gated_delta_step(q, k, v, g, beta, state, backend=self.backend)
             cache.count(1)
         else:
-            before, state_before = (None, None) if cache is None else cache.read_states()
+            before, state_before = (None, None) if cache is None else cache.read_states(len(x))
             mixed, conv_state = self.conv1d(qkv, before, segment_start)
             if lengths is not None:  # padding leaves the states as they are
                 conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])

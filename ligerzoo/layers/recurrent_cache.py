@@ -26,10 +26,19 @@ class RecurrentLayerCache(LayerCache):
         """Whether there are states, and a step may update the tensors of `read_states` in place."""
         return self._keys is not None
 
-    def read_states(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Returns the inputs of the convolution and the state of the recurrence; None twice before the first token."""
+    def read_states(self, rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Returns the inputs of the convolution and the state of the recurrence; None twice before the first token.
+
+        Args:
+            rows: B.
+
+        Raises:
+            ValueError: the states have another batch size.
+        """
         if self._keys is None or self._values is None:
             return None, None
+        if len(self._keys) != rows:
+            raise ValueError(f"{type(self).__name__}: got tokens of batch size {rows}; expected {len(self._keys)}")
         return self._keys, self._values
 
     def write_states(self, conv_state: Tensor, state: Tensor, tokens: int) -> None:
@@ -40,7 +49,6 @@ class RecurrentLayerCache(LayerCache):
             state: (B, V, D_k, D_v).
             tokens: number of tokens since the last states.
         """
-        self._check_states(conv_state, state)
         for buffer, new in zip(self.allocate(len(state), conv_state, state), (conv_state, state), strict=True):
             buffer.copy_(new)
         self.count(tokens)
@@ -79,14 +87,6 @@ class RecurrentLayerCache(LayerCache):
                 "the state of a recurrent layer. Use clone() before the tokens to remove, or reset() and process the "
                 "text again"
             )
-
-    def _check_states(self, conv_state: Tensor, state: Tensor) -> None:
-        for buffer, new in ((self._keys, conv_state), (self._values, state)):
-            if buffer is not None and buffer.shape != new.shape:
-                raise ValueError(
-                    f"{type(self).__name__}: got states of shape {tuple(new.shape)}; expected {tuple(buffer.shape)}, "
-                    "like the cached ones, which are of another batch or model"
-                )
 
 
 class StaticRecurrentLayerCache(RecurrentLayerCache, StaticLayerCache):
@@ -167,9 +167,9 @@ class PrefillRecurrentCache(RecurrentLayerCache):
         """False: `read_states` returns copies."""
         return False
 
-    def read_states(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def read_states(self, rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """See `RecurrentLayerCache.read_states`. The first tokens do not continue what the rows held before."""
-        conv_state, state = self._cache.read_states()
+        conv_state, state = self._cache._keys, self._cache._values
         if self.length == 0 or conv_state is None or state is None:
             return None, None
         return conv_state[self._index], state[self._index]

@@ -9,7 +9,7 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, captured, slot_sequences, slots
 from ligerzoo.kernels.fp8 import FP8, to_storage
-from ligerzoo.layers import Attention, KVCache, LayerCache
+from ligerzoo.layers import Attention, KVCache, LayerCache, RecurrentLayerCache
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import BUILD, build
