@@ -12,7 +12,8 @@ from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.decode_experts import decode_experts
 from ligerzoo.kernels.delta_gates import delta_gates
-from ligerzoo.kernels.delta_rule import gated_delta_rule, gated_delta_step
+from ligerzoo.kernels.delta_rule import gated_delta_rule
+from ligerzoo.kernels.delta_step import gated_delta_step
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention

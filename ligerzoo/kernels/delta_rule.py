@@ -9,14 +9,23 @@ q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from ligerzoo.kernels import delta_chunk_gradients as backward_pass
+from ligerzoo.kernels import delta_chunks as forward_pass
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
+from ligerzoo.kernels.delta_chunk_gradients import Gradients
+from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS, Prepared, Tokens, allocate_prepared, chunk_table
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
+from ligerzoo.kernels.registration import register
 
-NORMALIZATION_EPS = 1e-6
-"""Added to the sum of squares of q and k."""
+MAX_KEY_DIM = 256
+"""Larger keys run in plain torch."""
 
 
 def reference(
@@ -52,6 +61,104 @@ def reference(
         outputs.append((state * q[:, t, :, :, None]).sum(-2))
     o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
     return o, state
+
+
+class _Output(NamedTuple):
+    """Results of the forward pass: outputs, final state (without elements if not needed), and what backward needs."""
+
+    o: Tensor
+    final_state: Tensor
+    inverse: Tensor
+    total: Tensor
+    q_factor: Tensor
+    k_factor: Tensor
+
+
+def _allocate_forward(tokens: Tokens, normalize: bool, needs_final: bool) -> _Output:
+    _, k, v = tokens
+    final_shape = (len(v), v.shape[2], k.shape[3], v.shape[3]) if needs_final else (0,)
+    final_state = v.new_empty(final_shape, dtype=torch.float32)
+    return _Output(v.new_empty(v.shape), final_state, *allocate_prepared(k, v, normalize))
+
+
+def _flops(tokens: Tokens) -> int:
+    """Of the rule itself, token by token: reading, writing and querying the state."""
+    return 6 * tokens.v.numel() * tokens.k.shape[3]
+
+
+@register("delta_rule_forward", fake=_allocate_forward, flops=_flops)
+def _forward(
+    tokens: Tokens, g: Tensor, beta: Tensor, initial_state: Tensor | None, segment_start: Tensor | None, scale: float,
+    normalize: bool, needs_final: bool,
+) -> _Output:  # fmt: skip
+    final_state = _allocate_forward(tokens, normalize, needs_final).final_state
+    table = chunk_table(segment_start)
+    prepared = forward_pass.prepare(tokens, g, beta, table, normalize)
+    deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, final_state if needs_final else None)
+    o = forward_pass.outputs(tokens, prepared, table, deltas, states, scale)
+    return _Output(o, final_state, *prepared)
+
+
+def _allocate_backward(
+    tokens: Tokens, initial_state: Tensor | None, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool
+) -> Gradients:
+    q, k, v = tokens
+    initial = v if initial_state is None else initial_state
+    return Gradients(
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), v.new_empty(v.shape[:3], dtype=g_dtype),
+        v.new_empty(v.shape[:3], dtype=beta_dtype), empty_gradient(initial, needs_initial),
+    )  # fmt: skip
+
+
+def _backward_flops(tokens: Tokens) -> int:
+    return 2 * _flops(tokens)
+
+
+@register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops)
+def _backward(
+    do: Tensor, dfinal: Tensor | None, tokens: Tokens, prepared: Prepared, initial_state: Tensor | None,
+    segment_start: Tensor | None, scale: float, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool,
+) -> Gradients:  # fmt: skip
+    gradients = _allocate_backward(tokens, initial_state, g_dtype, beta_dtype, needs_initial)
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dinitial = gradients.dinitial if needs_initial else None
+    table = chunk_table(segment_start)
+    deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, None)
+    ddelta = backward_pass.local_gradients(tokens, prepared, table, do, scale)
+    dstates = backward_pass.reverse_scan(tokens, prepared, table, do, ddelta, dfinal, dinitial, scale)
+    squares = backward_pass.value_gradients(tokens, prepared, table, deltas, states, do, ddelta, gradients, scale)
+    backward_pass.key_gradients(tokens, prepared, table, deltas, states, do, dstates, *squares, gradients, scale)
+    return gradients
+
+
+class _GatedDeltaRule(FusedFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+        segment_start: Tensor | None, scale: float, normalize: bool, needs_final: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        tokens = Tokens(q, k, v)
+        o, final_state, *prepared = _forward(
+            tokens, g, beta, initial_state, segment_start, scale, normalize, needs_final
+        )
+        ctx.save_for_backward(q, k, v, initial_state, segment_start, *prepared)
+        ctx.options = scale, g.dtype, beta.dtype, needs_final
+        if not needs_final:
+            ctx.mark_non_differentiable(final_state)
+        return o, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, initial_state, segment_start, *prepared = ctx.saved_tensors
+        scale, g_dtype, beta_dtype, needs_final = ctx.options
+        gradients = _backward(
+            do, dfinal if needs_final else None, Tokens(q, k, v), Prepared(*prepared), initial_state, segment_start,
+            scale, g_dtype, beta_dtype, ctx.needs_input_grad[5],
+        )  # fmt: skip
+        needed = zip(gradients, ctx.needs_input_grad[:6], strict=True)
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None
 
 
 def gated_delta_rule(
@@ -95,64 +202,52 @@ def gated_delta_rule(
         TypeError: an argument is not a tensor.
         ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
     """
-    _check("gated_delta_rule", q, k, v, g, beta)
+    check_tokens("gated_delta_rule", q, k, v, g, beta)
     check_optional_floats("gated_delta_rule", initial_state=initial_state)
     state_shape = len(v), v.shape[2], k.shape[3], v.shape[3]
     if initial_state is not None:
         check_tensor("gated_delta_rule", "initial_state", initial_state, shapes=[state_shape])
     if segment_start is not None:
-        shapes = [v.shape[:2], (1, v.shape[1])]
+        shapes = [tuple(v.shape[:2]), (1, v.shape[1])]
         check_tensor("gated_delta_rule", "segment_start", segment_start, "integer", shapes, v.device)
-    check_backend(backend)
-    o, state = reference(q, k, v, g, beta, initial_state, segment_start, scale, normalize)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    floats = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
+    if uses_triton(*floats, backend=backend) and _fits(k, v, backend):
+        dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
+        wide_q, wide_k, wide_v = (with_adjacent_features(x.to(dtype)) for x in (q, k, v))
+        initial_state = None if initial_state is None else initial_state.contiguous()
+        o, state = _GatedDeltaRule.apply(
+            wide_q, wide_k, wide_v, g.contiguous(), beta.contiguous(), initial_state, segment_start, scale, normalize,
+            output_final_state,
+        )  # fmt: skip
+    else:
+        o, state = reference(q, k, v, g, beta, initial_state, segment_start, scale, normalize)
     o = o.to(v.dtype)
     return (o, state) if output_final_state else o
 
 
-def gated_delta_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    *,
-    scale: float | None = None,
-    normalize: bool = True,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Continues `gated_delta_rule` by one token or a few, and updates the state in place. Not differentiable.
+def with_adjacent_features(x: Tensor) -> Tensor:
+    """A copy if neighbours in the last dimension are not adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
-    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
 
-    Args:
-        q: (B, T, K, D_k) queries, T small.
-        k: (B, T, K, D_k) keys.
-        v: (B, T, V, D_v) values.
-        g: (B, T, V) logarithm of the decay.
-        beta: (B, T, V) writing strength.
-        state: (B, V, D_k, D_v) fp32, any batch stride, otherwise contiguous; overwritten.
-        scale: see `gated_delta_rule`.
-        normalize: see `gated_delta_rule`.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
-
-    Returns:
-        (B, T, V, D_v) outputs in the dtype of `v`.
+def _fits(k: Tensor, v: Tensor, backend: Backend) -> bool:
+    """Whether the kernels support these sizes.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
+        ValueError: they do not, and `backend` is "triton".
     """
-    _check("gated_delta_step", q, k, v, g, beta)
-    check_tensor("gated_delta_step", "state", state, shapes=[(len(v), v.shape[2], k.shape[3], v.shape[3])])
-    check_backend(backend)
-    with torch.no_grad():
-        o, new_state = reference(q, k, v, g, beta, state, None, scale, normalize)
-        state.copy_(new_state)
-        return o.to(v.dtype)
+    if 0 < k.shape[3] <= MAX_KEY_DIM and v.shape[3] > 0:
+        return True
+    if backend == "triton":
+        raise ValueError(
+            f'backend="triton" with D_k={k.shape[3]} and D_v={v.shape[3]}; expected D_k from 1 to {MAX_KEY_DIM}, or '
+            'backend="auto"'
+        )
+    return False
 
 
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+def check_tokens(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
     """Raises unless the tokens' tensors are floating-point and their shapes match."""
     check_floats(name, q=q, k=k, v=v, g=g, beta=beta)
     shapes_match = (
