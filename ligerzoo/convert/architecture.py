@@ -140,9 +140,17 @@ class Architecture:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
 
         Of the rules of checkpoints, those of fused projections and of parts such as a vision tower hold. The names of
-        other modules are ours, which follow transformers.
+        other modules are ours, which follow transformers, except for projections that it `interleaves`.
         """
-        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, Fused | FusedByHead | ModuleRules)))
+        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, Fused | ModuleRules)))
+
+    def interleaves(self, name: str) -> bool:
+        """Returns whether transformers' modules interleave this parameter with others, head by head.
+
+        Adapters of PEFT cannot have an update of such a parameter alone.
+        """
+        rules = self.layouts[0].rules
+        return any(isinstance(rule, FusedByHead) and rule.path_in(name) is not None for rule in rules)
 
     def build(
         self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None

@@ -147,8 +147,12 @@ class FusedByHead:
     heads: int
 
     def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
-        path = next((path for path, *_ in self.parts if _contains(name, path)), None)
+        path = self.path_in(name)
         return None if path is None else self._slices_by_head(name, path, shapes[name])
+
+    def path_in(self, name: str) -> str | None:
+        """Returns the path of the part that a parameter is; None for other parameters."""
+        return next((path for path, *_ in self.parts if _contains(name, path)), None)
 
     def _slices_by_head(self, name: str, path: str, shape: Shape) -> Iterator[TensorSlice]:
         """Yields slices one at a time, because a malicious config.json may set any number of heads."""

@@ -172,15 +172,15 @@ class GatedDeltaNet(nn.Module):
         self.key_size, self.value_size = num_key_heads * key_head_dim, num_value_heads * value_head_dim
         self.backend: Backend = check_backend(backend)
         channels = 2 * self.key_size + self.value_size
+        self.conv1d = CausalConv1d(channels, conv_kernel_size, backend=backend, device=device, dtype=dtype)
+        self.dt_bias = nn.Parameter(torch.empty(num_value_heads, device=device, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(num_value_heads, device=device, dtype=dtype))
+        self.norm = GatedRMSNorm(value_head_dim, eps, backend=backend, device=device, dtype=dtype)
+        self.out_proj = Linear(self.value_size, hidden_size, bias=False, device=device, dtype=dtype)
         self.in_proj_qkv = Linear(hidden_size, channels, bias=False, device=device, dtype=dtype)
         self.in_proj_z = Linear(hidden_size, self.value_size, bias=False, device=device, dtype=dtype)
         self.in_proj_b = Linear(hidden_size, num_value_heads, bias=False, device=device, dtype=dtype)
         self.in_proj_a = Linear(hidden_size, num_value_heads, bias=False, device=device, dtype=dtype)
-        self.conv1d = CausalConv1d(channels, conv_kernel_size, backend=backend, device=device, dtype=dtype)
-        self.A_log = nn.Parameter(torch.empty(num_value_heads, device=device, dtype=dtype))
-        self.dt_bias = nn.Parameter(torch.empty(num_value_heads, device=device, dtype=dtype))
-        self.norm = GatedRMSNorm(value_head_dim, eps, backend=backend, device=device, dtype=dtype)
-        self.out_proj = Linear(self.value_size, hidden_size, bias=False, device=device, dtype=dtype)
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:

@@ -60,32 +60,45 @@ def tokens(device: str, rows: int = 2, length: int = 20) -> Tensor:
     return torch.randint(50, (rows, length), device=device)
 
 
+def packed_context(x: Tensor, lengths: list[int], given: str) -> Context:
+    """The context of a row of segments, whose bounds are given in one of two ways."""
+    if given == "cu_seqlens":
+        return Context(x, cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=x.device))
+    return Context(x, position_ids=torch.cat([torch.arange(n, device=x.device) for n in lengths])[None])
+
+
+@pytest.mark.parametrize("lengths", [[64, 128, 64], [1, 70, 2, 1, 130]], ids=str)
 @pytest.mark.parametrize("kernel_size", [1, 2, 4])
 @pytest.mark.parametrize("given", ["cu_seqlens", "position_ids"])
-def test_packed_segments_are_those_of_each_alone_to_the_bit(kernel_size: int, given: str, device: str) -> None:
-    """Neither the state nor the convolution sees other segments; those of one and two tokens are shorter than it."""
-    net, lengths = with_exact_projections(delta_net(kernel_size)).to(device), [1, 70, 2, 1, 130]
+def test_packed_segments_are_those_of_each_alone(
+    lengths: list[int], kernel_size: int, given: str, device: str
+) -> None:
+    """Neither the state nor the convolution sees other segments; those of one and two tokens are shorter than it.
+
+    To the bit, where the sizes are multiples of 64: torch's exponential on a CPU rounds differently in the rest of a
+    vector. Always to the bit, other segments have no influence.
+    """
+    net = with_exact_projections(GatedDeltaNet(HIDDEN, 2, 16, 8, 4, conv_kernel_size=kernel_size)).to(device)
     x = torch.randn(1, sum(lengths), HIDDEN, device=device, requires_grad=True)
-    if given == "cu_seqlens":
-        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=device)
-        context = Context(x, cu_seqlens=bounds)
-    else:
-        context = Context(x, position_ids=torch.cat([torch.arange(n, device=device) for n in lengths])[None])
-    packed = net(x, context)
+    packed = net(x, packed_context(x, lengths, given))
     weights = torch.randn_like(packed)
     gradients = torch.autograd.grad((packed * weights).sum(), [x, *net.parameters()])
     parts = zip(x.detach().split(lengths, 1), packed.split(lengths, 1), weights.split(lengths, 1), strict=True)
     found, total = [], [torch.zeros_like(parameter) for parameter in net.parameters()]
-    for part, got, weight in parts:
+    for index, (part, got, weight) in enumerate(parts):
         part.requires_grad_()
         alone = net(part, Context(part))
-        assert torch.equal(got, alone)
+        torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-7)
+        assert torch.equal(got, alone) or lengths[0] == 1
+        others = [part if i == index else torch.randn_like(old) for i, old in enumerate(x.split(lengths, 1))]
+        among_others = net(torch.cat(others, 1), packed_context(x, lengths, given))
+        assert torch.equal(among_others.split(lengths, 1)[index], got)
         own = torch.autograd.grad((alone * weight).sum(), [part, *net.parameters()])
         found.append(own[0])
         total = [a + b for a, b in zip(total, own[1:], strict=True)]
     torch.testing.assert_close(gradients[0], torch.cat(found, 1))
     for got, expected in zip(gradients[1:], total, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 MASKS = ["####################", "......##############", "##############......", "...######..####..###", ".#.................."]
