@@ -213,6 +213,13 @@ class GatedDeltaNet(nn.Module):
         """Returns an empty cache: of fixed size if `capacity` is given."""
         return RecurrentLayerCache() if capacity is None else StaticRecurrentLayerCache(capacity)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one row of a cache."""
+        channels, _, kernel_size = self.conv1d.weight.shape
+        conv_state = channels * (kernel_size - 1) * self.conv1d.weight.element_size()
+        return int(conv_state + self.value_size * self.key_head_dim * torch.float32.itemsize)
+
     def _mix(
         self, x: Tensor, segment_start: Tensor | None, lengths: Tensor | None, cache: RecurrentLayerCache | None
     ) -> Tensor:

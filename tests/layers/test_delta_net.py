@@ -244,3 +244,16 @@ def test_gated_attention_is_attention_times_a_gate(bias: bool) -> None:
     gate = gated.q_proj(x)[..., rows[:, 1].flatten()]
     expected = (plain(x, Context(x)) * gate.sigmoid()) @ gated.o_proj.weight.T
     torch.testing.assert_close(gated(x, Context(x)), expected)
+
+
+@torch.no_grad()
+def test_bytes_of_the_states() -> None:
+    net = delta_net().bfloat16()
+    x = torch.randn(3, 5, HIDDEN, dtype=torch.bfloat16)
+    cache = net.new_cache()
+    net(x, Context(x, cache=KVCache([cache])), cache)
+    conv_state, state = cache.read_states(3)
+    assert conv_state is not None
+    assert state is not None
+    assert (conv_state.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert conv_state.nbytes + state.nbytes == 3 * net.state_bytes
