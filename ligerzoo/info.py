@@ -20,6 +20,7 @@ from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
+from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import MoEConfig
 from ligerzoo.text.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ PARTS = {
     "lm_head": "head",
     "score.weight": "head",
     "norm": "norms",
+    "linear_attn": "linear attention",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
     ".experts.": "experts",
@@ -238,6 +240,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         ("shape", f"{config.num_hidden_layers} layers, {sizes}; {heads}"),
         *_describe_experts(config),
         *_describe_windows(config),
+        *_describe_states(config),
         *_describe_cross_attention(config),
         ("context", f"{config.max_position_embeddings:,} tokens, {rope}"),
     ]
@@ -254,6 +257,8 @@ def _windows(config: DecoderConfig) -> list[int | None]:
     """Returns the window of each self-attention layer; None for full attention."""
     if isinstance(config, WindowedConfig):
         return [config.window(layer) for layer in range(config.num_hidden_layers)]
+    if isinstance(config, GatedDeltaConfig):
+        return [None for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     window = getattr(config, "sliding_window", None)
     layers = config.num_hidden_layers - len(_cross_attention_layers(config))
     return [window if isinstance(window, int) else None] * layers
@@ -271,6 +276,13 @@ def _describe_windows(config: DecoderConfig) -> Lines:
         ("windows", f"{count} of {config.num_hidden_layers} layers attend to the last {window:,} tokens")
         for window, count in counts.items()
     ]
+
+
+def _describe_states(config: DecoderConfig) -> Lines:
+    if not isinstance(config, GatedDeltaConfig):
+        return []
+    layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
+    return [("states", f"{layers} of {config.num_hidden_layers} layers use linear attention, whose state has a fixed size")]
 
 
 def _describe_cross_attention(config: DecoderConfig) -> Lines:
@@ -305,6 +317,8 @@ def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None
         generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
         if in_windows := sum(window for window in windows if window is not None):
             generation += f", up to {_bytes(bytes_per_token * in_windows)} for windows"
+        if isinstance(config, GatedDeltaConfig):
+            generation += f", {_bytes(config.state_bytes(tensors[0].dtype.itemsize))} per sequence for states"
     return [
         ("dtype", " and ".join(sorted(dtypes))),
         ("generation", generation),

@@ -53,7 +53,7 @@ def hybrid(*kinds: str) -> Decoder:
 
 @pytest.fixture
 def decoder(device: str) -> Decoder:
-    return hybrid("linear", "full", "linear").to(device).eval()
+    return hybrid("linear", "full", "linear").to(device, torch.float64).eval()
 
 
 def tokens(device: str, rows: int = 2, length: int = 20) -> Tensor:
