@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += mixer(norm(x));  x += moe(norm(x)) ] -> norm -> head
 
-Distinctive: Qwen3.5 with MoE and a gated shared expert in every layer; expert weights add up to one.
+Distinctive: Qwen3.5 with MoE and a gated shared expert in every layer; renormalized expert weights.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += mixer(norm(x));  x += mlp(norm(x)) ] -> norm -> head
 
-Distinctive: three layers of linear attention (gated delta rule) per layer of full attention with an output gate.
+Distinctive: three layers of linear attention (gated delta rule) per layer of gated full attention.
 
 A mixer is either a `GatedDeltaNet`, with a state instead of a KV cache, or a `GatedAttention` with an RMSNorm per query
 and key head and rotary positions for a quarter of the features. RMSNorm stores its scale minus 1 and rounds once.

@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += mixer(norm(x));  x += moe(norm(x)) ] -> norm -> head
 
-Distinctive: hybrid of linear and gated full attention as in Qwen3.5, MoE with a gated shared expert.
+Distinctive: linear and gated full attention as in Qwen3.5, MoE with a gated shared expert.
 
 Some layers may use a dense MLP instead of MoE.
 """
