@@ -282,7 +282,9 @@ def _describe_states(config: DecoderConfig) -> Lines:
     if not isinstance(config, GatedDeltaConfig):
         return []
     layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
-    return [("states", f"{layers} of {config.num_hidden_layers} layers use linear attention, whose state has a fixed size")]
+    return [
+        ("states", f"{layers} of {config.num_hidden_layers} layers use linear attention, whose state has a fixed size")
+    ]
 
 
 def _describe_cross_attention(config: DecoderConfig) -> Lines:

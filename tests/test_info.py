@@ -91,7 +91,12 @@ def test_an_unknown_architecture_is_described_by_its_weight_files(tmp_path: Path
 
 def test_states_of_linear_attention(tmp_path: Path) -> None:
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 3}
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 3,
+    }
     model = Qwen3_5Text(Qwen3_5TextConfig(**sizes, **heads, num_hidden_layers=4, intermediate_size=24))
     model.save_pretrained(tmp_path)
     text = info.describe(tmp_path)

@@ -28,7 +28,7 @@ PREFIXES = {"model.": ("model.", "model.language_model.", "")}
 def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta`, `rope_scaling` and `partial_rotary_factor` from either spelling.
 
-    The entries of M-RoPE, which tell apart the positions of images, have no effect on text.
+    The entries of M-RoPE have no effect on text, whose tokens have equal positions on all axes.
     """
     rope = rope_fields(raw, default_theta)
     if rope["rope_scaling"] is not None:

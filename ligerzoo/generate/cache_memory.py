@@ -15,7 +15,7 @@ _MEMORY_SHARE = 3 / 4  # of the free memory; the rest is for the hidden states o
 
 
 def default_cache_tokens(model: nn.Module, rows: int, cache_dtype: torch.dtype | None = None) -> int | None:
-    """Returns the number of tokens for which the model's GPU has memory now, beside the states of recurrent layers.
+    """Returns the number of tokens for which the model's GPU has memory now, after the states of recurrent layers.
 
     None on a CPU, and for a model with no `Attention`, whose caches have an unknown size.
 
@@ -34,7 +34,9 @@ def default_cache_tokens(model: nn.Module, rows: int, cache_dtype: torch.dtype |
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free += decode_graphs(model).nbytes  # which make room for others
     room = int(_MEMORY_SHARE * free) - rows * state_bytes_per_row(model)
-    expected = f"at most {max(rows + room // max(state_bytes_per_row(model), 1), 0)}: the rest has no memory for its states"
+    expected = (
+        f"at most {max(rows + room // max(state_bytes_per_row(model), 1), 0)}: the rest has no memory for its states"
+    )
     require(room >= bytes_per_token, "batch_size", rows, expected)
     return room // bytes_per_token
 

@@ -21,7 +21,7 @@ class ConversationCache:
 
     Each call receives the token ids of the whole conversation. A chat template may write earlier answers with other
     tokens than the model generated. So the cache keeps only the first tokens that both have in common. A cache of
-    recurrent layers cannot: it starts anew unless the text extends the cached one.
+    recurrent layers cannot drop tokens: it is emptied unless the text extends the cached one.
 
         cache = ConversationCache(model)
         ids = model.generate(input_ids, past_key_values=cache.shared_with(input_ids), max_new_tokens=100)

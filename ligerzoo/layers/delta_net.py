@@ -243,7 +243,7 @@ class GatedDeltaNet(nn.Module):
         else:
             before, state_before = (None, None) if cache is None else cache.read_states(len(x))
             mixed, conv_state = self.conv1d(qkv, before, segment_start)
-            if lengths is not None:  # padding leaves the states as they are
+            if lengths is not None:  # padding does not change the states
                 conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
@@ -258,12 +258,9 @@ class GatedDeltaNet(nn.Module):
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v)."""
-        q, k, v = qkv.split([self.key_size, self.key_size, self.value_size], -1)
-        return (
-            q.unflatten(-1, (-1, self.key_head_dim)),  # type: ignore[no-untyped-call]
-            k.unflatten(-1, (-1, self.key_head_dim)),  # type: ignore[no-untyped-call]
-            v.unflatten(-1, (-1, self.value_head_dim)),  # type: ignore[no-untyped-call]
-        )
+        q, k, v = torch.split(qkv, [self.key_size, self.key_size, self.value_size], -1)
+        keys, values = (-1, self.key_head_dim), (-1, self.value_head_dim)
+        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         key_heads, value_heads = self.key_size // self.key_head_dim, self.value_size // self.value_head_dim

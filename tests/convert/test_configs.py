@@ -199,8 +199,8 @@ IGNORED = {
     # Entries without effect: of training, of other software, or of unused parts.
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
-    "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp", "resid_pdrop",
-    "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head",
+    "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",
+    "resid_pdrop", "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head",
     # Entries without effect in some architectures, as in transformers.
     "attention_bias", "hidden_act", "hidden_activation", "max_window_layers", "mrope_interleaved", "mrope_section",
     "partial_rotary_factor", "rope_theta",

@@ -87,7 +87,9 @@ def test_decay_rates_stay_in_fp32(dtype: Any, tmp_path: Path) -> None:
     narrow = torch.bfloat16 if dtype == "auto" else dtype
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if name in wide else narrow), name
-    assert torch.equal(model.get_parameter("model.layers.0.linear_attn.A_log"), stored["model.layers.0.linear_attn.A_log"])
+    assert torch.equal(
+        model.get_parameter("model.layers.0.linear_attn.A_log"), stored["model.layers.0.linear_attn.A_log"]
+    )
     logits = model(torch.arange(9)[None]).logits
     assert logits.dtype == narrow
     model.save_pretrained(tmp_path / "saved")
@@ -143,7 +145,9 @@ def test_more_heads_than_rows(tmp_path: Path) -> None:
     """A malicious config.json cannot make loading list more slices than the files have rows."""
     model = Qwen3Next(Qwen3NextConfig(**SIZES))
     model.save_pretrained(tmp_path)
-    text = (tmp_path / "config.json").read_text().replace('"linear_num_key_heads": 3', '"linear_num_key_heads": 3000000')
+    text = (
+        (tmp_path / "config.json").read_text().replace('"linear_num_key_heads": 3', '"linear_num_key_heads": 3000000')
+    )
     (tmp_path / "config.json").write_text(
         text.replace('"linear_num_value_heads": 6', '"linear_num_value_heads": 6000000')
     )
@@ -165,4 +169,6 @@ def test_fused_by_head_is_one_to_one() -> None:
         dtypes=dict.fromkeys(tensors, torch.float32), device=torch.device("cpu"),
     )  # fmt: skip
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
-    assert architecture_of_model(Qwen3Next(Qwen3NextConfig(**SIZES))).interleaves("model.layers.0.linear_attn.in_proj_b")
+    assert architecture_of_model(Qwen3Next(Qwen3NextConfig(**SIZES))).interleaves(
+        "model.layers.0.linear_attn.in_proj_b"
+    )

@@ -37,7 +37,7 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
-"""Sizes of a tiny Qwen3-Next, beside those of `TINY`."""
+"""Sizes of a tiny Qwen3-Next, in addition to those of `TINY`."""
 
 
 LLAMA3 = {

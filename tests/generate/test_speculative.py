@@ -120,7 +120,11 @@ def assert_same(got: Any, expected: Any) -> None:
     assert got.finish_reasons == expected.finish_reasons
 
 
-CASES = {"family": [family for family in FAMILIES if family != "qwen3_5_text"], "kind": ["lookup", "itself", "assistant"], "options": list(OPTIONS)}
+CASES = {
+    "family": [family for family in FAMILIES if family != "qwen3_5_text"],
+    "kind": ["lookup", "itself", "assistant"],
+    "options": list(OPTIONS),
+}
 
 
 @pytest.mark.parametrize("case", covering(CASES), ids=str)

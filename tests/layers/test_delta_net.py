@@ -70,9 +70,7 @@ def packed_context(x: Tensor, lengths: list[int], given: str) -> Context:
 @pytest.mark.parametrize("lengths", [[64, 128, 64], [1, 70, 2, 1, 130]], ids=str)
 @pytest.mark.parametrize("kernel_size", [1, 2, 4])
 @pytest.mark.parametrize("given", ["cu_seqlens", "position_ids"])
-def test_packed_segments_are_those_of_each_alone(
-    lengths: list[int], kernel_size: int, given: str, device: str
-) -> None:
+def test_packed_segments_are_those_of_each_alone(lengths: list[int], kernel_size: int, given: str, device: str) -> None:
     """Neither the state nor the convolution sees other segments; those of one and two tokens are shorter than it.
 
     To the bit, where the sizes are multiples of 64: torch's exponential on a CPU rounds differently in the rest of a
@@ -101,7 +99,13 @@ def test_packed_segments_are_those_of_each_alone(
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-MASKS = ["####################", "......##############", "##############......", "...######..####..###", ".#.................."]
+MASKS = [
+    "####################",
+    "......##############",
+    "##############......",
+    "...######..####..###",
+    ".#..................",
+]
 
 
 def test_padding_anywhere_has_no_effect(device: str) -> None:
@@ -132,7 +136,7 @@ def test_any_chunks_give_the_outputs_of_the_whole(
 @pytest.mark.parametrize("capacity", [None, 64])
 @pytest.mark.parametrize("chunks", [[20], [1] * 20, [3, 2, 9, 1, 5]], ids=str)
 def test_padded_chunks(decoder: Decoder, capacity: int | None, chunks: list[int], device: str) -> None:
-    """Padding on either side, in chunks of padding only, too, leaves the states as they are."""
+    """Padding on either side, in chunks of padding only, too, does not change the states."""
     ids, cache = tokens(device, len(MASKS[:3])), decoder.new_cache(capacity)
     mask = torch.tensor([[c == "#" for c in row] for row in MASKS[:3]], device=device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -214,7 +218,7 @@ def test_other_batches_and_models_are_refused(decoder: Decoder, device: str) -> 
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 20, 20, dtype=torch.bool)])
 def test_attention_masks_are_refused(mask: Any) -> None:
     net, x = delta_net(), torch.randn(1, 20, HIDDEN)
-    with pytest.raises(ValueError, match=r"^attention_mask: got a mask of 4 dimensions.*since GatedDeltaNet has no att"):
+    with pytest.raises(ValueError, match=r"^attention_mask: got a mask of 4 dimensions.*since GatedDeltaNet"):
         net(x, Context(x, attention_mask=mask))
 
 
@@ -225,7 +229,7 @@ def test_impossible_sizes(key_heads: int, value_heads: int) -> None:
         GatedDeltaNet(HIDDEN, key_heads, value_heads, 6, 5)
 
 
-def test_a_cache_of_keys_is_no_cache_of_states() -> None:
+def test_keys_cannot_be_appended_to_states() -> None:
     cache: KVCache = hybrid("linear").new_cache()
     with pytest.raises(TypeError, match=r"^RecurrentLayerCache: holds states of a recurrent layer"):
         cache.layers[0].append(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3))

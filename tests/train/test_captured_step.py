@@ -187,7 +187,12 @@ def test_the_load_balancing_loss_is_the_mean_of_the_micro_batches(
 
 @pytest.mark.parametrize("segments", [1, 3])
 def test_recurrent_layers_are_captured(segments: int, graphs: list[RecordedGraph]) -> None:
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+    }
     layers = ["linear_attention", "full_attention"]
     config = Qwen3_5TextConfig(**{**SIZES, **heads, "head_dim": 8}, layer_types=layers)
 
