@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.measure import synchronize, write_result
+from benchmarks.measure import seconds_per_call, write_result
 from ligerzoo import kernels
 from ligerzoo.kernels import dispatch
 from ligerzoo.kernels.jit import Kernel
@@ -92,18 +90,7 @@ def cases(device: str) -> dict[str, tuple[list[Tensor], dict[str, Callable[[], F
 
 
 def microseconds(call: Callable[[], object], device: str) -> float:
-    """Returns the median over rounds of the wall-clock time of a call."""
-    for _ in range(WARMUP):
-        call()
-    rounds = []
-    for _ in range(ROUNDS):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        synchronize(device)
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
-    return statistics.median(rounds)
+    return 1e6 * seconds_per_call(call, device=device, warmup=WARMUP, rounds=ROUNDS, calls=CALLS)
 
 
 def measure(function: Function, inputs: list[Tensor], device: str) -> dict[str, float]:

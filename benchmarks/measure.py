@@ -111,6 +111,21 @@ def medians_within(seconds: float, functions: Mapping[str, Callable[[], object]]
     return interleaved(functions, device=device, rounds=min(200, max(3, rounds)))
 
 
+def seconds_per_call(function: Callable[[], object], *, device: str, warmup: int, rounds: int, calls: int) -> float:
+    """Returns the median over rounds of the wall-clock time of a call, on the host or the device: the slower one."""
+    for _ in range(warmup):
+        function()
+    times = []
+    for _ in range(rounds):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        synchronize(device)
+        times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times)
+
+
 def sustained(seconds: float, function: Callable[[], object], *, device: str) -> float:
     """Returns the milliseconds of a call in back-to-back calls for `seconds`, after a warm-up of the same length."""
     for _ in range(2):  # the first call loads and tunes

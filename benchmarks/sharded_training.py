@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.measure import save_result
+from benchmarks.measure import save_result, synchronize
 from benchmarks.overlap import kernels_of, summary
 from ligerzoo import AutoModel, models
 from ligerzoo.parallel import gather_objects, initialize_sharded, shard_model, start_processes, stop_processes
@@ -50,6 +50,7 @@ LLAMA_8B: dict[str, Any] = {
 }
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 TINY["num_key_value_heads"] = 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OURS, LIGER = "ligerzoo", "transformers + liger-kernel"
 
 
@@ -120,8 +121,7 @@ def shard_simply(model: nn.Module, mesh: DeviceMesh, reduce_dtype: torch.dtype |
 
 def ours(config: dict[str, Any], variant: Variant, dtype: torch.dtype) -> nn.Module:
     if variant.is_alone:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return AutoModel.from_config(models.LlamaConfig(**config), device=device, dtype=dtype)
+        return AutoModel.from_config(models.LlamaConfig(**config), device=DEVICE, dtype=dtype)
     mesh = mesh_of(variant)
     model = AutoModel.from_config(models.LlamaConfig(**config), device="meta", dtype=dtype)
     if variant.is_simple:
@@ -188,11 +188,11 @@ class Training:
         """Returns the time of a step, of the slowest process, over a block of steps."""
         with leaving_free(self.free_sms):
             self.step()
-            synchronize()
+            synchronize(DEVICE)
             begin = time.perf_counter()
             for _ in range(steps):
                 self.step()
-            synchronize()
+            synchronize(DEVICE)
         return max(gather_objects((time.perf_counter() - begin) / steps * 1e3))  # type: ignore[no-any-return]
 
     def profile(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Training:
         ]
         with leaving_free(self.free_sms), torch.profiler.profile(activities=activities) as profiler:
             self.step()
-            synchronize()
+            synchronize(DEVICE)
         return summary(kernels_of(profiler))
 
 
@@ -217,11 +217,6 @@ def leaving_free(multiprocessors: int) -> Iterator[None]:
         yield
     finally:
         torch._C._set_sm_carveout_experimental(None)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def peak_gib(work: Callable[[], object]) -> float:

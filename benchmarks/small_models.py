@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import save_result
+from benchmarks.measure import save_result, seconds_per_call
 from ligerzoo.models import Llama, LlamaConfig
 from ligerzoo.train.captured_step import CapturedStep
 from ligerzoo.train.optimizers import make_optimizer
@@ -96,24 +95,8 @@ PROVIDERS: dict[str, tuple[Callable[[str], nn.Module], Callable[[nn.Module, dict
 }
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def milliseconds_per_step(step: Step, device: str, *, steps: int, rounds: int = 5) -> float:
-    """Returns the median over rounds of the wall-clock time per step, the GPU's work included."""
-    for _ in range(5):
-        step()
-    times = []
-    for _ in range(rounds):
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize(device)
-        times.append((time.perf_counter() - begin) / steps * 1e3)
-    return statistics.median(times)
+def milliseconds_per_step(step: Step, device: str) -> float:
+    return 1e3 * seconds_per_call(step, device=device, warmup=5, rounds=5, calls=20)
 
 
 def same_bits(shape: tuple[int, int], device: str, segments: int) -> dict[str, Any]:
@@ -163,14 +146,14 @@ def main() -> None:
 
             def measure(load: Any = load, make: Any = make, shape: Any = shape) -> float:
                 inputs = batch(shape, device)
-                return milliseconds_per_step(make(load(device), inputs), device, steps=20)
+                return milliseconds_per_step(make(load(device), inputs), device)
 
             row(shape_name, provider, measure)
     for provider in ("ligerzoo captured", "ligerzoo eager"):
         load, make = PROVIDERS[provider]
 
         def packed(load: Any = load, make: Any = make) -> float:
-            return milliseconds_per_step(make(load(device), batch((8, 1024), device, segments=4)), device, steps=20)
+            return milliseconds_per_step(make(load(device), batch((8, 1024), device, segments=4)), device)
 
         row("8x1024 packed", provider, packed)
 

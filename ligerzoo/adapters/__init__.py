@@ -8,4 +8,4 @@ from ligerzoo.adapters.merge import fuse as fuse
 from ligerzoo.adapters.merge import merge_lora as merge_lora
 from ligerzoo.adapters.merge import remove_lora as remove_lora
 from ligerzoo.adapters.saving import save_adapter as save_adapter
-from ligerzoo.layers.lora import adapters_disabled as adapters_disabled
+from ligerzoo.layers.adapt import adapters_disabled as adapters_disabled

@@ -11,7 +11,8 @@ from torch import nn
 from ligerzoo.adapters.targets import Target, targets_of
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.layers import Decoder, Experts, Linear
-from ligerzoo.layers.lora import LoRALayer, LoRAOptions, adapt
+from ligerzoo.layers.adapt import adapt
+from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.models.language_model import LanguageModel
 
 

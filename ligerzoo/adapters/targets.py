@@ -9,7 +9,8 @@ from torch import nn
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import Shape
 from ligerzoo.layers import Experts
-from ligerzoo.layers.lora import LoRALayer, adaptable_parameters
+from ligerzoo.layers.adapt import adaptable_parameters
+from ligerzoo.layers.lora import LoRALayer
 from ligerzoo.layers.routers import Router
 from ligerzoo.models.language_model import LanguageModel
 

@@ -24,7 +24,8 @@ from ligerzoo.kernels.cuda_graph import capture
 from ligerzoo.kernels.dispatch import DEBUG, uses_triton
 from ligerzoo.kernels.sampling import SampledTokens
 from ligerzoo.layers import Experts, Linear, LMHead
-from ligerzoo.layers.lora import LoRAHead, LoRALinear
+from ligerzoo.layers.lora import LoRALinear
+from ligerzoo.layers.lora_head import LoRAHead
 from ligerzoo.layers.plain import is_plain_tensor, is_unmodified
 from ligerzoo.layers.quantized import is_quantized, stored_tensors
 

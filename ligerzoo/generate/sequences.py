@@ -29,7 +29,7 @@ class Sequences:
         use_cache: whether to keep a KV cache.
         cache: KV cache of the caller, which holds the first tokens of the prompts and is extended in place; or None.
             In the end it holds all tokens but the newest, and `copies` rows per prompt. An exception empties it.
-        options: of the KV cache; the default ones with `cache`, which has its own.
+        options: of the KV cache, which `make_sequences` has checked; the default ones with `cache`, which has its own.
 
     Attributes:
         rows: R = B * copies.
@@ -55,7 +55,7 @@ class Sequences:
     ) -> None:
         require_bool("use_cache", use_cache)
         require(use_cache or cache is None, "use_cache", "False with past_key_values", "True")
-        _check_cache_options(model, options, use_cache, cache)
+        _check_cache_options(options, use_cache, cache)
         self._prompts, self._copies = prompts, copies
         if prompts.inputs.is_floating_point():
             _require_method(model, "get_input_embeddings", "inputs_embeds")
@@ -274,11 +274,8 @@ def _check_capacity(cache: KVCache, tokens: int) -> None:
     require(fits, "past_key_values", got, f"at least {tokens}, the prompt and all new tokens but the last", remedy)
 
 
-def _check_cache_options(
-    model: SupportsGenerate, options: CacheOptions, use_cache: bool, cache: KVCache | None
-) -> None:
-    """Raises LigerzooError unless the options of the KV cache are valid and not given otherwise."""
-    options.check(model)
+def _check_cache_options(options: CacheOptions, use_cache: bool, cache: KVCache | None) -> None:
+    """Raises LigerzooError if options of the KV cache are given for no cache, or for a cache of the caller."""
     for option, name, value in (("cache_dtype", "dtype", options.dtype), ("exact", "exact", options.exact)):
         if value:
             require(use_cache, option, f"{value} with use_cache=False", "use_cache=True")

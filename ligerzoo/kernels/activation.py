@@ -50,7 +50,7 @@ def check_activation(activation: Activation) -> Activation:
     """Returns the activation.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: the activation is unknown.
     """
     if activation not in ACTIVATIONS:
         nearest = nearest_hint(activation, ACTIVATIONS)

@@ -30,7 +30,7 @@ def check_backend(backend: Backend) -> Backend:
     """Returns the backend.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: the backend is unknown.
     """
     if backend not in _BACKENDS:
         nearest = nearest_hint(backend, _BACKENDS)

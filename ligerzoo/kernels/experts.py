@@ -213,6 +213,28 @@ def check_ids(expert_ids: Tensor, n_experts: int) -> None:
             )
 
 
+def check_experts(
+    name: str, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
+) -> None:
+    """Raises ValueError unless the shapes and the dtypes of the arguments of `experts_mlp` match."""
+    n_experts, n_features = gate_up.shape[0], x.shape[-1]
+    if (
+        x.dim() != 2
+        or expert_ids.dim() != 2
+        or len(x) != len(expert_ids)
+        or expert_ids.shape != expert_weights.shape
+        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
+        or down.shape[:-1] != (n_experts, n_features)
+        or not x.dtype == gate_up.dtype == down.dtype
+    ):
+        raise ValueError(
+            f"{name}: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
+            f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
+            f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
+            "(E, H, I), with the same dtype for x, gate_up and down"
+        )
+
+
 def experts_mlp(
     x: Tensor,
     expert_ids: Tensor,
@@ -247,22 +269,7 @@ def experts_mlp(
     check_floats("experts_mlp", x=x, expert_weights=expert_weights, gate_up=gate_up, down=down)
     check_tensor("experts_mlp", "expert_ids", expert_ids, "integer")
     x, gate_up, down = autocast(x, gate_up, down)
-    n_experts, n_features = gate_up.shape[0], x.shape[-1]
-    if (
-        x.dim() != 2
-        or expert_ids.dim() != 2
-        or len(x) != len(expert_ids)
-        or expert_ids.shape != expert_weights.shape
-        or gate_up.shape != (n_experts, 2 * down.shape[-1], n_features)
-        or down.shape[:-1] != (n_experts, n_features)
-        or not x.dtype == gate_up.dtype == down.dtype
-    ):
-        raise ValueError(
-            f"experts_mlp: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)} {expert_ids.dtype}, "
-            f"expert_weights {tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, "
-            f"down {tuple(down.shape)} {down.dtype}; expected (T, H), (T, k) of integers, (T, k), (E, 2I, H) and "
-            "(E, H, I), with the same dtype for x, gate_up and down"
-        )
+    check_experts("experts_mlp", x, expert_ids, expert_weights, gate_up, down)
     check_activation(activation)
     triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)
     return _ExpertsMLP.apply(x, expert_weights, gate_up, down, expert_ids, activation, triton)

@@ -22,7 +22,7 @@ from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activatio
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, empty_gradient, uses_triton
-from ligerzoo.kernels.experts import check_ids
+from ligerzoo.kernels.experts import check_experts, check_ids
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.lora import LowRank, low_rank_product
 from ligerzoo.kernels.registration import register
@@ -262,6 +262,7 @@ def lora_experts_mlp(
             "Call requires_grad_(False) on them, or train the experts without low-rank updates"
         )
     x, gate_up, down = autocast(x, gate_up, down)
+    check_experts(name, x, expert_ids, expert_weights, gate_up, down)
     flat = []
     for label, weight, update in (("gate_up", gate_up, gate_up_update), ("down", down, down_update)):
         if update is None:
@@ -276,19 +277,5 @@ def lora_experts_mlp(
             )
         flat += [weight, a.to(x.dtype), b.to(x.dtype)]
     scales = tuple(1.0 if update is None else update.scale for update in (gate_up_update, down_update))
-    if (
-        x.dim() != 2
-        or expert_ids.shape != expert_weights.shape
-        or len(x) != len(expert_ids)
-        or gate_up.shape[1:] != (2 * down.shape[-1], x.shape[-1])
-        or down.shape[:-1] != (len(gate_up), x.shape[-1])
-        or not x.dtype == gate_up.dtype == down.dtype
-    ):
-        raise ValueError(
-            f"{name}: x is {tuple(x.shape)} {x.dtype}, expert_ids {tuple(expert_ids.shape)}, expert_weights "
-            f"{tuple(expert_weights.shape)}, gate_up {tuple(gate_up.shape)} {gate_up.dtype}, down {tuple(down.shape)} "
-            f"{down.dtype}; expected (T, H), (T, k), (T, k), (E, 2I, H) and (E, H, I), with the same dtype for x, "
-            "gate_up and down"
-        )
     triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)
     return _LoRAExperts.apply(x, expert_weights, *flat, scales, expert_ids, activation, triton)

@@ -9,7 +9,7 @@ Each family of losses has its file, with the formulas and their papers: `dpo`, `
 
 from ligerzoo.losses.distillation import distillation_loss
 from ligerzoo.losses.dpo import dpo_loss
-from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss, sampler_correction
+from ligerzoo.losses.grpo import grpo_loss, ppo_clip_loss
 from ligerzoo.losses.kto import kto_kl, kto_loss
 from ligerzoo.losses.logps import sequence_logps
 from ligerzoo.losses.modules import (
@@ -27,6 +27,7 @@ from ligerzoo.losses.modules import (
 )
 from ligerzoo.losses.objective import HeadOptions, LogpOptions, LossOutput
 from ligerzoo.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
+from ligerzoo.losses.sampler_ratios import sampler_correction
 
 __all__ = [
     "CPO",

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ligerzoo.kernels.checks import check_integer
 from ligerzoo.layers import Decoder, KVCache, LMHead, shifted_labels
 from ligerzoo.layers.linear import INIT_STD
+from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
-from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
+from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig
 from ligerzoo.models.output import CausalLMOutput, layer_outputs
 
 if TYPE_CHECKING:

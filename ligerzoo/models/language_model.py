@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from ligerzoo.errors import LigerzooError, did_you_mean
 from ligerzoo.kernels.autograd import any_true, innermost
-from ligerzoo.kernels.checks import describe
-from ligerzoo.kernels.dispatch import DEBUG, accumulation_dtype
+from ligerzoo.kernels.dispatch import DEBUG
 from ligerzoo.layers import Context, Decoder, KVCache
 from ligerzoo.models.config import require_config
+from ligerzoo.models.resizing import resize_token_embeddings
 
 if TYPE_CHECKING:
     from ligerzoo.hub import Origin, Saveable
@@ -273,37 +272,7 @@ class LanguageModel(nn.Module):
             LigerzooError: a number is not a positive integer; a placeholder token of images or videos would lose its
                 row; rows of image tokens follow those of the vocabulary (Llama 3.2 Vision); or the weights are sharded.
         """
-        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise LigerzooError(
-                    "not a number of tokens", where=name, got=repr(number), expected="an integer, 1 or more"
-                )
-        embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
-        weights = [cast(nn.Parameter, module.weight) for module in (embedding, head) if module is not None]
-        size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
-            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        if size == self.config.vocab_size:
-            return embedding
-        if self.input_vocab_size != self.config.vocab_size:
-            raise LigerzooError(
-                f"rows of image tokens follow the vocabulary of {type(self).__name__}", where="new_num_tokens",
-                got=size, expected=f"{self.config.vocab_size}, the current vocabulary",
-            )  # fmt: skip
-        if size <= (last := max(self.placeholders, default=-1)):
-            raise LigerzooError(
-                "fewer rows than the placeholder token ids of images and videos need", where="new_num_tokens",
-                got=size, expected=f"at least {last + 1}",
-            )  # fmt: skip
-        if any(hasattr(weight, "device_mesh") for weight in weights):
-            raise LigerzooError(
-                "the weights are sharded", where="resize_token_embeddings", remedy="Resize before sharding."
-            )
-        for weight in dict.fromkeys(weights):  # a tied weight once
-            _resize_rows(weight, size)
-        embedding.num_embeddings = size
-        self.config = dataclasses.replace(self.config, vocab_size=size)  # type: ignore[type-var]
-        return embedding
+        return resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of)
 
     def new_cache(
         self, capacity: int | None = None, dtype: torch.dtype | None = None, *, exact: bool = False
@@ -431,52 +400,3 @@ class LanguageModel(nn.Module):
         from ligerzoo import hub
 
         return hub.push(self, repo_id, private=private, token=token, commit_message=commit_message, processor=processor)
-
-
-def _resize_rows(weight: nn.Parameter, rows: int) -> None:
-    """Removes rows at the end of `weight`, (V, H), or adds rows that are the mean of the old ones."""
-    old = weight.detach()
-    mean = old.mean(0, keepdim=True, dtype=accumulation_dtype(old.dtype)).to(old.dtype)
-    weight.data = torch.cat([old[:rows], mean.expand(max(rows - len(old), 0), -1)])
-    weight.grad = None
-
-
-def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Returns the one that was given.
-
-    Raises:
-        ValueError: both were given, or none; or it has another shape than (B, T) token ids or (B, T, H) embeddings.
-        TypeError: `input_ids` is not a tensor of integers, or `inputs_embeds` not a floating-point tensor.
-    """
-    x = input_ids if inputs_embeds is None else inputs_embeds
-    if x is None or (input_ids is not None and inputs_embeds is not None):
-        raise ValueError(
-            f"expected exactly one of input_ids and inputs_embeds; got {'neither' if x is None else 'both'}"
-        )
-    if inputs_embeds is None:
-        _check_input_ids(x)
-    elif not (isinstance(x, Tensor) and x.is_floating_point()):
-        raise TypeError(f"inputs_embeds: got {describe(x)}; expected a (B, T, H) floating-point tensor")
-    elif x.ndim != 3:
-        raise ValueError(f"inputs_embeds: got shape {tuple(x.shape)}; expected (B, T, H)")
-    return x
-
-
-def _check_input_ids(input_ids: object) -> None:
-    """Raises unless `input_ids` is a (B, T) tensor of integers."""
-    if not isinstance(input_ids, Tensor):
-        texts = input_ids if isinstance(input_ids, list | tuple) else [input_ids]
-        if any(isinstance(text, str) for text in texts):
-            remedy = "Encode text first: model(**tokenizer([text], return_tensors='pt'))"
-        elif isinstance(input_ids, Mapping):
-            remedy = "Pass the output of a tokenizer as model(**inputs)"
-        else:
-            remedy = "Convert it with torch.tensor"
-        raise TypeError(f"input_ids: got {type(input_ids).__name__}; expected a (B, T) tensor of integers. {remedy}")
-    if input_ids.is_floating_point():
-        raise TypeError(
-            f"input_ids: got {input_ids.dtype}; expected a (B, T) tensor of integers. Pass embeddings as inputs_embeds"
-        )
-    if input_ids.ndim != 2:
-        remedy = ". Use input_ids[None] for one sequence" if input_ids.ndim == 1 else ""
-        raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}; expected (B, T){remedy}")

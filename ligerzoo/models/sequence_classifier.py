@@ -15,7 +15,8 @@ from ligerzoo.kernels.autograd import any_true, innermost
 from ligerzoo.kernels.checks import require_tensor
 from ligerzoo.layers import Decoder, KVCache, Linear
 from ligerzoo.layers.linear import INIT_STD
-from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig, tokens_or_embeddings
+from ligerzoo.models.inputs import tokens_or_embeddings
+from ligerzoo.models.language_model import LanguageModel, LanguageModelConfig
 from ligerzoo.models.output import SequenceClassifierOutput, layer_outputs
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]

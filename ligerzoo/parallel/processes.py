@@ -158,11 +158,6 @@ def control_group() -> Any:
     return _control[1]
 
 
-def count_processes() -> int:
-    """Returns the number of processes, 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def is_main_process() -> bool:
     """Returns whether this is the process that prints and writes files: rank 0, or the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""Numbers of a step: means over its micro-batches, and single ones."""
+"""Metrics of a step: means over its micro-batches, and numbers that are not averaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a training step can be captured in a CUDA graph, and why not.
+"""Finds the reason why a part of a training step cannot be captured in a CUDA graph.
 
 A graph repeats the kernels of one step. So nothing in the step may read values on the host, allocate in another way in
 each step, or run Python between the kernels. Each function returns the reason why something cannot be
@@ -100,7 +100,7 @@ def reason_against_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> str | 
 
 
 def reason_against_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the update cannot be captured; forward and backward may be nevertheless."""
+    """Why the update cannot be captured. Forward and backward can be captured without it."""
     name = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return f"{name} has hooks"

@@ -1,4 +1,4 @@
-"""Completions that a model samples of prompts, as reinforcement learning trains them."""
+"""Samples completions of prompts for reinforcement learning."""
 
 from __future__ import annotations
 

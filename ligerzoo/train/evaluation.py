@@ -29,7 +29,7 @@ class TokenLabels(Protocol):
 
 @contextlib.contextmanager
 def evaluating(model: CausalLM) -> Iterator[None]:
-    """Sets evaluation mode in the block, and turns gradients off."""
+    """Sets evaluation mode and disables gradients in the block."""
     was_training = model.training
     model.eval()
     try:

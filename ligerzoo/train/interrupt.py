@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # SIGTERM: what job schedulers and `k
 
 
 class StopRequest:
-    """A context manager in which the first Ctrl-C or SIGTERM sets `requested`. The second one acts as without it.
+    """A context manager in which the first Ctrl-C or SIGTERM sets `requested`. The second one has its usual effect.
 
     Outside the main thread, where Python allows no signal handlers, it does nothing.
     """

@@ -60,7 +60,7 @@ class CountedBatch(Protocol):
 
 
 class Moment:
-    """A moment in the work of a device: when all that was launched so far is done."""
+    """A time stamp of a device: the moment when it has done all work that was launched before."""
 
     def __init__(self, device: torch.device) -> None:
         self._event, self._time = None, time.perf_counter()

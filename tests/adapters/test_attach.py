@@ -11,7 +11,8 @@ from ligerzoo import adapters
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate.captured import can_capture
 from ligerzoo.layers import GatedMLP, Linear
-from ligerzoo.layers.lora import LoRALayer, LoRAOptions, adapt, project_jointly
+from ligerzoo.layers.adapt import adapt
+from ligerzoo.layers.lora import LoRALayer, LoRAOptions, project_jointly
 from tests.adapters.models import gemma2, gradients, llama, mixtral, phi3, randomize, token_ids
 
 ALL = ["q_proj", "o_proj", "gate_proj", "down_proj", "experts", "gate", "lm_head", "embed_tokens"]

@@ -3,7 +3,7 @@
 import math
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,14 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, de
         replace_graphs(monkeypatch)
     elif device != "cpu":
         monkeypatch.setattr(slots_module, "can_capture", lambda model: request.param and can_capture(model))
+
+
+def in_pairs(options: dict[str, list[Any]]) -> Callable[[Any], Any]:
+    """Runs a test with a `case` of the options, and `late` and `captured`, so that every pair of values occurs."""
+    rows = covering({**options, "late": [0, 3], "captured": [False, True]})
+    cases = [(row.pop("late"), row.pop("captured"), row) for row in rows]
+    parametrize = pytest.mark.parametrize("late, captured, case", cases, indirect=["late", "captured"], ids=str)
+    return lambda test: pytest.mark.usefixtures("late", "captured")(parametrize(test))
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +128,7 @@ CASES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.usefixtures("late", "captured")
-@pytest.mark.parametrize("case", covering(CASES), ids=str)
+@in_pairs(CASES)
 def test_results_are_those_of_each_prompt_alone(case: dict[str, Any], device: str) -> None:
     model, prompts = build(case["name"], device), draw(9, longest=case["longest"])
     options = {**case["options"], "max_new_tokens": case["max_new_tokens"]}
@@ -407,8 +414,7 @@ BUDGETS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("late", "captured")
-@pytest.mark.parametrize("case", covering(BUDGETS), ids=str)
+@in_pairs(BUDGETS)
 def test_requests_wait_for_memory(case: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches never exceed `max_cache_tokens`, and the tokens do not depend on it."""
     model, prompts = build(case["name"], device), draw(9, longest=20)

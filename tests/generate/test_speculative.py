@@ -122,19 +122,17 @@ def assert_same(got: Any, expected: Any) -> None:
 
 CASES = {
     "family": [family for family in FAMILIES if family != "qwen3_5_text"],
-    "kind": ["lookup", "itself", "assistant"],
-    "options": list(OPTIONS),
-}
+    "kind": ["lookup", "itself", "assistant"], "options": list(OPTIONS), "sequences": ["growing", "slots"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", covering(CASES), ids=str)
-@pytest.mark.parametrize("sequences", ["growing", "slots"])
-def test_the_result_is_that_without_drafts(case: dict[str, str], sequences: str, request: Any) -> None:
+def test_the_result_is_that_without_drafts(case: dict[str, str], request: Any) -> None:
     model, options = pair(case["family"])[0], OPTIONS[case["options"]]
     for seed in range(2):
         ids = text(5 + 3 * seed, seed)
         expected = run(model, ids, **options)
-        if sequences == "slots":
+        if case["sequences"] == "slots":
             request.getfixturevalue("in_slots")
         assert_same(run(model, ids, **options, **drafts(case["kind"], case["family"])), expected)
 

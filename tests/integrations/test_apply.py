@@ -256,7 +256,9 @@ def test_deferred_logits_behave_as_logits() -> None:
         assert deferred.shape == logits.shape
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "phi3", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "qwen3_moe", "phi3"))]
+)
 def test_compiled_models_compute_with_the_kernels(family: str) -> None:
     model = tiny(family).train()
     ids = torch.randint(3, 90, (2, 24))

@@ -1,4 +1,5 @@
 import re
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import experts_mlp
+from ligerzoo.kernels import experts_mlp, lora_experts_mlp
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
@@ -171,11 +172,13 @@ def test_frozen_inputs_allocate_nothing(device: str) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_mismatched_shapes_and_dtypes(change: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("function", [experts_mlp, lora_experts_mlp])
+def test_mismatched_shapes_and_dtypes(function: Callable[..., Tensor], change: dict[str, Tensor]) -> None:
     names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
     inputs = dict(zip(names, make(5, 33, 17, 3, 2, torch.float32, "cpu"), strict=True))
-    with pytest.raises(ValueError, match=r"experts_mlp: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\)"):
-        experts_mlp(**(inputs | change))
+    message = rf"^{function.__name__}: x is \(.*expected \(T, H\), \(T, k\) of integers, \(T, k\)"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        function(**(inputs | change))
 
 
 def test_expert_ids_of_a_floating_dtype() -> None:

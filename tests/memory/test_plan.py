@@ -15,7 +15,6 @@ from ligerzoo.memory.plan import efficient_levels
 from ligerzoo.memory.simulation import StepMemory
 from ligerzoo.models import CausalLM, Llama, LlamaConfig
 
-MIB = 2**20
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=224, num_hidden_layers=6, num_attention_heads=4,
     num_key_value_heads=2,

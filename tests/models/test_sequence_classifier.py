@@ -47,7 +47,6 @@ def one_of_each() -> Iterator[Tiny]:
 
 
 ROWS = list(one_of_each())
-BASES = [row for row in TEXT_CHECKPOINTS if row.name.endswith(("plain", "on the hub"))]
 PROBLEMS = {"reward": 1, "single": 3, "multi": 4}
 
 

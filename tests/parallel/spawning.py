@@ -9,6 +9,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PROCESSES = 2
+PRELOADED = [
+    __name__,
+    "pytest",
+    "torch._dynamo",
+    "ligerzoo.parallel",
+    "ligerzoo.generate",
+    "ligerzoo.train.recipes.sft",
+]
+"""Modules that take seconds to import: the server imports them once, and all processes are forked from it."""
 
 
 def _process(rank: int, directory: str, processes: int, work: Callable[[int], None]) -> None:
@@ -24,7 +33,7 @@ def on_all_processes(work: Callable[[int], None], processes: int = PROCESSES) ->
     """Calls `work(rank)` in each process; `work` must be picklable."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as directory:
-        mp.set_forkserver_preload([__name__, "ligerzoo.parallel"])  # imports torch once for all tests
+        mp.set_forkserver_preload(PRELOADED)
         mp.start_processes(  # type: ignore[no-untyped-call]
             _process, (directory, processes, work), processes, start_method="forkserver"
         )

@@ -145,7 +145,6 @@ METHODS: dict[str, Callable[[CausalLM, CausalLM], Losses]] = {
     "distill": lambda *models: distillation_losses({}, *models),
     "distill hard": lambda *models: distillation_losses({"divergence": "forward_kl", "hard_weight": 0.5}, *models),
 }
-MAIN_METHODS = ("sft", "dpo sigmoid", "kto", "orpo", "simpo", "cpo", "distill")
 
 ARCHITECTURES = {row.config["model_type"]: row for row in reversed(TEXT_CHECKPOINTS)}
 """One checkpoint of each architecture."""

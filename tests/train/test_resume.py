@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -187,21 +188,24 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
 @pytest.mark.parametrize("limit", [60_000, 150_000])
 def test_files_that_cannot_grow_leave_the_last_checkpoint(
-    checkpoint: Path, data: Path, tmp_path: Path, limit: int
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int
 ) -> None:
     """The operating system fails writes at different files: the weights, and state.pt."""
     output = tmp_path / "run"
     train(options(checkpoint, data, output, max_steps=2))
     kept = {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()}
-    resource_limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
     given = options(checkpoint, data, output, max_steps=4, resume=True)
-    script = f"import sys; {resource_limit}; from ligerzoo import cli; sys.exit(cli.main({arguments(given)!r}))"
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ligerzoo: error:")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        assert cli.main(arguments(given)) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    printed = capsys.readouterr().err
+    errors = [line for line in printed.splitlines() if line.startswith("ligerzoo: error:")]
     assert len(errors) == 1
     assert re.search("checkpoint-4: cannot be saved, so the run stops; got .*", errors[0]), errors
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in printed
     assert [path.name for path in checkpoints(output)] == ["checkpoint-2"]
     assert {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()} == kept
     assert not [name for name in os.listdir(output) if name.startswith(".")]

@@ -15,7 +15,8 @@ from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.names import apply_names
 from ligerzoo.layers import LayerNorm, RMSNorm
-from ligerzoo.models.language_model import LanguageModel, tokens_or_embeddings
+from ligerzoo.models.inputs import tokens_or_embeddings
+from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.output import layer_outputs
 
 Model = TypeVar("Model", bound=LanguageModel)

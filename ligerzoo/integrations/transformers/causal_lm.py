@@ -19,8 +19,8 @@ from ligerzoo.integrations.transformers.head import Head, HeadOptions
 from ligerzoo.integrations.transformers.model import WrappedModel
 from ligerzoo.layers import shifted_labels
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.labels import check_labels
-from ligerzoo.models.language_model import tokens_or_embeddings
 
 _SHIFTS_LABELS = "LlamaForCausalLM"
 """A class name for which the Trainer shifts labels when it smooths them."""

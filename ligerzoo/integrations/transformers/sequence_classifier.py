@@ -16,7 +16,7 @@ from ligerzoo.convert.sequence_classifier import classifier_architecture, read_l
 from ligerzoo.errors import ConfigError
 from ligerzoo.integrations.transformers.backbone import BackboneOutput
 from ligerzoo.integrations.transformers.model import WrappedModel
-from ligerzoo.models.language_model import tokens_or_embeddings
+from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.sequence_classifier import (
     Labels,
     SequenceClassifier,

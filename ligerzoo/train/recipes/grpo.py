@@ -20,7 +20,7 @@ from ligerzoo.adapters import add_lora
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError
 from ligerzoo.losses import GRPO
-from ligerzoo.losses.grpo import VARIANTS
+from ligerzoo.losses.policy import VARIANTS
 from ligerzoo.models import CausalLM
 from ligerzoo.train import processes
 from ligerzoo.train.averages import Averages

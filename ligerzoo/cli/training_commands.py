@@ -1,4 +1,4 @@
-"""The commands around training: evaluation on held-out data, and new tokenizers, token files and configs."""
+"""The commands around training: train, evaluate, and new tokenizers, token files and configs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,34 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ligerzoo.cli.commands import find_device, print_size, refuse_existing_files
+from ligerzoo.cli.checkpoints import find_device, print_size, refuse_existing_files
 from ligerzoo.errors import LigerzooError
 
 if TYPE_CHECKING:
     from ligerzoo.models import CausalLM
 
 DEFAULT_SEQ_LENGTH = 2048
+
+
+def train(options: argparse.Namespace) -> int:
+    """Trains a model with the recipe of the method, or prints the recipe."""
+    from ligerzoo.train.options import fill_in, read_options
+    from ligerzoo.train.recipes import RECIPES, recipe_source
+
+    source = recipe_source(options.method)
+    names = {option.name for option in read_options(source)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    if options.print_recipe:
+        print(fill_in(source, given), end="")
+        return 0
+    recipe = import_module(RECIPES[options.method])
+    with warnings_as_lines():
+        code: int = recipe.main(recipe.Options(**given))
+    return code
 
 
 def evaluate(options: argparse.Namespace) -> int:
