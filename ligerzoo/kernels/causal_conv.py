@@ -464,11 +464,12 @@ def causal_conv1d_step(
 def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     batch, tokens, channels = x.shape
     taps = weight.shape[1]
+    bias = None if bias is None else bias.contiguous()
     y = x.new_empty(x.shape)
     blocks = cdiv(channels, STEP_CHANNELS)
     _step_kernel[batch * blocks](
-        x, state, weight.contiguous(), None if bias is None else bias.contiguous(), y, *x.stride(), *state.stride(), tokens, channels, blocks, taps, next_power_of_2(taps),
-        silu, STEP_CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
+        x, state, weight.contiguous(), bias, y, *x.stride(), *state.stride(), tokens, channels, blocks, taps,
+        next_power_of_2(taps), silu, STEP_CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
     )  # fmt: skip
     return y
 

@@ -49,6 +49,7 @@ from ligerzoo.kernels.delta_chunks import (
     load_factors,
     load_state,
     load_tile,
+    load_total,
     optional,
     padded_dim,
     segment_chunks,
@@ -87,7 +88,7 @@ def _local_kernel(
                       in_chunk, key_dim)  # fmt: skip
         k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
-        total = tl.load(total_ptr + (batch * n_heads + head) * n_tokens + tokens, mask=in_chunk, other=0.0)
+        total = load_total(total_ptr, (batch * n_heads + head), tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)
@@ -138,7 +139,7 @@ def _reverse_scan_kernel(
                              values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
             inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
                               mask=in_chunk[:, None], other=0.0)  # fmt: skip
-            total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+            total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
             k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
@@ -198,7 +199,7 @@ def _value_gradients_kernel(
         k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
         k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
-        total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+        total = load_total(total_ptr, row, tokens, end, n_tokens)
         squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
         inverse = tl.load(inverse_ptr + squares, mask=in_chunk[:, None], other=0.0)
         factors = decays(total, rows, EXACT)
@@ -286,7 +287,7 @@ def _key_gradients_kernel(
         dk = tl.zeros((CHUNK, KEYS), dtype=tl.float32)
         for head in range(key_head * group, (key_head + 1) * group):
             row = batch * n_heads + head
-            total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+            total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             decay = exp(total, EXACT)
             squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]

@@ -192,6 +192,12 @@ def load_factors(ptr, row, tokens, in_chunk, n_tokens):
 
 
 @jit
+def load_total(ptr, row, tokens, end, n_tokens):
+    """G of (rows, T); that of the last token beyond the chunk, so that no difference is positive."""
+    return tl.load(ptr + row * n_tokens + tl.minimum(tokens, end - 1))
+
+
+@jit
 def load_state(states_ptr, slot, rows, columns, n_rows, n_columns, exists):
     """The block of a (d_k, d_v) state in this slot; zeros if it does not exist."""
     mask = (rows < n_rows)[:, None] & (columns < n_columns)[None, :] & exists
@@ -309,7 +315,7 @@ def _scan_kernel(
                           in_chunk, value_dim)  # fmt: skip
             inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
                               mask=in_chunk[:, None], other=0.0)  # fmt: skip
-            total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+            total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
 
@@ -358,7 +364,7 @@ def _outputs_kernel(
                       in_chunk, key_dim)  # fmt: skip
         k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
-        total = tl.load(total_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+        total = load_total(total_ptr, row, tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)

@@ -40,7 +40,7 @@ def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Ten
 
 @jit
 def _softplus(x):
-    """log(1 + e^x) = max(x, 0) + log(1 + d) with d = e^-|x|, and log(1 + d) = 2 artanh(s) with s = d / (2 + d) <= 1/3."""
+    """log(1 + e^x) = max(x, 0) + log(1 + d) with d = e^-|x|. s = d / (2 + d) <= 1/3 has 2 artanh(s) = log(1 + d)."""
     decay = exp(-tl.abs(x), True)
     s = decay / (2.0 + decay)
     u = s * s
