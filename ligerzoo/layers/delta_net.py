@@ -247,11 +247,14 @@ class GatedDeltaNet(nn.Module):
                 conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])
                 is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
                 g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
-            o, state = gated_delta_rule(
+            result = gated_delta_rule(
                 *self._heads(mixed), g, beta, initial_state=state_before, segment_start=segment_start,
-                output_final_state=True, backend=self.backend,
+                output_final_state=cache is not None, backend=self.backend,
             )  # fmt: skip
-            if cache is not None:
+            if cache is None:
+                o = cast(Tensor, result)
+            else:
+                o, state = cast(tuple[Tensor, Tensor], result)
                 cache.write_states(conv_state.detach(), state.detach(), x.shape[1])
         gated = self.norm(o, z.unflatten(-1, (-1, self.value_head_dim)))  # type: ignore[no-untyped-call]
         return self.out_proj(gated.flatten(-2))  # type: ignore[no-any-return]

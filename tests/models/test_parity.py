@@ -85,10 +85,11 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
 @once_for_each_model
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
-    tokens = random_tokens(tiny, device)
+    is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
+    # Their rounding is independent, and moves some tokens to another expert: more tokens for a mean.
+    tokens = torch.cat([random_tokens(tiny, device) for _ in range(4 if is_recurrent else 1)])
     got, expected = ours(tokens).logits, theirs(tokens).logits
     assert got.dtype == expected.dtype == torch.bfloat16
-    is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
     if device == "cpu" and not is_recurrent:  # whose convolution and gates transformers rounds more often
         ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
         assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
