@@ -222,7 +222,7 @@ def _check_layout(layout: object) -> None:
     if not is_rules:
         raise ConfigError(
             "not a tuple of rules", where="layout", got=repr(layout),
-            expected="a tuple of Rename, Fused, PerExpert and ModuleRules from ligerzoo.convert.weights",
+            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.weights",
         )  # fmt: skip
 
 
