@@ -19,6 +19,8 @@ from ligerzoo.errors import CheckpointError, ConfigError, quote
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo, read_json, read_weight_map
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
+from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
+from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig
@@ -128,17 +130,19 @@ def describe(name_or_path: str | Path, *, revision: str | None = None) -> str:
         raw = read_json(directory / CONFIG_FILE)
         architecture = _find_architecture(raw)
         config = architecture.config_from_hf(raw) if architecture else None
-        tensors = list(read_headers(name_or_path, directory))
+        stored = list(read_headers(name_or_path, directory))
         tokenizer = _describe_tokenizer(directory)
-    if not tensors:
+    if not stored:
         raise CheckpointError("no tensors", where=directory, expected="weights in .safetensors files")
+    quantized, tensors = _describe_quantization(raw, architecture, stored, directory)
     decoder = config if isinstance(config, DecoderConfig) else None
     lines = [
         ("architecture", _describe_architecture(raw, architecture)),
         *(_describe_shape(decoder) if decoder else []),
+        *quantized,
         *_describe_parameters(tensors, decoder),
         *_describe_memory(tensors, decoder),
-        *_describe_files(tensors),
+        *_describe_files(stored),
         ("tokenizer", tokenizer),
     ]
     return "\n".join([str(name_or_path), *(f"  {label:<14}{text}" for label, text in lines)])
@@ -174,6 +178,7 @@ def describe_training(
     with reading_directory(directory):
         raw = read_json(directory / CONFIG_FILE)
     architecture = architecture_of(raw.get("model_type"))
+    read_quantization(raw, architecture.quantized_formats)  # raises if it cannot be loaded
     weights_dtype = stored_dtype(raw) or "bfloat16" if dtype == "auto" else dtype
     model = architecture.build_on_meta(architecture.config_from_hf(raw))
     model = model.to(parse_dtype(weights_dtype, where="argument dtype"))
@@ -225,6 +230,28 @@ def read_headers(name_or_path: str | Path, directory: Path) -> Iterable[TensorIn
         for file, header in metadata.files_metadata.items()
         for name, tensor in header.tensors.items()
     ]
+
+
+def _describe_quantization(
+    raw: Mapping[str, Any], architecture: Architecture | None, stored: Sequence[TensorInfo], directory: Path
+) -> tuple[Lines, Sequence[TensorInfo]]:
+    """Returns a line about quantized tensors, and the tensors as loading returns them: quantized ones in bfloat16."""
+    if raw.get(QUANTIZATION_ENTRY) is None:
+        return [], stored
+    try:
+        quantization = read_quantization(raw, architecture.quantized_formats if architecture else ())
+    except ConfigError as error:
+        return [("quantization", f"cannot be loaded: {error}")], stored
+    by_name = {tensor.name: tensor for tensor in stored}
+    pairs = find_quantized(by_name, quantization, directory)
+    size = sum(part.nbytes for pair in pairs.values() for part in (pair.values, pair.scales))
+    text = (
+        f"{len(pairs)} tensors in {raw[QUANTIZATION_ENTRY]['quant_method']}, {_bytes(size)}; loading dequantizes them"
+    )
+    loaded = dequantized_infos(by_name, pairs)
+    return [
+        ("quantization", f"{text} to bfloat16, {_bytes(sum(loaded[name].nbytes for name in pairs))}"),
+    ], list(loaded.values())
 
 
 def _describe_shape(config: DecoderConfig) -> Lines:

@@ -471,7 +471,7 @@ def test_info_describes_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFix
 
 
 def test_info_reads_no_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Checkpoint, "read")
+    monkeypatch.delattr(Checkpoint, "_read_stored")
     assert cli.main(["info", str(checkpoint)]) == 0
 
 

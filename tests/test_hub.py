@@ -175,7 +175,7 @@ def no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> Tensor:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(hub.loading.Checkpoint, "read", read)
+    monkeypatch.setattr(hub.loading.Checkpoint, "_read_stored", read)
 
 
 def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] = Llama.from_pretrained) -> None:
@@ -190,7 +190,7 @@ def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] 
     [
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            r"config.json, quantization_config: .* 'quant_method'.*unquantized",
+            "config.json, quantization_config: .* quant_method 'gptq'; expected no entry.*unquantized",
         ),
         ({"is_causal": False}, "config.json, is_causal: not supported; got False"),
         ({"quantization_config": {}}, "config.json, quantization_config: not supported"),

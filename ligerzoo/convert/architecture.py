@@ -64,6 +64,8 @@ class Architecture:
         classifier_class: class in transformers that classifies sequences. Defaults to a name like that of `hf_class`.
         optional: parameters that a checkpoint may lack. They keep their initialization, and a warning names them.
         unused: names of stored tensors that loading leaves out.
+        quantized_formats: formats of quantized checkpoints, by `quant_method` in config.json, that loading dequantizes;
+            see `ligerzoo.files.quantized`.
     """
 
     model_type: str
@@ -83,6 +85,7 @@ class Architecture:
     classifier_class: str | None = None
     optional: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
+    quantized_formats: frozenset[str] = frozenset()
 
     def describes(self, raw: Mapping[str, Any]) -> bool:
         """Returns whether config.json is that of a model which this architecture builds."""

@@ -27,4 +27,5 @@ ARCHITECTURE = Architecture(
     read_entries=read_entries,
     write_entries=write_entries,
     layouts=LAYOUTS,
+    quantized_formats=frozenset({"fp8"}),
 )

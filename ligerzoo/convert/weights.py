@@ -273,6 +273,19 @@ def within(part: TensorSlice, box: Box) -> TensorSlice | None:
     return replace(part, stored_index=tuple(stored_index), index=() if is_whole else tuple(index))
 
 
+def matrices_of(part: TensorSlice) -> Iterator[TensorSlice]:
+    """Yields the slices of the single matrices in a slice of a stack of matrices, as `within` returns it."""
+    stack, *rest = part.stored_index
+    if len(rest) < 2:
+        yield part
+        return
+    first, *others = part.index or (slice(0, stack.stop - stack.start),)
+    assert isinstance(first, slice)
+    for i in range(stack.stop - stack.start):
+        stored_index = (slice(stack.start + i, stack.start + i + 1), *rest)
+        yield replace(part, stored_index=stored_index, index=(slice(first.start + i, first.start + i + 1), *others))
+
+
 def assemble(
     slices: Iterable[TensorSlice],
     shapes: Mapping[str, Shape],
@@ -297,7 +310,7 @@ def assemble(
     for part in slices:
         value = read(part)
         if not part.index:
-            tensors[part.name] = value.to(dtypes[part.name])
+            tensors[part.name] = value.to(dtypes[part.name]).contiguous()
             continue
         if part.name not in tensors:
             tensors[part.name] = torch.empty(shapes[part.name], dtype=dtypes[part.name], device=device)

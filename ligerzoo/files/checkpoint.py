@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ligerzoo.errors import CheckpointError, first_names, quote
 from ligerzoo.files.atomic import reading_directory, replacing_directory
@@ -133,10 +134,34 @@ class Checkpoint:
         Raises:
             CheckpointError: The tensor does not exist, its dtype is not supported, or the checkpoint is closed.
         """
+        return self.read_slice(name).to(device)
+
+    def read_slice(
+        self, name: str, index: tuple[slice, ...] = (), copy: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Tensor:
+        """Reads a slice of a tensor.
+
+        Args:
+            name: name of the tensor.
+            index: index into the tensor; () selects all of it.
+            copy: copies a tensor to the device of the result. Default: the result is a view of the memory-mapped file.
+
+        Raises:
+            CheckpointError: As `read`.
+        """
         if name not in self.tensors:
             raise CheckpointError(f"no tensor {quote(name)}", where=self.directory)
-        info = self.tensors[name]
-        return _read_tensor(self._files[info.file], self.directory / info.file, info).to(device)
+        return copy(self._read_stored(self.tensors[name])[index])
+
+    def locate(self, name: str) -> str:
+        """Returns the file and name of a tensor for error messages."""
+        return self._locate_stored(self.tensors[name])
+
+    def _locate_stored(self, info: TensorInfo) -> str:
+        return f"{self.directory / info.file}, tensor {quote(info.name)}"
+
+    def _read_stored(self, info: TensorInfo) -> Tensor:
+        return _read_tensor(self._files[info.file], self.directory / info.file, info)
 
     def close(self) -> None:
         """Closes the files. Tensors that were read stay valid."""

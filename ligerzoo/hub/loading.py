@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,14 @@ from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
-from ligerzoo.convert.weights import TensorSlice, assemble, shapes_of, within
+from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
 from ligerzoo.files.checkpoint import Checkpoint, read_json
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint, locate_files
+from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
+from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_quantization
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
 from ligerzoo.hub.sharding import as_shard_of, shard_of
@@ -94,10 +96,10 @@ def load(
     device = available_device(device)
     with contextlib.ExitStack() as files:
         with reading_directory(directory):
-            raw, architecture, config = _read_config(directory / CONFIG_FILE, model_class, overrides)
+            raw, architecture, config, quantization = _read_config(directory / CONFIG_FILE, model_class, overrides)
             has_generation_config = os.path.lexists(directory / GENERATION_FILE)
             generation_config = read_json(directory / GENERATION_FILE) if has_generation_config else {}
-            checkpoint = files.enter_context(Checkpoint(directory))
+            checkpoint = files.enter_context(QuantizedCheckpoint(directory, quantization))
         with _blaming_overrides(overrides, raw, architecture, model_class, checkpoint):
             model: Model = _build_on_meta(architecture, config, model_class, checkpoint)
             shapes = shapes_of(model.state_dict())
@@ -149,20 +151,38 @@ def read_config(name_or_path: str | Path, **hub_options: Any) -> Any:
         CheckpointError: config.json is missing or malformed.
     """
     directory = locate_files(name_or_path, [CONFIG_FILE], **hub_options)
-    return _read_config(directory / CONFIG_FILE)[2]
+    return _read_config(directory / CONFIG_FILE).config
+
+
+class _Description(NamedTuple):
+    """What config.json says.
+
+    Attributes:
+        raw: its content, without the entry about quantized tensors.
+        architecture: the architecture that it names.
+        config: our config.
+        quantization: how tensors are quantized; None if they are not.
+    """
+
+    raw: dict[str, Any]
+    architecture: Architecture
+    config: Any
+    quantization: Quantization | None
 
 
 def _read_config(
     path: Path, model_class: type[LanguageModel] = LanguageModel, overrides: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Architecture, Any]:
-    """Returns the content of config.json, the architecture that it names, and our config."""
+) -> _Description:
+    """Reads config.json."""
     overrides = overrides or {}
     raw = read_json(path)
     with _naming_source(path, overrides):
-        refuse(raw, "quantization_config", unless=(None,), remedy="Load the repository's unquantized original.")
         refuse(raw, "is_causal", unless=(None, True))
         stored_dtype(raw)  # raises if it is invalid
         architecture = architecture_of(raw.get("model_type"))
+        quantization = read_quantization(raw, architecture.quantized_formats)
+        if quantization:  # the loaded weights are not quantized, nor the saved ones
+            raw = {name: value for name, value in raw.items() if name != QUANTIZATION_ENTRY}
         label_options = LABEL_OPTIONS if issubclass(model_class, SequenceClassifier) else ()
         if label_options:
             labels = {name: overrides[name] for name in label_options if name in overrides}
@@ -176,7 +196,7 @@ def _read_config(
         config_class = _config_class(architecture, model_class)
         _refuse_unknown_overrides(overrides, config_class, label_options)
         config = architecture.config_from_hf(raw, config_class, convert_overrides(overrides, config_class))
-        return raw, architecture, config
+        return _Description(raw, architecture, config, quantization)
 
 
 @contextlib.contextmanager
@@ -294,7 +314,7 @@ def _source(checkpoint: Checkpoint) -> Source:
     return Source(
         checkpoint.tensors,
         str(checkpoint.directory),
-        locate=lambda name: f"{checkpoint.directory / checkpoint.tensors[name].file}, tensor {name!r}",
+        locate=checkpoint.locate,
         if_missing="Compare config.json with the files: they may be of different models, or the upload incomplete. "
         "If the class extends the saved one, load with strict=False.",
         if_unexpected="config.json describes a model without it. To leave it out, load with strict=False.",
@@ -321,7 +341,7 @@ def _keep_fp32(
 
 
 def _read(
-    checkpoint: Checkpoint,
+    checkpoint: QuantizedCheckpoint,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
     device: torch.device,
@@ -332,6 +352,11 @@ def _read(
     """
     boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
+    # Dequantizes one matrix of a stack at a time: the memory for intermediate results is that of a matrix.
+    own_slices = [
+        piece for part in own_slices
+        for piece in (matrices_of(part) if part.stored_name in checkpoint.quantized else [part])
+    ]  # fmt: skip
     total = sum(
         math.prod(rows.stop - rows.start for rows in part.stored_index)
         * checkpoint.tensors[part.stored_name].dtype.itemsize
@@ -341,9 +366,9 @@ def _read(
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None, leave=False) as progress:
 
         def read(part: TensorSlice) -> Tensor:
-            value = checkpoint.read(part.stored_name)[part.stored_index]
-            progress.update(value.nbytes)
-            return copy(value)
+            value = checkpoint.read_slice(part.stored_name, part.stored_index, copy)
+            progress.update(value.numel() * checkpoint.tensors[part.stored_name].dtype.itemsize)
+            return value
 
         shapes = {name: box.shape for name, box in boxes.items()}
         dtypes = {name: parameters[name].dtype for name in boxes}
@@ -368,7 +393,7 @@ def _refuse_different_tied_weights(model: LanguageModel, match: Match, checkpoin
     stored = {part.name: part for part in match.slices if part.name in TIED}
     if not model.config.tie_word_embeddings or len(stored) < 2:
         return
-    values = [checkpoint.read(part.stored_name)[part.stored_index] for part in stored.values()]
+    values = [checkpoint.read_slice(part.stored_name, part.stored_index) for part in stored.values()]
     if not torch.equal(*values):
         raise CheckpointError(
             "head and embedding are stored with different values, but config.json ties them",

@@ -237,7 +237,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Any]], Any]:
 
     def read(raw: Mapping[str, Any]) -> Any:
         monkeypatch.setattr(loading, "read_json", lambda path: raw)
-        return loading._read_config(Path("config.json"))[2]
+        return loading._read_config(Path("config.json")).config
 
     return read
 

@@ -420,14 +420,14 @@ def test_added_layer_is_saved_in_the_same_layout(tmp_path: Path) -> None:
 
 def test_only_stacked_experts_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped: list[tuple[int, int]] = []
-    read = Checkpoint.read
+    read = Checkpoint._read_stored
 
     def noted(*args: Any) -> Tensor:
         tensor = read(*args)
         mapped.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
         return tensor
 
-    monkeypatch.setattr(Checkpoint, "read", noted)
+    monkeypatch.setattr(Checkpoint, "_read_stored", noted)
     model = Toy.from_pretrained(write(tmp_path, in_the_first_layout(ours())))
     copied = {
         re.sub(r"\d", "*", name)
@@ -488,7 +488,7 @@ def test_tensors_that_do_not_match_the_layout(
 
     disk = LAYOUTS[layout](ours())
     change(disk)
-    monkeypatch.setattr(hub.loading.Checkpoint, "read", read)
+    monkeypatch.setattr(hub.loading.Checkpoint, "_read_stored", read)
     with pytest.raises(CheckpointError, match=message) as caught:
         Toy.from_pretrained(write(tmp_path, disk, **entries))
     assert str(tmp_path) in str(caught.value)

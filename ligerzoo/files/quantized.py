@@ -1,0 +1,323 @@
+"""Reads quantized checkpoints as if they stored bfloat16: `quantization_config`, pairs of tensors, and their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, quote
+from ligerzoo.files.checkpoint import Checkpoint, TensorInfo
+from ligerzoo.files.quantized_formats import FORMATS, Index, QuantizedFormat
+
+ENTRY = "quantization_config"
+
+_REMEDY = "Load the repository's unquantized original."
+_LIST_NAMES = ("modules_to_not_convert", "ignored_layers")
+_CACHED_BYTES = 2**18  # of values that are dequantized at once on a CPU: intermediate results stay in its cache
+_COPIED_BYTES = 2**25  # the same on other devices, which bounds the memory of intermediate results
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Format of the quantized tensors of a checkpoint, from config.json.
+
+    Attributes:
+        method: `quant_method` in config.json.
+        excluded: dotted paths of modules that are not quantized; "*" is any one name.
+    """
+
+    method: str
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def format(self) -> QuantizedFormat:
+        """How the tensors are stored."""
+        return FORMATS[self.method]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A tensor that is stored as two.
+
+    Attributes:
+        info: the tensor as it is read, in bfloat16.
+        values: its stored values.
+        scales: their scales.
+    """
+
+    info: TensorInfo
+    values: TensorInfo
+    scales: TensorInfo
+
+
+def read_quantization(raw: Mapping[str, Any], accepted: Collection[str]) -> Quantization | None:
+    """Returns what the entry `quantization_config` of config.json says; None if it is absent or null.
+
+    Args:
+        raw: config.json.
+        accepted: the architecture's formats, by `quant_method`.
+
+    Raises:
+        ConfigError: The format is not accepted, or an entry is missing, unknown or has an unsupported value.
+    """
+    entry = raw.get(ENTRY)
+    if entry is None:
+        return None
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    if not isinstance(method, str) or method not in accepted:
+        formats = " or ".join(["no entry", *(f"quant_method {name!r}" for name in sorted(accepted))])
+        got = repr(entry) if not isinstance(entry, Mapping) else f"quant_method {method!r}"
+        raise ConfigError("not supported", where=ENTRY, got=got, expected=formats, remedy=_REMEDY)
+    _check_entries(entry, FORMATS[method])
+    return Quantization(method, _excluded_modules(entry))
+
+
+def _check_entries(entry: Mapping[str, Any], stored_as: QuantizedFormat) -> None:
+    """Raises ConfigError for an entry that is missing, unknown, or has an unsupported value."""
+    names = ["quant_method", *_LIST_NAMES, *stored_as.entries]
+    for name, value in entry.items():
+        where = f"{ENTRY}, {name}"
+        if name not in names:
+            raise ConfigError(
+                "unknown entry", where=where, got=repr(value), remedy=did_you_mean(name, names) or _REMEDY
+            )
+        accepted = stored_as.entries.get(name)
+        if accepted is not None and value is not None and not _is_one_of(value, accepted):
+            raise ConfigError(
+                "not supported", where=where, got=repr(value), expected=" or ".join(map(repr, accepted)),
+                remedy=_REMEDY,
+            )  # fmt: skip
+    for name in stored_as.required:
+        if entry.get(name) is None:
+            expected = " or ".join(map(repr, stored_as.entries[name]))
+            raise ConfigError("missing", where=f"{ENTRY}, {name}", expected=expected, remedy=_REMEDY)
+
+
+def _is_one_of(value: object, accepted: tuple[object, ...]) -> bool:
+    """Whether JSON writes a value like an accepted one: 1 is not true, and 128.0 is not 128."""
+    return repr(value) in map(repr, accepted)
+
+
+def _excluded_modules(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    lists = {name: entry[name] for name in _LIST_NAMES if entry.get(name) is not None}
+    for name, modules in lists.items():
+        if not isinstance(modules, list) or not all(isinstance(module, str) and module for module in modules):
+            raise ConfigError(
+                "not a list of modules", where=f"{ENTRY}, {name}", got=repr(modules),
+                expected='a list of names such as "lm_head"',
+            )  # fmt: skip
+    if len(lists) == 2 and set(lists[_LIST_NAMES[0]]) != set(lists[_LIST_NAMES[1]]):
+        raise ConfigError(f"contradicts {_LIST_NAMES[0]}", where=f"{ENTRY}, {_LIST_NAMES[1]}")
+    return tuple(next(iter(lists.values()), ()))
+
+
+def dequantized_infos(tensors: Mapping[str, TensorInfo], pairs: Mapping[str, QuantizedTensor]) -> dict[str, TensorInfo]:
+    """Returns the entries of a checkpoint's tensors as they are read, quantized ones in bfloat16."""
+    by_values = {pair.values.name: pair.info for pair in pairs.values()}
+    scales = {pair.scales.name for pair in pairs.values()}
+    infos = (by_values.get(name, info) for name, info in tensors.items() if name not in scales)
+    return {info.name: info for info in infos}
+
+
+def find_quantized(
+    tensors: Mapping[str, TensorInfo], quantization: Quantization | None, directory: Path
+) -> dict[str, QuantizedTensor]:
+    """Returns the quantized tensors of a checkpoint by name, from the headers of its files.
+
+    Args:
+        tensors: entries of the headers, by name.
+        quantization: what config.json says.
+        directory: the checkpoint's directory, for error messages.
+
+    Raises:
+        CheckpointError: Values or scales lack their partner, or have a wrong shape or dtype; or there are quantized
+            tensors without an entry in config.json, or in modules that the entry excludes, or none although there is
+            an entry.
+    """
+
+    def locate(info: TensorInfo) -> str:
+        return f"{directory / info.file}, tensor {quote(info.name)}"
+
+    if quantization is None:
+        for stored_as in FORMATS.values():
+            if values := next(_pairs_without_entry(tensors, stored_as), None):
+                raise CheckpointError(
+                    "quantized tensor, but config.json has no quantization_config", where=locate(values),
+                    remedy="Download config.json again.",
+                )  # fmt: skip
+        return {}
+    found = {}
+    stored_as = quantization.format
+    for info in tensors.values():
+        if not info.name.endswith(stored_as.scales_suffix):
+            if info.stored_dtype == stored_as.values_dtype:
+                pair = _pair(info, tensors, stored_as, locate)
+                _refuse_excluded(pair, quantization, locate)
+                found[pair.info.name] = pair
+        elif _values_of(info.name, tensors, stored_as) is None:
+            expected = f"{stored_as.values_dtype} values in {_values_name(info.name, stored_as)!r}"
+            raise CheckpointError("scales without quantized values", where=locate(info), expected=expected)
+    if not found:
+        raise CheckpointError(
+            "no quantized tensor, but config.json has a quantization_config", where=directory,
+            got=f"quant_method {quantization.method!r}", expected=f"tensors of dtype {stored_as.values_dtype}",
+            remedy="If the weights are not quantized, remove the entry from config.json.",
+        )  # fmt: skip
+    return found
+
+
+def _values_name(scales_name: str, stored_as: QuantizedFormat) -> str:
+    return scales_name.removesuffix(stored_as.scales_suffix) + stored_as.values_suffix
+
+
+def _values_of(scales_name: str, tensors: Mapping[str, TensorInfo], stored_as: QuantizedFormat) -> TensorInfo | None:
+    values = tensors.get(_values_name(scales_name, stored_as))
+    return values if values is not None and values.stored_dtype == stored_as.values_dtype else None
+
+
+def _pairs_without_entry(tensors: Mapping[str, TensorInfo], stored_as: QuantizedFormat) -> Iterator[TensorInfo]:
+    """Yields the values of each pair of tensors with the names and dtypes of a format."""
+    for info in tensors.values():
+        if info.name.endswith(stored_as.scales_suffix) and info.stored_dtype in stored_as.scales_dtypes:
+            values = _values_of(info.name, tensors, stored_as)
+            if values is not None:
+                yield values
+
+
+def _pair(
+    values: TensorInfo,
+    tensors: Mapping[str, TensorInfo],
+    stored_as: QuantizedFormat,
+    locate: Callable[[TensorInfo], str],
+) -> QuantizedTensor:
+    """Returns the quantized tensor with these values. Raises CheckpointError unless its scales fit."""
+    if not values.name.endswith(stored_as.values_suffix):
+        raise CheckpointError(
+            f"not a tensor of weights: {values.stored_dtype}", where=locate(values),
+            expected=f"a name that ends with {stored_as.values_suffix!r}",
+        )  # fmt: skip
+    name = values.name.removesuffix(stored_as.values_suffix)
+    shapes = stored_as.shapes(values.shape)
+    if shapes is None or 0 in values.shape:
+        raise CheckpointError("wrong shape of quantized values", where=locate(values), got=values.shape)
+    scales_shape, shape = shapes
+    scales = tensors.get(name + stored_as.scales_suffix)
+    if scales is None:
+        raise CheckpointError(
+            "quantized values without scales", where=locate(values),
+            expected=f"a tensor {name + stored_as.scales_suffix!r} of shape {scales_shape}",
+        )  # fmt: skip
+    if scales.stored_dtype not in stored_as.scales_dtypes:
+        raise CheckpointError(
+            "wrong dtype of scales", where=locate(scales), got=scales.stored_dtype,
+            expected=" or ".join(stored_as.scales_dtypes),
+        )  # fmt: skip
+    if scales.shape != scales_shape:
+        raise CheckpointError(
+            "wrong shape of scales", where=locate(scales), got=scales.shape,
+            expected=f"{scales_shape}, for values of shape {values.shape}",
+        )  # fmt: skip
+    if name != values.name and name in tensors:
+        raise CheckpointError("stored twice", where=locate(tensors[name]), got=f"also {values.name!r}")
+    return QuantizedTensor(TensorInfo(name, values.file, shape, "BF16"), values, scales)
+
+
+def _refuse_excluded(pair: QuantizedTensor, quantization: Quantization, locate: Callable[[TensorInfo], str]) -> None:
+    names = pair.info.name.split(".")
+    for module in quantization.excluded:
+        path = module.split(".")
+        starts = range(len(names) - len(path) + 1)
+        if any(all(a in ("*", b) for a, b in zip(path, names[start:], strict=False)) for start in starts):
+            raise CheckpointError(
+                "quantized tensor of a module that config.json excludes", where=locate(pair.values),
+                got=f"{module!r} in modules_to_not_convert", remedy="The files may be of several checkpoints.",
+            )  # fmt: skip
+
+
+class QuantizedCheckpoint(Checkpoint):
+    """A checkpoint whose quantized tensors are read as bfloat16, under the names that unquantized ones have.
+
+    Args:
+        directory: as in `Checkpoint`.
+        quantization: what config.json says; None if it has no entry.
+
+    Attributes:
+        tensors: as in `Checkpoint`, but with the names, shapes and dtype of the dequantized tensors.
+        quantized: the tensors that are dequantized, by name.
+
+    Raises:
+        CheckpointError: As `Checkpoint` and `find_quantized`.
+    """
+
+    def __init__(self, directory: str | Path, quantization: Quantization | None) -> None:
+        super().__init__(directory)
+        self._format = quantization.format if quantization else None
+        try:
+            self.quantized = find_quantized(self.tensors, quantization, self.directory)
+        except CheckpointError:
+            self.close()
+            raise
+        self.tensors = dequantized_infos(self.tensors, self.quantized)
+
+    def locate(self, name: str) -> str:
+        if name not in self.quantized:
+            return super().locate(name)
+        pair = self.quantized[name]
+        return f"{self.directory / pair.values.file}, tensors {quote(pair.values.name)} and {quote(pair.scales.name)}"
+
+    def read_slice(
+        self, name: str, index: tuple[slice, ...] = (), copy: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Tensor:
+        """Reads a slice, as `Checkpoint.read_slice`. Dequantizes it in pieces, on the device of the copies.
+
+        Raises:
+            CheckpointError: As `Checkpoint.read_slice`; or a scale is invalid.
+        """
+        pair = self.quantized.get(name)
+        if pair is None:
+            return super().read_slice(name, index, copy)
+        assert self._format is not None
+        values_index, scales_index, chosen = self._format.cover(_complete(index, pair.info.shape))
+        values, scales = self._read_stored(pair.values)[values_index], self._read_stored(pair.scales)[scales_index]
+        if scales.numel() and not self._format.is_valid(scales):
+            raise CheckpointError(
+                "invalid scale", where=self._locate_stored(pair.scales), expected=self._format.valid_scales,
+                remedy="The file may be damaged: download it again.",
+            )  # fmt: skip
+        matrices = _dequantize(self._format, values, copy(scales), copy)
+        return self._format.arrange(matrices[..., chosen[0], chosen[1]].contiguous())
+
+
+def _complete(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    """Returns an index with a slice per dimension, each with start, stop and step."""
+    slices = (index[i] if i < len(index) else slice(None) for i in range(len(shape)))
+    return tuple(slice(*chosen.indices(size)) for chosen, size in zip(slices, shape, strict=True))
+
+
+def _dequantize(stored_as: QuantizedFormat, values: Tensor, scales: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns dequantized matrices on the device of the scales, to which it copies a few rows of values at a time."""
+    stack = scales.shape[:-2]
+    rows, *rest = values.shape[len(stack) :]
+    columns = math.prod(rest)
+    matrices = torch.empty(
+        (*stack, rows, columns * stored_as.values_per_element), dtype=torch.bfloat16, device=scales.device
+    )
+    piece_bytes = _CACHED_BYTES if scales.device.type == "cpu" else _COPIED_BYTES
+    block_rows = stored_as.block_rows
+    blocks = max(1, piece_bytes // max(1, block_rows * columns))
+    indices: Iterable[tuple[int, ...]] = product(*(range(size) for size in stack))
+    for index in indices:
+        pieces = zip(
+            torch.split(values[index], blocks * block_rows), torch.split(scales[index], blocks),
+            torch.split(matrices[index], blocks * block_rows), strict=True,
+        )  # fmt: skip
+        for piece, its_scales, out in pieces:
+            stored_as.dequantize(copy(piece), its_scales, out)
+    return matrices
