@@ -42,7 +42,7 @@ ConvActivation = Literal["silu"]
 MAX_TAPS = 8
 """Wider kernels run in plain torch."""
 
-TOKENS, CHANNELS, WARPS = 32, 128, 4
+TOKENS, CHANNELS, WARPS = 16, 128, 4
 """Tokens and channels per program, and warps. To be tuned on a GPU."""
 
 STEP_CHANNELS = 256
@@ -198,7 +198,7 @@ def _backward_kernel(
         in_channels = (channels < n_channels)[None, :]
         own_mask = (tokens < n_tokens)[:, None] & in_channels
         dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-        for j in tl.static_range(TAPS):
+        for j in range(TAPS):  # not unrolled: that takes most of a minute to compile
             later = tokens + j
             first = _first_of_segment(segment_start_ptr, segment_stride, batch, later, n_tokens)
             is_output = ((later >= 0) & (later < n_tokens))[:, None] & in_channels
@@ -212,12 +212,13 @@ def _backward_kernel(
             weight = tl.load(weight_ptr + channels * TAPS + TAPS - 1 - j, mask=channels < n_channels, other=0.0)
             reads = (tokens >= first) | (first == 0)
             dx += tl.where(reads[:, None], dz * weight.to(tl.float32)[None, :], 0.0)
-            if dweight_ptr is not None and j == 0:
-                for tap in tl.static_range(TAPS):
-                    x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first, channels, n_tokens,
-                                     n_channels, x_batch_stride, x_token_stride, is_output, TAPS)  # fmt: skip
-                    sums += tl.where((rows == tap)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
-                sums += tl.where((rows == TAPS)[:, None], tl.sum(dz, 0)[None, :], 0.0)
+            if dweight_ptr is not None:  # noqa: SIM102 (known at compile time, unlike the other condition)
+                if j == 0:
+                    for tap in tl.static_range(TAPS):
+                        x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first, channels, n_tokens,
+                                         n_channels, x_batch_stride, x_token_stride, is_output, TAPS)  # fmt: skip
+                        sums += tl.where((rows == tap)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
+                    sums += tl.where((rows == TAPS)[:, None], tl.sum(dz, 0)[None, :], 0.0)
         if dx_ptr is not None:
             offsets = (batch * n_tokens + tokens[:, None]) * n_channels + channels[None, :]
             tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=own_mask & (tokens >= 0)[:, None])

@@ -363,7 +363,7 @@ class Gradients(NamedTuple):
 
 
 def local_gradients(tokens: Tokens, prepared: Prepared, table: ChunkTable, dout: Tensor, scale: float) -> Tensor:
-    """Returns the gradients of the deltas by the outputs of their own chunk, (B, T, V, D_v)."""
+    """Returns the part of the gradients of the deltas that comes from outputs in the same chunk, (B, T, V, D_v)."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     launch = LOCAL[v.element_size()]

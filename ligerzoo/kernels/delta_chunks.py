@@ -14,7 +14,7 @@ j < i. Three kernels:
 2. `scan`, for each head and block of values, from chunk to chunk: D and S;
 3. `outputs`, for each chunk: O.
 
-Kernels read q and k as they are. The factors multiply rows and columns of the products instead, in fp32.
+Kernels read q and k without normalizing them. The factors multiply rows and columns of the products, in fp32.
 
 Chunks begin at the start of each segment, so that a segment has the results of the segment alone, bit by bit. A row
 of T tokens has at most ceil(T / 64) chunks that continue a segment, each of which begins in another block of 64 tokens:
@@ -183,7 +183,7 @@ def load_tile(ptr, batch, tokens, head, batch_stride, token_stride, head_stride,
 
 @jit
 def load_factors(ptr, row, tokens, in_chunk, n_tokens):
-    """A factor per token of (rows, T); ones if there are none."""
+    """A factor per token of (rows, T); ones for a null pointer."""
     if ptr is not None:
         factors = tl.load(ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
     else:

@@ -5,6 +5,11 @@ For each value head, with a state S of shape (d_k, d_v), from token to token:
     S = e^g S;   delta = beta (v - S^T k);   S = S + k delta^T;   o = scale * S^T q
 
 q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key head serves several value heads.
+
+`delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass.
+
+Saved: q, k, v and `Prepared`, 64 elements and 4 bytes per token and value head and 8 bytes per token and key head.
+Recomputed in backward: the deltas and the states between chunks.
 """
 
 from __future__ import annotations
@@ -20,8 +25,15 @@ from ligerzoo.kernels import delta_chunks as forward_pass
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.delta_chunk_gradients import Gradients
-from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS, Prepared, Tokens, allocate_prepared, chunk_table
-from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, empty_gradient, uses_triton
+from ligerzoo.kernels.delta_chunks import (
+    CHUNK,
+    NORMALIZATION_EPS,
+    Prepared,
+    Tokens,
+    allocate_prepared,
+    chunk_table,
+)
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.registration import register
 
 MAX_KEY_DIM = 256
@@ -86,7 +98,27 @@ def _flops(tokens: Tokens) -> int:
     return 6 * tokens.v.numel() * tokens.k.shape[3]
 
 
-@register("delta_rule_forward", fake=_allocate_forward, flops=_flops)
+def _scan_bytes(tokens: Tokens) -> int:
+    """The bytes of the deltas and of the states between chunks."""
+    _, k, v = tokens
+    states = v.shape[0] * v.shape[2] * cdiv(v.shape[1], CHUNK) * k.shape[3] * v.shape[3]
+    return v.element_size() * (v.numel() + states)
+
+
+def _prepared_bytes(tokens: Tokens) -> int:
+    _, k, v = tokens
+    n_tokens = v.shape[0] * v.shape[1]
+    return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + 4) + 8 * k.shape[2])
+
+
+def _forward_peak(tokens: Tokens) -> int:
+    """At the last kernel: results, deltas and states."""
+    v = tokens.v
+    final_state = 4 * v.shape[0] * v.shape[2] * tokens.k.shape[3] * v.shape[3]
+    return v.nbytes + final_state + _prepared_bytes(tokens) + _scan_bytes(tokens)
+
+
+@register("delta_rule_forward", fake=_allocate_forward, flops=_flops, peak=_forward_peak)
 def _forward(
     tokens: Tokens, g: Tensor, beta: Tensor, initial_state: Tensor | None, segment_start: Tensor | None, scale: float,
     normalize: bool, needs_final: bool,
@@ -114,7 +146,17 @@ def _backward_flops(tokens: Tokens) -> int:
     return 2 * _flops(tokens)
 
 
-@register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops)
+def _backward_peak(tokens: Tokens) -> int:
+    """At the last kernel: results; deltas, states and their gradients; and two squares per chunk."""
+    q, k, v = tokens
+    heads = v.shape[0] * v.shape[2]
+    gates = 8 * heads * v.shape[1]
+    last_states = (v.element_size() + 4) * heads * k.shape[3] * v.shape[3]  # of the tokens' dtype, and the result
+    squares = 2 * CHUNK * heads * v.shape[1] * v.element_size()
+    return q.nbytes + k.nbytes + v.nbytes + gates + last_states + 2 * _scan_bytes(tokens) + squares
+
+
+@register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops, peak=_backward_peak)
 def _backward(
     do: Tensor, dfinal: Tensor | None, tokens: Tokens, prepared: Prepared, initial_state: Tensor | None,
     segment_start: Tensor | None, scale: float, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool,
@@ -177,7 +219,7 @@ def gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear attention by the gated delta rule.
 
-    A token with g = 0 and beta = 0 leaves the state as it is: give padding tokens these values.
+    A token with g = 0 and beta = 0 does not change the state: give padding tokens these values.
 
     Args:
         q: (B, T, K, D_k) queries, any strides.
@@ -216,6 +258,7 @@ def gated_delta_rule(
         dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
         wide_q, wide_k, wide_v = (with_adjacent_features(x.to(dtype)) for x in (q, k, v))
         initial_state = None if initial_state is None else initial_state.contiguous()
+        segment_start = None if v.shape[1] == 0 else segment_start  # without segments, none would write the state
         o, state = _GatedDeltaRule.apply(
             wide_q, wide_k, wide_v, g.contiguous(), beta.contiguous(), initial_state, segment_start, scale, normalize,
             output_final_state,

@@ -153,6 +153,23 @@ def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, devi
 
 
 @needs_triton
+def test_more_segments_than_programs_and_more_chunks_than_slots(device: str) -> None:
+    torch.manual_seed(0)
+    segment_start = starts_of([*range(40), 120, 130], device)
+    judge(rule(segment_start=segment_start), chunked(segment_start=segment_start), tensors(1, 130, device=device))
+
+
+def test_no_tokens(device: str) -> None:
+    *tokens, state = tensors(2, 0, device=device)
+    for segment_start in (None, torch.zeros(1, 0, dtype=torch.int64, device=device)):
+        o, final = rule(segment_start=segment_start)(*tokens, state)
+        assert o.shape == tokens[2].shape
+        assert torch.equal(final, state)
+        (gradient,) = torch.autograd.grad(final.sum() + o.sum(), state)
+        assert torch.equal(gradient, torch.ones_like(state))
+
+
+@needs_triton
 def test_a_batch_of_packed_rows_equals_each_row_bit_by_bit(device: str) -> None:
     torch.manual_seed(0)
     inputs = [t.detach() for t in tensors(2, 140, device=device)]
@@ -257,7 +274,7 @@ def test_keys_that_make_the_triangular_system_ill_conditioned(keys: str, device:
     for actual, truth in zip((*results, *gradients), (*truths[0], *truths[1]), strict=True):
         assert actual is not None
         assert truth is not None
-        assert (actual - truth).norm() <= 1e-6 * truth.norm()
+        assert (actual - truth).norm() <= 3e-6 * truth.norm()
 
 
 @needs_triton
@@ -312,10 +329,18 @@ def test_messages(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 192)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_head_size_compiles(dtype: torch.dtype, dims: tuple[int, int], packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("dims", "dtype", "packed"),
+    [
+        ((64, 64), torch.bfloat16, False),
+        ((128, 128), torch.bfloat16, True),
+        ((96, 192), torch.bfloat16, False),
+        ((256, 256), torch.bfloat16, False),
+        ((64, 64), torch.float32, True),
+    ],
+    ids=str,
+)
+def test_every_head_size_compiles(dims: tuple[int, int], dtype: torch.dtype, packed: bool) -> None:
     pytest.importorskip("triton")
     inputs = tensors(1, 70, dims=dims, device="cpu", dtype=dtype)
     segment_start = starts_of([0, 5, 70], "cpu") if packed else None
