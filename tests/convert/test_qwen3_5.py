@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of, architecture_of_model
-from ligerzoo.convert.weights import FusedByHead, Layout, StoredTensors, assemble, shapes_of
+from ligerzoo.convert.weights import Box, FusedByHead, Layout, StoredTensors, assemble, shapes_of, within
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.models import Qwen3Next, Qwen3NextConfig
 from tests.models.tiny_qwen3_5_moe_text import QWEN3_5_MOE
@@ -172,3 +172,19 @@ def test_fused_by_head_is_one_to_one() -> None:
     assert architecture_of_model(Qwen3Next(Qwen3NextConfig(**SIZES))).interleaves(
         "model.layers.0.linear_attn.in_proj_b"
     )
+
+
+@pytest.mark.parametrize("first, rows", [(0, 9), (0, 4), (4, 4), (8, 1), (3, 5)])
+def test_shards_of_interleaved_rows(first: int, rows: int) -> None:
+    """Each process reads the rows of its shard only."""
+    rule = FusedByHead("qk", (("q", 2, 0), ("k", 1, 0), ("q", 1, 6)), 3)
+    tensors: dict[str, Tensor] = {"x.q": torch.randn(9, 2), "x.k": torch.randn(3, 2)}
+    slices = list(Layout((rule,)).slices(shapes_of(tensors)))
+    stored = StoredTensors(slices, tensors)
+    box = Box((first, 0), (rows, 2))
+    own = [part for whole in slices if whole.name == "x.q" and (part := within(whole, box)) is not None]
+    shard = assemble(
+        own, {"x.q": box.shape}, lambda part: stored[part.stored_name][part.stored_index],
+        dtypes={"x.q": torch.float32}, device=torch.device("cpu"),
+    )  # fmt: skip
+    assert torch.equal(shard["x.q"], tensors["x.q"][first : first + rows])
