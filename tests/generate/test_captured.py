@@ -16,6 +16,8 @@ from ligerzoo.models import (
     Gemma2Config,
     Gemma3Text,
     Gemma3TextConfig,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     Mistral,
@@ -46,6 +48,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
     "qwen3_next": lambda: Qwen3Next(Qwen3NextConfig(**SIZES, **HYBRID)),
+    "gpt_oss": lambda: GptOss(GptOssConfig(**SIZES, num_experts=4, num_experts_per_tok=2, sliding_window=7)),
     "phi3": lambda: Phi3(Phi3Config(**{**PHI3, "hidden_size": 96})),  # the longest prompts end beyond 50 tokens
 }
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}

@@ -119,7 +119,7 @@ def test_statistics(model_type: str, std: float) -> None:
                 assert (parameter == 1).all(), name
             elif own == "A_log":  # of rates between 0 and 16
                 assert math.log(0.01) <= parameter.min().item() < parameter.max().item() <= math.log(16), name
-            elif own == "bias":
+            elif own.endswith("bias"):
                 assert (parameter == 0).all(), name
             elif isinstance(module, CrossAttentionBlock) or own == "gate":
                 assert isinstance(module, CrossAttentionBlock | TileEmbedding | TilePositionEmbedding), name
