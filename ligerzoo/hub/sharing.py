@@ -29,7 +29,8 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     By default both share the weights, so training one trains the other, and there is no copy. A parameter that both
     have is the same `nn.Parameter`: `requires_grad`, gradients and optimizers are shared too. A parameter that
     transformers fuses, such as Phi3's `qkv_proj`, is a view of its rows: its memory is shared, its gradient is not. So
-    use one of the two models in a training step, and its own parameters in the optimizer.
+    use one of the two models in a training step, and its own parameters in the optimizer. Parameters that transformers
+    interleaves, as in Qwen3-Next's `in_proj_qkvz`, can be copied only.
 
     Sharing ends if either model replaces its parameters, as `model.to(...)` does with another dtype, `to_empty`,
     `resize_token_embeddings` and FSDP do. Move and cast `hf_model` first. Hooks, adapters and activation checkpointing
@@ -54,6 +55,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     model = cast("CausalLM", architecture.build_on_meta(config))
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
+    architecture = architecture.with_layouts_for(config)
     shapes = shapes_of(model.state_dict())
     source = Source(
         tensors,
@@ -122,8 +124,11 @@ def _shared(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     """Returns a parameter: the same object if it is a whole tensor, or else a view of rows."""
     part = parts[0]
     tensor = tensors[part.stored_name]
-    whole = tensor if not part.stored_index else nn.Parameter(tensor.detach()[part.stored_index], tensor.requires_grad)
-    problem = "stored in several tensors" if len(parts) > 1 else None if whole.is_contiguous() else "not contiguous"
+    whole = tensor if part.is_copy else nn.Parameter(part.select(tensor.detach()), tensor.requires_grad)
+    problem = None if whole.is_contiguous() else "not contiguous"
+    if len(parts) > 1:
+        is_one = all(other.stored_name == part.stored_name for other in parts)
+        problem = "stored in another order" if is_one else "stored in several tensors"
     if problem:
         raise CheckpointError(
             f"cannot be shared: {problem}", where=f"{_WHERE}, tensor {part.stored_name!r}",
@@ -137,7 +142,7 @@ def _copied(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     first = tensors[parts[0].stored_name]
 
     def read(part: TensorSlice) -> Tensor:
-        return tensors[part.stored_name].detach()[part.stored_index].clone(memory_format=torch.contiguous_format)
+        return part.select(tensors[part.stored_name].detach()).clone(memory_format=torch.contiguous_format)
 
     [value] = assemble(parts, shapes, read, dtypes={parts[0].name: first.dtype}, device=first.device).values()
     return nn.Parameter(value, first.requires_grad) if first.is_floating_point() else value

@@ -6,15 +6,22 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 
 from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.adamw import adamw_update
+from ligerzoo.kernels.attention_sinks import apply_sinks, sink_attention
 from ligerzoo.kernels.cache_write import write_to_cache
+from ligerzoo.kernels.causal_conv import ConvActivation, causal_conv1d, causal_conv1d_step
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.decode_experts import decode_experts
+from ligerzoo.kernels.delta_gates import delta_gates
+from ligerzoo.kernels.delta_rule import gated_delta_rule
+from ligerzoo.kernels.delta_step import gated_delta_step
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.few_rows import linear_glu
+from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
+from ligerzoo.kernels.gating import ClampedSwiGLU, GatedActivation
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.latent_decode_attention import latent_decode_attention
 from ligerzoo.kernels.layer_norm import layer_norm
@@ -37,7 +44,10 @@ from ligerzoo.kernels.stochastic_rounding import round_stochastically
 __all__ = [
     "Activation",
     "Backend",
+    "ClampedSwiGLU",
+    "ConvActivation",
     "FilterBounds",
+    "GatedActivation",
     "LowRank",
     "Reduction",
     "Routing",
@@ -46,12 +56,19 @@ __all__ = [
     "activation_linear",
     "adamw_update",
     "add_rms_norm",
+    "apply_sinks",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "cross_entropy",
     "decode_attention",
     "decode_experts",
+    "delta_gates",
     "exact_attention",
     "experts_mlp",
     "filter_bounds",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_rms_norm",
     "geglu",
     "glu",
     "glu_linear",
@@ -75,6 +92,7 @@ __all__ = [
     "route_sigmoid",
     "sample_tokens",
     "set_logits_budget",
+    "sink_attention",
     "softmax",
     "swiglu",
     "token_logps",

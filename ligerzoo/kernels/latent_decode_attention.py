@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.checks import check_floats, check_tensor
-from ligerzoo.kernels.decode_attention import PARTS, blocks_per_part, combine_kernel
-from ligerzoo.kernels.decode_attention import reference as grouped_reference
-from ligerzoo.kernels.dispatch import Backend, cdiv, multiprocessors, next_power_of_2, uses_triton
+from ligerzoo.kernels.decode_attention import PARTS, blocks_per_part, combine_kernel, visible_keys
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, multiprocessors, next_power_of_2, uses_triton
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.registration import register
@@ -42,9 +41,11 @@ def reference(
     scale: float = 1.0,
 ) -> Tensor:
     """`latent_decode_attention` in plain torch: the specification, the CPU path and the test oracle."""
-    keys = torch.cat([latents, k_rope], -1)[:, None]
-    queries = torch.cat([q, q_rope], -1)
-    return grouped_reference(queries, keys, latents[:, None], first, last, padding_mask, fallback, scale)
+    wide = accumulation_dtype(q.dtype)
+    values = latents.to(wide)
+    scores = (q.to(wide) @ values.mT + q_rope.to(wide) @ k_rope.to(wide).mT) * scale
+    visible = visible_keys(torch.arange(latents.shape[1], device=q.device), first, last, padding_mask, fallback)
+    return (scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1) @ values).to(q.dtype)
 
 
 @kernel
@@ -139,8 +140,8 @@ def _forward(
     )  # fmt: skip
     if lse is not None:
         combine_kernel[batch * n_heads](
-            parts, lse, first, last, out, *bounds[:2], n_heads, rank, capacity, n_splits, blocks, rank_tile, block,
-            PARTS, num_warps=4,
+            parts, lse, first, last, None, out, *bounds[:2], n_heads, rank, capacity, n_splits, blocks, rank_tile,
+            block, PARTS, num_warps=4,
         )  # fmt: skip
     return out
 

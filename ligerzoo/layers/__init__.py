@@ -1,14 +1,23 @@
 """Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
-from ligerzoo.layers.attention import Attention, RotaryNormAttention, attend
+from ligerzoo.layers.attention import Attention, RotaryNormAttention, SinkAttention, attend
 from ligerzoo.layers.backend import set_backend
-from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
+from ligerzoo.layers.block import (
+    GatedPreNormBlock,
+    LinearAttentionBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichBlock,
+    ScaledPreNormBlock,
+)
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
+from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.gated_attention import GatedAttention
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
@@ -18,6 +27,7 @@ from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
+from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
     ReversedRotaryEmbedding,
@@ -48,6 +58,7 @@ __all__ = [
     "AxialRotaryEmbedding",
     "BiasedRouter",
     "BlockStack",
+    "CausalConv1d",
     "Context",
     "CrossAttention",
     "CrossAttentionBlock",
@@ -57,8 +68,11 @@ __all__ = [
     "DeepSeekMoE",
     "Embedding",
     "Experts",
+    "GatedAttention",
+    "GatedDeltaNet",
     "GatedMLP",
     "GatedPreNormBlock",
+    "GatedRMSNorm",
     "Grids",
     "ImageEmbedding",
     "ImageTower",
@@ -68,6 +82,7 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "Linear",
+    "LinearAttentionBlock",
     "Mask",
     "MoE",
     "PatchEmbedding",
@@ -76,6 +91,7 @@ __all__ = [
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "RecurrentLayerCache",
     "ReversedRotaryEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",
@@ -87,7 +103,9 @@ __all__ = [
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
     "SigmoidRouter",
+    "SinkAttention",
     "StaticLayerCache",
+    "StaticRecurrentLayerCache",
     "TileEmbedding",
     "TileMask",
     "TilePositionEmbedding",

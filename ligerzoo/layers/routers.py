@@ -20,13 +20,15 @@ from ligerzoo.layers.linear import INIT_STD
 
 
 class Router(nn.Module):
-    """Selects k of E experts for each token, and their weights: the k largest of softmax(weight @ x).
+    """Selects k of E experts for each token, and their weights: the k largest of softmax(weight @ x + bias).
 
     Args:
         hidden_size: H.
         num_experts: E.
         num_experts_per_token: k.
-        renormalize: divide the k probabilities by their sum, so that a token's weights add up to one.
+        renormalize: divide the k probabilities by their sum, so that a token's weights add up to one. They are then the
+            softmax of the k largest logits.
+        bias: add a bias to the logits.
 
     Raises:
         ValueError: k is not between 1 and E.
@@ -39,6 +41,7 @@ class Router(nn.Module):
         num_experts_per_token: int,
         *,
         renormalize: bool = True,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -50,11 +53,14 @@ class Router(nn.Module):
         self.num_experts_per_token = num_experts_per_token
         self.renormalize = renormalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2)."""
+        """Samples the weight from N(0, std^2); the bias is 0."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).
@@ -70,7 +76,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E)."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
     def routing(self, logits: Tensor, backend: Backend) -> Routing:
         """Returns the rows of few tokens from their logits (T, E), sorted by expert. Not differentiable."""

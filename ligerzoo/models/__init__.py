@@ -15,6 +15,7 @@ from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
 from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
 from ligerzoo.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
+from ligerzoo.models.gpt_oss import GptOss, GptOssConfig
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1, HunYuanDenseV1Config
 from ligerzoo.models.llama import Llama, LlamaConfig
@@ -35,7 +36,10 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisi
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
+from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText, Qwen3_5MoeTextConfig
+from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from ligerzoo.models.seed_oss import SeedOss, SeedOssConfig
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
@@ -72,6 +76,8 @@ __all__ = [
     "Glm4MoeLite",
     "Glm4MoeLiteConfig",
     "GlmConfig",
+    "GptOss",
+    "GptOssConfig",
     "Granite",
     "GraniteConfig",
     "HunYuanDenseV1",
@@ -114,6 +120,12 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
+    "Qwen3_5MoeText",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5Text",
+    "Qwen3_5TextConfig",
     "SeedOss",
     "SeedOssConfig",
     "SequenceClassifier",

@@ -143,6 +143,16 @@ def _lora_experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Te
     return [*inputs[:3], *(weight.detach() for weight in inputs[3:]), *updates]
 
 
+def _biased_experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    inputs = _experts_inputs(batch, dtype, device)
+    return [*inputs, *(numbers(3, size, dtype=inputs[0].dtype, device=device) for size in (18, 17))]
+
+
+def _apply_sinks_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    lse = numbers(batch, 4, 3, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    return [numbers(batch, 3, 4, 10, dtype=dtype, device=device), lse, numbers(4, dtype=dtype, device=device)]
+
+
 def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     x, _, weight, bias = _glu_linear_inputs(batch, dtype, device)
     return [x, weight, bias]
@@ -204,6 +214,34 @@ def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
     return [*_rms_norm_inputs(batch, dtype, device), numbers(33, dtype=dtype, device=device)]
 
 
+def _delta_rule_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+    return [
+        *(numbers(batch, 3, 1, 8, dtype=dtype, device=device) for _ in range(2)),
+        numbers(batch, 3, 2, 5, dtype=dtype, device=device),
+        (-torch.rand(batch, 3, 2, device=device)).to(dtype).requires_grad_(),
+        torch.rand(batch, 3, 2, device=device).to(dtype).requires_grad_(),
+    ]
+
+
+def _delta_rule_oracle(*inputs: Tensor) -> Tensor:
+    return kernel_file("delta_rule").reference(*inputs)[0].to(inputs[2].dtype)  # type: ignore[no-any-return]
+
+
+def _delta_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    rows = [numbers(batch, 3, 5, dtype=dtype, device=device) for _ in range(2)]
+    return [*rows, *(numbers(5, dtype=dtype, device=device) for _ in range(2))]
+
+
+def _causal_conv_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = (batch, 7, 33), (33, 4), (33,)
+    return [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def _gated_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
+
+
 GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
 """The options of `rms_norm` for Gemma."""
 
@@ -235,6 +273,20 @@ OPERATIONS = [
             ("add_rms_norm-weightless", {"weight": None}, _weightless(_add_rms_norm_inputs)),
         )
     ),
+    Operation("gated_delta_rule", kernels.gated_delta_rule, _delta_rule_oracle, _delta_rule_inputs),
+    Operation("delta_gates", kernels.delta_gates, kernel_file("delta_gates").reference, _delta_gates_inputs),
+    *(
+        Operation(
+            name,
+            partial(kernels.causal_conv1d, activation=activation),
+            partial(kernel_file("causal_conv").reference, activation=activation),
+            _causal_conv_inputs,
+        )
+        for name, activation in (("causal_conv1d", None), ("causal_conv1d-silu", "silu"))
+    ),
+    Operation(
+        "gated_rms_norm", kernels.gated_rms_norm, kernel_file("gated_rms_norm").reference, _gated_rms_norm_inputs
+    ),
     Operation("residual_rms_norm", kernels.residual_rms_norm, _residual_rms_norm_oracle, _rms_norm_inputs),
     Operation(
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
@@ -260,6 +312,20 @@ OPERATIONS = [
         always_fused=True,
     ),
     Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
+    Operation(
+        "experts_mlp-clamped",
+        partial(kernels.experts_mlp, activation=kernels.ClampedSwiGLU(0.8, 1.5)),
+        partial(kernel_file("experts").reference, activation=kernels.ClampedSwiGLU(0.8, 1.5)),
+        _biased_experts_inputs,
+        always_fused=True,
+    ),
+    Operation(
+        "apply_sinks",
+        kernels.apply_sinks,
+        kernel_file("attention_sinks").reference,
+        _apply_sinks_inputs,
+        always_fused=True,
+    ),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
     Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
     Operation(
@@ -340,7 +406,9 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
+    "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm",
     "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
+    "apply_sinks",
 }  # fmt: skip
 """One operation of each kernel, and of each autograd function that returns an input."""
 

@@ -13,20 +13,20 @@ from ligerzoo.layers import DeepSeekMoE, Experts, GatedMLP, SigmoidRouter
 
 def router(**options: object) -> SigmoidRouter:
     torch.manual_seed(0)
-    made = SigmoidRouter(16, 12, 3, **options)  # type: ignore[arg-type]
-    made.init_weights(0.5)
-    made.e_score_correction_bias.normal_(std=0.3)
-    return made
+    gate = SigmoidRouter(16, 12, 3, **options)  # type: ignore[arg-type]
+    gate.init_weights(0.5)
+    gate.e_score_correction_bias.normal_(std=0.3)
+    return gate
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_each_token_by_definition(renormalize: bool) -> None:
-    made, x = router(num_groups=4, num_selected_groups=2, renormalize=renormalize, scale=2.5), torch.randn(20, 16)
-    logits, expert_ids, weights = made(x)
-    torch.testing.assert_close(logits, x @ made.weight.T)
+    gate, x = router(num_groups=4, num_selected_groups=2, renormalize=renormalize, scale=2.5), torch.randn(20, 16)
+    logits, expert_ids, weights = gate(x)
+    torch.testing.assert_close(logits, x @ gate.weight.T)
     for token in range(20):
         scores = logits[token].sigmoid().tolist()
-        biased = [s + b for s, b in zip(scores, made.e_score_correction_bias.tolist(), strict=True)]
+        biased = [s + b for s, b in zip(scores, gate.e_score_correction_bias.tolist(), strict=True)]
         groups = sorted(range(4), key=lambda g: -sum(sorted(biased[3 * g : 3 * g + 3])[-2:]))[:2]
         selectable = [e for e in range(12) if e // 3 in groups]
         chosen = sorted(selectable, key=lambda e: -biased[e])[:3]
@@ -46,9 +46,9 @@ CONVERSIONS: list[Callable[[nn.Module], nn.Module]] = [
 
 @pytest.mark.parametrize("convert", CONVERSIONS)
 def test_the_bias_stays_in_fp32(convert: Callable[[nn.Module], nn.Module]) -> None:
-    made = router()
-    bias = made.e_score_correction_bias.clone()
-    converted = nn.Sequential(made)
+    gate = router()
+    bias = gate.e_score_correction_bias.clone()
+    converted = nn.Sequential(gate)
     converted = convert(converted) if convert is not CONVERSIONS[-1] else nn.Sequential(convert(converted))
     [half] = converted
     assert half.weight.dtype in (torch.bfloat16, torch.float16)
@@ -63,32 +63,32 @@ def test_the_bias_can_be_wider() -> None:
 
 
 def test_the_bias_is_not_trained() -> None:
-    made = router()
-    made.requires_grad_(True)
-    assert list(dict(made.named_parameters())) == ["weight"]
-    assert list(made.state_dict()) == ["weight", "e_score_correction_bias"]
-    _, _, weights = made(torch.randn(5, 16))
+    gate = router()
+    gate.requires_grad_(True)
+    assert list(dict(gate.named_parameters())) == ["weight"]
+    assert list(gate.state_dict()) == ["weight", "e_score_correction_bias"]
+    _, _, weights = gate(torch.randn(5, 16))
     weights.square().sum().backward()
-    assert made.weight.grad is not None
-    assert made.e_score_correction_bias.grad is None
+    assert gate.weight.grad is not None
+    assert gate.e_score_correction_bias.grad is None
 
 
 def test_logits_of_bf16_tokens_are_in_fp32() -> None:
-    made, x = router().bfloat16(), torch.randn(9, 16).bfloat16()
-    expected = x.float() @ made.weight.float().T
-    assert torch.equal(made(x)[0], expected)
+    gate, x = router().bfloat16(), torch.randn(9, 16).bfloat16()
+    expected = x.float() @ gate.weight.float().T
+    assert torch.equal(gate(x)[0], expected)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(made(x)[0], expected)
+        assert torch.equal(gate(x)[0], expected)
     rounded = router(in_fp32=False).bfloat16()(x)[0]
     assert rounded.dtype == torch.bfloat16
 
 
 def test_shared_experts_are_added() -> None:
     torch.manual_seed(0)
-    made, x = DeepSeekMoE(router(), Experts(16, 8, 12), GatedMLP(16, 24)), torch.randn(2, 5, 16)
+    gate, x = DeepSeekMoE(router(), Experts(16, 8, 12), GatedMLP(16, 24)), torch.randn(2, 5, 16)
     tokens = x.flatten(0, 1)
-    routed = made.experts(tokens, *made.gate(tokens)[1:]).view(x.shape)
-    torch.testing.assert_close(made(x), routed + made.shared_experts(x))
+    routed = gate.experts(tokens, *gate.gate(tokens)[1:]).view(x.shape)
+    torch.testing.assert_close(gate(x), routed + gate.shared_experts(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ligerzoo import AutoModel
+from ligerzoo.adapters import add_lora, merge_lora
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError
+from ligerzoo.kernels.recompute import Recompute
 from ligerzoo.models import DeepseekV3, DeepseekV3Config, Glm4MoeLite, Glm4MoeLiteConfig
 from tests.files.test_quantized import dequantized_by_block, random_fp8
-from tests.models.comparing import raw_bytes, stored_tensors
+from tests.models.comparing import all_gradients, assert_close, raw_bytes, stored_tensors
 from tests.models.tiny import Tiny
 from tests.models.tiny_deepseek_v3 import CHECKPOINTS, DEEPSEEK_V3, with_mtp_on_the_hub
 from tests.models.tiny_glm4_moe import GLM4_MOE
@@ -94,6 +96,39 @@ def test_training_leaves_biases_of_routers_alone(directory: Path) -> None:
     assert torch.equal(model.state_dict()[BIAS], before)
 
 
+def test_lora_updates_decode_and_merge(directory: Path) -> None:
+    """An update of `kv_b_proj` is not absorbed: decoding expands keys and values."""
+    model, tokens = AutoModel.from_pretrained(directory), torch.randint(101, (2, 12))
+    add_lora(model, rank=4)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert "model.layers.1.self_attn.kv_b_proj.lora_A" in trained
+    assert "model.layers.1.mlp.shared_experts.up_proj.lora_B" in trained
+    assert not any("mlp.gate." in name for name in trained)
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.normal_(std=0.1)
+        whole, cache = model(tokens).logits, model.new_cache()
+        parts = [model(part, past_key_values=cache).logits for part in tokens.split([9, 1, 1, 1], 1)]
+        assert_close(torch.cat(parts, 1), whole, "logits from a cache")
+        merge_lora(model)
+        assert_close(model(tokens).logits, whole, "logits of merged weights")
+
+
+@pytest.mark.parametrize("level", [Recompute.ELEMENTWISE, Recompute.MLP, Recompute.BLOCK])
+def test_recomputed_activations_give_the_same_gradients(directory: Path, level: Recompute) -> None:
+    model, tokens = AutoModel.from_pretrained(directory).train(), torch.randint(101, (2, 12))
+    expected = all_gradients(model, input_ids=tokens, labels=tokens)
+    model.model.activation_plan = (level, level)
+    got = all_gradients(model, input_ids=tokens, labels=tokens)
+    assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+
+
+def test_compiled_in_one_graph(directory: Path) -> None:
+    model, tokens = AutoModel.from_pretrained(directory), torch.randint(101, (2, 12))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, labels=tokens).loss, model(tokens, labels=tokens).loss)
+
+
 def test_router_logits_are_returned_and_add_no_loss(directory: Path) -> None:
     model, tokens = AutoModel.from_pretrained(directory), torch.randint(101, (1, 20))
     plain, with_logits = (model(tokens, labels=tokens, output_router_logits=flag) for flag in (False, True))
@@ -147,6 +182,14 @@ def test_other_routers_are_refused(base: dict[str, Any], entry: str, value: obje
 def test_other_layers_of_minimax_are_refused(entry: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{entry}: "):
         architecture_of("minimax_m2").config_from_hf({**MINIMAX_M2, entry: value})
+
+
+def test_rotated_features_of_minimax() -> None:
+    config = {name: value for name, value in MINIMAX_M2.items() if name != "partial_rotary_factor"}
+    read = architecture_of("minimax_m2").config_from_hf
+    assert read({**config, "rotary_dim": 6}).rotary_size == 6
+    assert read({**config, "rotary_dim": None}).rotary_size == 12
+    assert read({**config, "rotary_dim": 6, "partial_rotary_factor": 1.0}).rotary_size == 12
 
 
 @pytest.mark.parametrize(

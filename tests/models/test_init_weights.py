@@ -18,6 +18,7 @@ from ligerzoo.layers import (
     Embedding,
     GatedMLP,
     GatedPreNormBlock,
+    GatedRMSNorm,
     LayerNorm,
     Linear,
     LMHead,
@@ -118,7 +119,11 @@ def test_statistics(model_type: str, std: float) -> None:
             elif isinstance(module, XIELU):
                 expected = 0.8 if own == "alpha_p" else 0.3
                 torch.testing.assert_close(nn.functional.softplus(parameter.data), torch.tensor([expected]))
-            elif own == "bias":
+            elif isinstance(module, GatedRMSNorm) or own == "dt_bias":
+                assert (parameter == 1).all(), name
+            elif own == "A_log":  # of rates between 0 and 16
+                assert math.log(0.01) <= parameter.min().item() < parameter.max().item() <= math.log(16), name
+            elif own.endswith("bias"):
                 assert (parameter == 0).all(), name
             elif isinstance(module, CrossAttentionBlock) or own == "gate":
                 assert isinstance(module, CrossAttentionBlock | TileEmbedding | TilePositionEmbedding), name

@@ -28,6 +28,7 @@ MINIMAX_M2: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_local_experts": 8,
     "output_router_logits": False,
+    "partial_rotary_factor": 0.5,  # transformers 5.17 ignores rotary_dim
     "qk_norm_type": "per_layer",
     "rms_norm_eps": 1e-06,
     "rope_theta": 5000000,
@@ -70,7 +71,8 @@ def minimaxes() -> Iterator[Tiny]:
         {"head_dim": 128, "num_hidden_layers": 2, "attn_type_list": [1, 1]},
         absent=(
             "attention_dropout", "head_dim", "hidden_act", "initializer_range", "max_position_embeddings",
-            "output_router_logits", "qk_norm_type", "rms_norm_eps", "rope_theta", "rotary_dim", "router_aux_loss_coef",
+            "output_router_logits", "partial_rotary_factor", "qk_norm_type",
+            "rms_norm_eps", "rope_theta", "rotary_dim", "router_aux_loss_coef",
             "router_jitter_noise", "scoring_func", "shared_intermediate_size", "use_qk_norm",
             "use_routing_bias",
         ),
@@ -80,7 +82,7 @@ def minimaxes() -> Iterator[Tiny]:
     yield variant(MINIMAX_M2, "saved by transformers", saved, by_transformers=True, shards=2)
     stacked = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
     yield variant(
-        MINIMAX_M2, "stacked experts", stacked, absent=("rope_theta", "rotary_dim"),
+        MINIMAX_M2, "stacked experts", stacked, absent=("partial_rotary_factor", "rope_theta", "rotary_dim"),
         tensors=on_hub(with_steady_mixtures, "mlp"),
     )  # fmt: skip
     yield minimax("load-balancing loss", {"output_router_logits": True, "router_aux_loss_coef": 3.0})
