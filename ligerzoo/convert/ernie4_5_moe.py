@@ -2,6 +2,7 @@
 
 config.json calls our `num_experts` `moe_num_experts` and our `num_experts_per_tok` `moe_k`. With `use_bias`, the head
 has a bias too in transformers, which is not supported. Tensors of multi-token prediction are kept.
+Routers that are stored in fp32 stay in fp32.
 """
 
 from __future__ import annotations
@@ -49,5 +50,6 @@ ARCHITECTURE = Architecture(
         Layout((Rename("mlp.moe_statics.e_score_correction_bias", _BIAS), *LAYOUTS[0].rules)),
         Layout((Rename("mlp.gate.moe_statics.e_score_correction_bias", _BIAS),)),
     ),
+    keeps_fp32=lambda name: name.endswith(".mlp.gate.weight"),
     is_extra_tensor=lambda name: is_rotary_buffer(name) or _MTP.fullmatch(name) is not None,
 )  # fmt: skip

@@ -87,7 +87,22 @@ class Router(nn.Module):
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, renormalize={self.renormalize}"
 
 
-class SigmoidRouter(nn.Module):
+class _BalancingBias(nn.Module):
+    """Part of a router with a balancing bias, which stays in at least fp32."""
+
+    e_score_correction_bias: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        converted = self.e_score_correction_bias
+        if accumulation_dtype(converted.dtype) != converted.dtype:
+            self.e_score_correction_bias = bias.to(converted.device)
+        return self
+
+
+class SigmoidRouter(_BalancingBias):
     """Selects k of E experts by sigmoid scores, with a bias for balanced load (DeepSeek-V3, 2024, section 2.1.2).
 
     With s = sigmoid(weight @ x) in fp32, the experts with the k largest s + `e_score_correction_bias` are selected, and
@@ -112,8 +127,6 @@ class SigmoidRouter(nn.Module):
         ValueError: k is not between 1 and the number of experts in the selected groups, or E is not a multiple of G, or
             groups have a single expert.
     """
-
-    e_score_correction_bias: Tensor
 
     def __init__(
         self,
@@ -184,15 +197,6 @@ class SigmoidRouter(nn.Module):
             backend=backend,
         )  # fmt: skip
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""
-        bias = self.e_score_correction_bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        converted = self.e_score_correction_bias
-        if accumulation_dtype(converted.dtype) != converted.dtype:
-            self.e_score_correction_bias = bias.to(converted.device)
-        return self
-
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
         options: dict[str, Any] = {"renormalize": self.renormalize, "scale": self.scale}
@@ -202,7 +206,7 @@ class SigmoidRouter(nn.Module):
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, {shown}"
 
 
-class BiasedRouter(Router):
+class BiasedRouter(_BalancingBias, Router):
     """Selects k of E experts by probabilities plus a bias for balanced load (ERNIE 4.5, Baidu 2025, section 2.2).
 
     With p = softmax(weight @ x) in fp32, the experts with the k largest p + bias are selected, and weighted by p
@@ -215,11 +219,8 @@ class BiasedRouter(Router):
         min_sum: the sum by which weights are divided is at least this.
 
     Attributes:
-        weight: (E, H), at least fp32 whatever the dtype of the module.
-        e_score_correction_bias: (1, E), likewise.
+        e_score_correction_bias: (1, E), at least fp32 whatever the dtype of the module.
     """
-
-    e_score_correction_bias: Tensor
 
     def __init__(
         self,
@@ -231,10 +232,10 @@ class BiasedRouter(Router):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wide = accumulation_dtype(dtype or torch.get_default_dtype())
-        super().__init__(hidden_size, num_experts, num_experts_per_token, device=device, dtype=wide)
+        super().__init__(hidden_size, num_experts, num_experts_per_token, device=device, dtype=dtype)
         self.min_sum = min_sum
-        self.register_buffer("e_score_correction_bias", torch.zeros(1, num_experts, device=device, dtype=wide))
+        bias = torch.zeros(1, num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
+        self.register_buffer("e_score_correction_bias", bias)
 
     def init_weights(self, std: float = INIT_STD) -> None:
         """Samples the weight from N(0, std^2) and sets the bias to 0."""
@@ -258,17 +259,6 @@ class BiasedRouter(Router):
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E), fp32."""
         return linear_fp32(x, self.weight)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Converts the module, as `to` does. Of a conversion to half precision, tensors follow the device only."""
-
-        def convert(tensor: Tensor) -> Tensor:
-            converted = fn(tensor)
-            is_wide = accumulation_dtype(converted.dtype) == converted.dtype
-            return converted if is_wide else tensor.to(converted.device)
-
-        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
-        return self
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

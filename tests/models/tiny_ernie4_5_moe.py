@@ -58,6 +58,8 @@ def with_mtp(tensors: Tensors) -> Tensors:
 
 def ernie4_5_moes() -> Iterator[Tiny]:
     ernie = partial(variant, ERNIE4_5_MOE, tensors=hub)
+    stacked = {"moe_layer_start_index": 0, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    yield variant(ERNIE4_5_MOE, "stacked experts", stacked, tensors=with_steady_mixtures)
     yield ernie("as on the hub", stored_dtype=torch.bfloat16, tensors=with_mtp)
     yield ernie(
         "minimal config",
@@ -76,9 +78,13 @@ def ernie4_5_moes() -> Iterator[Tiny]:
             "num_hidden_layers": 3, "output_router_logits": True, "torch_dtype": "float32",
         },
     )  # fmt: skip
-    yield variant(ERNIE4_5_MOE, "untied, saved by transformers", {"tie_word_embeddings": False}, by_transformers=True)
-    stacked = {"moe_layer_start_index": 0, "tie_word_embeddings": False}
-    yield variant(ERNIE4_5_MOE, "stacked experts", stacked, tensors=with_steady_mixtures)
+    yield variant(
+        ERNIE4_5_MOE,
+        "untied, saved by transformers",
+        {"tie_word_embeddings": False},
+        by_transformers=True,
+        stored_dtype=torch.bfloat16,
+    )
 
 
 CHECKPOINTS = list(ernie4_5_moes())
