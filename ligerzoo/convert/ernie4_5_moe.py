@@ -1,4 +1,4 @@
-"""Converter for ERNIE 4.5 MoE checkpoints, stored as Qwen2-MoE's, with biases of routers beside the routers.
+"""Converter for ERNIE 4.5 MoE checkpoints, stored as Qwen2-MoE's, with other names of the biases of routers.
 
 config.json calls our `num_experts` `moe_num_experts` and our `num_experts_per_tok` `moe_k`. With `use_bias`, the head
 has a bias too in transformers, which is not supported. Tensors of multi-token prediction are kept.
