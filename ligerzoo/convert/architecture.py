@@ -57,6 +57,7 @@ class Architecture:
         layouts: possible layouts of the tensors. New models are saved in the first.
         prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
+        module_prefixes: pairs (prefix of our parameters, prefix in transformers' modules) that differ.
         is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
             tensors and saving writes them again.
         classifier_class: class in transformers that classifies sequences. Defaults to a name like that of `hf_class`.
@@ -77,6 +78,7 @@ class Architecture:
     write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
     layouts: tuple[Layout, ...] = (Layout(),)
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
+    module_prefixes: tuple[tuple[str, str], ...] = ()
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
     classifier_class: str | None = None
     optional: frozenset[str] = frozenset()
@@ -133,10 +135,11 @@ class Architecture:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
 
         Of the rules of checkpoints, those of fused, interleaved and transposed weights and of parts such as a vision
-        tower hold. The names of other modules are ours, which follow transformers.
+        tower hold. The names of other modules are ours, which follow transformers up to `module_prefixes`.
         """
         kinds = Fused | ModuleRules | Interleaved | Transposed
-        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds)))
+        rules = tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds))
+        return Layout(rules, prefixes=self.module_prefixes)
 
     @property
     def wrapper_layout(self) -> Layout:
