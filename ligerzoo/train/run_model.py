@@ -75,7 +75,7 @@ def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, ne
     """
     if new and options.lora_rank is not None and lacks_weights(options.model):
         raise ConfigError(
-            "an adapter of random weights is of no use: only the adapter would be saved", where="option lora_rank",
+            "an adapter needs trained weights: the random ones would not be saved", where="option lora_rank",
             got=options.model, expected="a model with weights", remedy="Train all weights of a new model.",
         )  # fmt: skip
     source, adapt = _source(options, run), adaptation(options)

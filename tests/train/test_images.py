@@ -427,6 +427,15 @@ def test_parts_that_train(part: str, qwen: Path, chats: Path, tmp_path: Path) ->
     assert changed == {name for name in before if name.startswith(part)}
 
 
+def test_a_vision_tower_alone_needs_images(qwen: Path, tmp_path: Path) -> None:
+    data = tmp_path / "texts.jsonl"
+    messages = [{"role": "user", "content": "lion"}, {"role": "assistant", "content": "tiger"}]
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+    given = options(qwen, data, tmp_path / "run", seq_length=128, max_steps=2, train_only=("visual",))
+    with pytest.raises(LigerzooError, match=r"no weight that trains takes part in the loss.*has images"):
+        sft.main(sft.Options(**given))
+
+
 @pytest.mark.parametrize("targets, part", [(None, "layers"), (("visual.blocks",), "visual.blocks")])
 def test_parts_that_lora_trains(
     targets: tuple[str, ...] | None, part: str, qwen: Path, chats: Path, tmp_path: Path

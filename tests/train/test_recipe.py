@@ -284,7 +284,7 @@ def test_adapters_of_random_weights_are_refused(checkpoint: Path, data: Path, tm
     text = tmp_path / "text.txt"
     text.write_text(data.read_text())
     given = options(checkpoint, text, tmp_path / "run", model=str(checkpoint / "config.json"), method="pretrain")
-    with pytest.raises(ConfigError, match="option lora_rank: an adapter of random weights is of no use"):
+    with pytest.raises(ConfigError, match="option lora_rank: an adapter needs trained weights"):
         train({**given, "lora_rank": 2})
 
 
