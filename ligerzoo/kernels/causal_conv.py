@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
@@ -36,6 +35,7 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.registration import needs_dispatch, register
 from ligerzoo.kernels.tiling import column_sums_
+from ligerzoo.kernels.torch_math import silu
 
 ConvActivation = Literal["silu"]
 
@@ -76,7 +76,7 @@ def reference(
     if bias is not None:
         y = y + bias.to(dtype)
     if activation == "silu":
-        y = F.silu(y)
+        y = silu(y)
     return y.to(x.dtype)
 
 

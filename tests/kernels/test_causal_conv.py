@@ -66,15 +66,15 @@ def test_equals_torchs_convolution(device: str) -> None:
     torch.testing.assert_close(causal_conv1d(x, weight, bias, activation="silu"), expected)
 
 
-@needs_triton
-def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(device: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, device: str) -> None:
     torch.manual_seed(0)
     bounds = [0, 1, 3, 35, 70]
     x, weight, upstream = (torch.randn(*shape, device=device) for shape in ((1, 70, 6), (6, 4), (1, 70, 6)))
 
     def results(first: int, end: int, segment_start: Tensor | None) -> list[Tensor]:
         leaf = x[:, first:end].clone().requires_grad_()
-        y: Any = causal_conv1d(leaf, weight, segment_start=segment_start, activation="silu", backend="triton")
+        y: Any = causal_conv1d(leaf, weight, segment_start=segment_start, activation="silu", backend=backend)
         return [y.detach(), *torch.autograd.grad(y, leaf, upstream[:, first:end])]
 
     packed = results(0, 70, starts_of(bounds, device))
