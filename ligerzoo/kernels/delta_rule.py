@@ -8,7 +8,7 @@ q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key
 
 `delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass, `delta_torch` both in plain torch.
 
-Saved: q, k, v and `Prepared`, 64 elements and 4 bytes per token and value head and 8 bytes per token and key head.
+Saved: q, k, v and `Prepared`, 66 elements per token and value head and 8 bytes per token and key head.
 Recomputed in backward: the deltas and the states between chunks.
 """
 
@@ -32,6 +32,7 @@ from ligerzoo.kernels.delta_chunks import (
     Tokens,
     allocate_prepared,
     chunk_table,
+    total_dtype,
 )
 from ligerzoo.kernels.delta_torch import chunked
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
@@ -109,7 +110,7 @@ def _scan_bytes(tokens: Tokens) -> int:
 def _prepared_bytes(tokens: Tokens) -> int:
     _, k, v = tokens
     n_tokens = v.shape[0] * v.shape[1]
-    return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + 4) + 8 * k.shape[2])
+    return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + total_dtype(v).itemsize) + 8 * k.shape[2])
 
 
 def _forward_peak(tokens: Tokens) -> int:

@@ -69,24 +69,25 @@ def chunked(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORMALIZATION_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q * scale, k))
 
-    total = g.cumsum(-2)
-    last = total[..., -1:, :]
-    decay = (total - total.mT).tril().exp().tril()
+    total = g.cumsum(-2, dtype=torch.float64)  # the error of a small difference of large sums is as large as theirs
+    decay = (total - total.mT).tril().to(dtype).exp().tril()
+    decay_before, decay_after = total.to(dtype).exp(), (total[..., -1:, :] - total).to(dtype).exp()
     system = (beta * decay * (k @ k.mT)).tril(-1)
     strength = torch.diag_embed(beta.squeeze(-1))
     inverse = torch.linalg.solve_triangular(system, strength, upper=False, unitriangular=True)
     attention = decay * (q @ k.mT)
-    per_chunk = v, inverse, attention, total.exp() * k, total.exp() * q, (last - total).exp() * k, last.exp()
+    kept = decay_before[..., -1:, :]
+    per_chunk = v, inverse, attention, decay_before * k, decay_before * q, decay_after * k, kept
 
     state = v.new_zeros(batch, heads, k.shape[-1], value_dim) if initial_state is None else initial_state.to(dtype)
     outputs = []
     for chunk, tensors in enumerate(zip(*(x.unbind(1) for x in per_chunk), strict=True)):
-        values, solver, weights, readers, queries, writers, kept = tensors
+        values, solver, weights, readers, queries, writers, kept_share = tensors
         if layout is not None:
             state = state.masked_fill(layout.forgets[:, chunk, None, None, None], 0.0)
         delta = solver @ (values - readers @ state)
         outputs.append(queries @ state + weights @ delta)
-        state = kept * state + writers.mT @ delta
+        state = kept_share * state + writers.mT @ delta
     return _join(torch.stack(outputs, 1), tokens, layout), state
 
 
