@@ -295,6 +295,9 @@ def _key_gradients_kernel(
             squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
             dattention = tl.load(dattention_ptr + squares, mask=in_chunk[:, None], other=0.0)
             dsystem = tl.load(dsystem_ptr + squares, mask=in_chunk[:, None], other=0.0)
+            # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
+            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dattention.to(tl.float32), 0.0), 1)[:, None]
+            dattention = tl.where(rows[:, None] > rows[None, :], dattention, 0.0).to(k.dtype)
             state_slot, dstate_slot = row * n_slots + start // CHUNK, row * (n_slots + 1) + dslot
 
             product = _outer_with_state(
@@ -303,7 +306,7 @@ def _key_gradients_kernel(
             ) * (decay * scale)[:, None]  # fmt: skip
             product = tl.dot(dattention, k, product, input_precision="ieee")
             dtotal = tl.sum(q.to(tl.float32) * product, 1)
-            dq += product
+            dq += product + diagonal * k.to(tl.float32)
 
             product = _outer_with_state(
                 dv_ptr, states_ptr, state_slot, has_state, batch, tokens, head, value_batch_stride, value_token_stride,
@@ -327,7 +330,7 @@ def _key_gradients_kernel(
             product = tl.dot(tl.trans(dattention), q, product, input_precision="ieee")
             product -= tl.dot(tl.trans(dsystem), k, input_precision="ieee")
             dtotal -= tl.sum(k.to(tl.float32) * product, 1)
-            dk += product
+            dk += product + diagonal * q.to(tl.float32)
 
             dtotal += tl.where(tokens == end - 1, dlast, 0.0)
             gates = (batch * n_tokens + tokens) * n_heads + head
