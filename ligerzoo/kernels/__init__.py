@@ -23,6 +23,7 @@ from ligerzoo.kernels.few_rows import linear_glu
 from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
 from ligerzoo.kernels.gating import ClampedSwiGLU, GatedActivation
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.latent_decode_attention import latent_decode_attention
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -35,7 +36,7 @@ from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
-from ligerzoo.kernels.route import Routing, route
+from ligerzoo.kernels.route import Routing, route, route_sigmoid
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
 from ligerzoo.kernels.stochastic_rounding import round_stochastically
@@ -73,6 +74,7 @@ __all__ = [
     "glu_linear",
     "jsd",
     "kl_div",
+    "latent_decode_attention",
     "layer_norm",
     "linear_cross_entropy",
     "linear_glu",
@@ -87,6 +89,7 @@ __all__ = [
     "rope",
     "round_stochastically",
     "route",
+    "route_sigmoid",
     "sample_tokens",
     "set_logits_budget",
     "sink_attention",

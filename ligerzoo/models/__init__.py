@@ -1,15 +1,19 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from ligerzoo.models.gemma import Gemma, GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
 from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text, Gemma3TextConfig
 from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
+from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
+from ligerzoo.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
 from ligerzoo.models.gpt_oss import GptOss, GptOssConfig
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.llama import Llama, LlamaConfig
+from ligerzoo.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from ligerzoo.models.ministral import Ministral, MinistralConfig
 from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 from ligerzoo.models.mistral import Mistral, MistralConfig
@@ -24,13 +28,18 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisi
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
+from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText, Qwen3_5MoeTextConfig
+from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
 __all__ = [
     "CausalLM",
     "CausalLMOutput",
+    "DeepseekV3",
+    "DeepseekV3Config",
     "Gemma",
     "Gemma2",
     "Gemma2Config",
@@ -43,6 +52,10 @@ __all__ = [
     "Glm",
     "Glm4",
     "Glm4Config",
+    "Glm4Moe",
+    "Glm4MoeConfig",
+    "Glm4MoeLite",
+    "Glm4MoeLiteConfig",
     "GlmConfig",
     "GptOss",
     "GptOssConfig",
@@ -51,6 +64,8 @@ __all__ = [
     "Labels",
     "Llama",
     "LlamaConfig",
+    "MiniMaxM2",
+    "MiniMaxM2Config",
     "Ministral",
     "Ministral3",
     "Ministral3Config",
@@ -80,6 +95,12 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
+    "Qwen3_5MoeText",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5Text",
+    "Qwen3_5TextConfig",
     "SequenceClassifier",
     "SequenceClassifierOutput",
     "SmolLM3",
