@@ -1,8 +1,8 @@
 """The gated delta rule in plain torch, by chunks of 32 tokens: what runs on a CPU, and with `backend="torch"`.
 
 The formulas are those of `delta_chunks`. Chunks begin at the start of each segment, and zeros after their tokens fill
-them up. Tokens of zeros do not change the state, and all matrix products have the same shapes: so a segment has the
-results of the segment alone, bit by bit.
+them up. Tokens of zeros do not change the state, and all matrix products have the same shapes and memory layout: so a
+segment has the results of the segment alone, bit by bit.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ def chunked(
 
     state = v.new_zeros(batch, heads, k.shape[-1], value_dim) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    for chunk, tensors in enumerate(zip(*(x.unbind(1) for x in per_chunk), strict=True)):
+    for chunk, tensors in enumerate(zip(*(x.unbind() for x in per_chunk), strict=True)):
         values, solver, weights, readers, queries, writers, kept_share = tensors
         if layout is not None:
             state = state.masked_fill(layout.forgets[:, chunk, None, None, None], 0.0)
         delta = solver @ (values - readers @ state)
         outputs.append(queries @ state + weights @ delta)
         state = kept_share * state + writers.mT @ delta
-    return _join(torch.stack(outputs, 1), tokens, layout), state
+    return _join(torch.stack(outputs), tokens, layout), state
 
 
 def _split(x: Tensor, layout: _Layout | None) -> Tensor:
-    """(B, T, heads, D) -> (B, N, heads, 32, D), with zeros after the tokens of a chunk; N is at least 1."""
+    """(B, T, heads, D) -> (N, B, heads, 32, D), contiguous, with zeros after the tokens of a chunk; N is at least 1."""
     batch, tokens = x.shape[:2]
     if layout is None:
         padding = max(1, cdiv(tokens, CHUNK)) * CHUNK - tokens
@@ -100,12 +100,12 @@ def _split(x: Tensor, layout: _Layout | None) -> Tensor:
     else:
         rows = torch.arange(batch, device=x.device)[:, None]
         x = F.pad(x, (0, 0, 0, 0, 0, 1))[rows, layout.sources]
-    return x.unflatten(1, (-1, CHUNK)).transpose(2, 3)
+    return x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4).contiguous()
 
 
 def _join(x: Tensor, tokens: int, layout: _Layout | None) -> Tensor:
-    """(B, N, heads, 32, D) -> (B, T, heads, D)."""
-    x = x.transpose(2, 3).flatten(1, 2)
+    """(N, B, heads, 32, D) -> (B, T, heads, D)."""
+    x = x.permute(1, 0, 3, 2, 4).flatten(1, 2)
     if layout is None:
         return x[:, :tokens]
     return x[torch.arange(len(x), device=x.device)[:, None], layout.positions]
