@@ -1072,3 +1072,11 @@ def test_convert_does_not_overwrite_files(
         assert cli.main(["convert", str(checkpoint), str(target)]) == 1
         assert "already exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_chat_template_in_another_encoding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    (tmp_path / "template.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    arguments = ["tokenizer", str(tmp_path / "text.txt"), "--vocab-size", "300", "--output", str(tmp_path / "new")]
+    assert cli.main([*arguments, "--chat-template", str(tmp_path / "template.jinja")]) == 1
+    assert "error: option chat_template: cannot be read; got " in capsys.readouterr().err

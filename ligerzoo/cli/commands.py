@@ -136,12 +136,12 @@ def serve(options: argparse.Namespace) -> int:
         raise LigerzooError(what, remedy="Run `pip install ligerzoo[serve]`.") from error
     from ligerzoo.generate import Scheduler
     from ligerzoo.serve.engine import Engine
-    from ligerzoo.text.chat_template import ChatTemplate
+    from ligerzoo.text.chat_template import ChatTemplate, read_template
 
     with listen(options.host, options.port) as listener:
         tokenizer = load_tokenizer(options)
         if options.chat_template is not None:
-            source = options.chat_template.read_text(encoding="utf-8")
+            source = read_template(options.chat_template)
             tokenizer.chat_templates = {"default": ChatTemplate(source, str(options.chat_template))}
         model = load_model(options)
         cache_dtype = find_cache_dtype(options.cache_dtype)

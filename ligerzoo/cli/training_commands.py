@@ -104,13 +104,14 @@ def plain(value: Any) -> Any:
 
 def tokenizer(options: argparse.Namespace) -> int:
     """Trains a tokenizer and writes it to a new directory."""
+    from ligerzoo.text.chat_template import read_template
     from ligerzoo.train.new_tokenizer import CHATML, train_tokenizer
 
     target: Path = options.output
     refuse_existing_files(target, "tokenizer")
     template: str | None = {"chatml": CHATML, "none": None}.get(options.chat_template, options.chat_template)
     if options.chat_template not in ("chatml", "none"):
-        template = Path(options.chat_template).read_text(encoding="utf-8")
+        template = read_template(options.chat_template)
     with warnings_as_lines():
         trained = train_tokenizer(options.files, options.vocab_size, chat_template=template)
     trained.save_pretrained(target)

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ligerzoo.errors import TokenizerError
+from ligerzoo.errors import ConfigError, TokenizerError
 
 _MAX_SECONDS = 1.5  # CPU time for one conversation
 _MAX_MEMORY = 192 * 2**20
@@ -41,6 +41,20 @@ _MAX_REPLY = 2**27  # bytes: the longest text as JSON, with at most 12 bytes per
 _START = (
     "import sys; sys.path[:] = sys.argv[2:]; from ligerzoo.text.template_worker import main; main(int(sys.argv[1]))"
 )
+
+
+def read_template(path: str | Path) -> str:
+    """Returns the source of a chat template in a file that the option `chat_template` names.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "cannot be read", where="option chat_template", got=f"{path}: {error}", expected="a jinja file in UTF-8"
+        ) from error
 
 
 class ChatTemplate:

@@ -121,7 +121,7 @@ class RewardFunction:
         """Returns a reward as a finite number."""
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise LigerzooError(

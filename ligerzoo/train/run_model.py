@@ -13,6 +13,7 @@ from ligerzoo.adapters import adapters_disabled, add_lora, freeze_all_but
 from ligerzoo.errors import ConfigError
 from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
 from ligerzoo.models import CausalLM
+from ligerzoo.text.chat_template import read_template
 from ligerzoo.train import processes
 from ligerzoo.train.checks import check_model
 from ligerzoo.train.run_options import RunOptions
@@ -51,14 +52,7 @@ def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
 
 def _set_chat_template(tokenizer: Tokenizer, options: RunOptions) -> None:
     if options.chat_template is not None:
-        try:
-            source = Path(options.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "cannot be read", where="option chat_template", got=f"{options.chat_template}: {error}",
-                expected="a jinja file in UTF-8",
-            ) from error  # fmt: skip
-        tokenizer.set_chat_template(source, options.chat_template)
+        tokenizer.set_chat_template(read_template(options.chat_template), options.chat_template)
 
 
 def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, new: bool = False) -> CausalLM:

@@ -89,6 +89,11 @@ class RunState:
             self.checkpoint = newest_checkpoint(self.output)
             if self.checkpoint is not None:
                 state = read_json(self.checkpoint / STATE_FILE)
+                if missing := [name for name in ("options", "step") if name not in state]:
+                    raise CheckpointError(
+                        "is not the state of a run", where=self.checkpoint / STATE_FILE,
+                        got=f"no {' and no '.join(missing)}", remedy="Remove this directory to resume an earlier one.",
+                    )  # fmt: skip
                 self._refuse_changes(state["options"], may_change)
                 self._refuse_other_processes(state.get("processes", 1))
                 self.step = int(state["step"])

@@ -111,6 +111,7 @@ def test_missing_files(tmp_path: Path, name: str) -> None:
             "return [1.0, None]",
             r"for a completion of sums\.jsonl\[7\]: the reward is not a finite number; got None for",
         ),
+        ("return [10**400, 1]", r"the reward is not a finite number; got 1000"),
         ("return [float('nan'), 1]", r"the reward is not a finite number; got nan for 'two'; expected a finite number"),
         ("return [1, float('inf')]", r"the reward is not a finite number; got inf for '2'"),
         ("return ['high', 1]", r"the reward is not a finite number; got 'high'"),

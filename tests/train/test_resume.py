@@ -138,6 +138,9 @@ def test_a_checkpoint_is_a_model(checkpoint: Path, data: Path, tmp_path: Path) -
     state = json.loads((saved / "state.json").read_text())
     assert state["step"] == 2
     assert state["options"]["lr"] == 1e-3
+    (saved / "state.json").write_text('{"step": 2}')
+    with pytest.raises(CheckpointError, match=r"state\.json: is not the state of a run; got no options"):
+        train(options(checkpoint, data, tmp_path / "run", max_steps=2, resume=True))
 
 
 def test_an_earlier_run_is_not_overwritten(checkpoint: Path, data: Path, tmp_path: Path) -> None:
