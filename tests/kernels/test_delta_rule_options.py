@@ -107,7 +107,7 @@ def test_outputs_and_gradients(case: Case) -> None:
 @thoroughly(100)
 @given(case=cases())
 def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(case: Case) -> None:
-    assume(BACKEND == "triton" or case.batch == 1 or case.heads != (1, 1))  # torch has other code for one product
+    assume(BACKEND == "triton" or case.batch == 1)  # in another row, products on a CPU have other alignments
     device = "cuda" if ON_GPU else "cpu"
     torch.manual_seed(case.seed)
     inputs, options = case.inputs(device)[:5], case.options(device)

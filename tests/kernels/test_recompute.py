@@ -12,7 +12,17 @@ from ligerzoo.kernels.recompute import Recompute, recomputing
 from ligerzoo.layers import Context
 from ligerzoo.memory import on_meta, simulate_step
 from ligerzoo.memory.tracker import allocated_bytes
-from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models import (
+    CausalLM,
+    Llama,
+    LlamaConfig,
+    Mixtral,
+    MixtralConfig,
+    Qwen3_5Text,
+    Qwen3_5TextConfig,
+    Qwen3Moe,
+    Qwen3MoeConfig,
+)
 
 pytestmark = pytest.mark.skipif(not (INTERPRETING or torch.cuda.is_available()), reason="needs the kernels")
 
@@ -28,6 +38,18 @@ MODELS = {
     "mixture": lambda device: Mixtral(MixtralConfig(**SIZES, num_experts=4, sliding_window=None), device=device),
     "mixture with normalized heads": lambda device: Qwen3Moe(
         Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        device=device,
+    ),
+    "linear attention": lambda device: Qwen3_5Text(
+        Qwen3_5TextConfig(
+            **SIZES,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            layer_types=["linear_attention"] * 3,
+        ),
         device=device,
     ),
 }
