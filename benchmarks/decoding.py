@@ -36,6 +36,7 @@ CONFIGS: dict[str, Any] = {
     "llama_8b": LLAMA_8B,
     "llama_1b": models.LlamaConfig(**LLAMA_1B),
     "qwen3_30b_a3b": models.Qwen3MoeConfig(**{**QWEN3_30B_A3B_4_LAYERS, "num_hidden_layers": 48}),
+    "gpt_oss_20b": models.GptOssConfig(num_hidden_layers=24, num_experts=32),
     "tiny": models.LlamaConfig(**TINY),
     "tiny_moe": models.Qwen3MoeConfig(**TINY, num_key_value_heads=2, moe_intermediate_size=16, num_experts=8),
 }

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from benchmarks.measure import write_result
 from benchmarks.training_step import LLAMA_1B
 from ligerzoo import AutoModel, models
+from ligerzoo.train.optimizers import make_optimizer
 
 QWEN3_30B_A3B_4_LAYERS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -58,12 +59,14 @@ class Workload:
         config: config of the model.
         patch: the function of liger-kernel that patches transformers.
         batch, length: size of the batch in rows and tokens.
+        optimizer: name for `make_optimizer`, of the plain loop.
     """
 
     config: Any
     patch: str
     batch: int
     length: int
+    optimizer: str = "adamw"
 
 
 WORKLOADS = {
@@ -163,7 +166,7 @@ def train_in_trainer(model: nn.Module, workload: Workload, steps: int) -> list[f
 def train_in_plain_loop(model: nn.Module, workload: Workload, steps: int) -> list[float]:
     """Returns the time at the end of each step."""
     data = rows(workload, workload.batch * steps)
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
+    optimizer = make_optimizer(list(model.train().parameters()), workload.optimizer, lr=1e-5)
     ends = []
     for i in range(steps):
         ids = torch.stack([row["input_ids"] for row in data[i * workload.batch : (i + 1) * workload.batch]]).to(DEVICE)

@@ -4,10 +4,11 @@
     python -m benchmarks.training --workloads llama_8b_lora_1x8192
     python -m benchmarks.training --merge results/of/another/machine.json
 
-Random bf16 weights and tokens, fused AdamW, no gradient clipping; two steps to warm up and three measured ones. LoRA
-has rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on those of attention. ligerzoo trains with the
-activation plan of a budget, and its updates are in fp32. Its peers recompute nothing, or all blocks if that does not
-fit; PEFT's updates are in bf16, its fastest setting. The setting that was measured is in the results.
+Random bf16 weights and tokens, fused AdamW (for gpt-oss-20b torchao's with 8-bit moments), no gradient clipping; two
+steps to warm up and three measured ones. LoRA has rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on
+those of attention. ligerzoo trains with the activation plan of a budget, and its updates are in fp32. Its peers
+recompute nothing, or all blocks if that does not fit; PEFT's updates are in bf16, its fastest setting. The setting that
+was measured is in the results.
 
 Each provider measures the workloads of a model in a separate process. The file of results is written after each
 measurement; errors are results too. A measurement replaces that of the same workload and provider, and drops those of
@@ -63,18 +64,20 @@ class Workload:
         model: name of a config in `benchmarks.decoding.CONFIGS`.
         batch, length: rows and tokens per row.
         adapted: names of the linear layers with LoRA; empty to train all weights.
+        optimizer: name for `make_optimizer`.
     """
 
     model: str
     batch: int
     length: int
     adapted: tuple[str, ...] = ()
+    optimizer: str = "adamw"
 
     @property
     def in_trainer(self) -> trainer.Workload:
         config = CONFIGS[self.model]
         patch = f"apply_liger_kernel_to_{architecture_for_config(type(config)).model_type}"
-        return trainer.Workload(config, patch, self.batch, self.length)
+        return trainer.Workload(config, patch, self.batch, self.length, self.optimizer)
 
 
 WORKLOADS = {
@@ -85,6 +88,7 @@ WORKLOADS = {
     "llama_8b_lora_1x8192": Workload("llama_8b", 1, 8192, LINEARS),
     "llama_8b_lora_4x8192": Workload("llama_8b", 4, 8192, LINEARS),
     "qwen3_30b_a3b_lora_1x8192": Workload("qwen3_30b_a3b", 1, 8192, ATTENTION),
+    "gpt_oss_20b_1x8192": Workload("gpt_oss_20b", 1, 8192, optimizer="adamw-8bit"),
     "tiny_2x16": Workload("tiny", 2, 16),
     "tiny_1x8": Workload("tiny", 1, 8),
     "tiny_lora_2x16": Workload("tiny", 2, 16, LINEARS),
@@ -124,7 +128,9 @@ Budget = float | str
 def our_settings(model: Any, workload: Workload, budgets: Sequence[Budget]) -> Iterator[Json]:
     """Applies the activation plan of each budget, and yields its description with the predicted peak."""
     for budget in budgets:
-        plan = plan_activations(model, batch_size=workload.batch, seq_length=workload.length, budget=budget)
+        plan = plan_activations(
+            model, batch_size=workload.batch, seq_length=workload.length, budget=budget, optimizer=workload.optimizer
+        )
         apply_activation_plan(model, plan)
         levels = {level.name.lower(): plan.levels.count(level) for level in sorted(set(plan.levels))}
         blocks = ", ".join(f"{count} blocks {level}" for level, count in levels.items())

@@ -87,7 +87,7 @@ class _Plan:
         layout, shapes = architecture_of_model(model).module_layout, base_shapes(model)
         stored = {
             f"{PREFIX}{part.stored_name}": part for name in shapes for part in layout.slices_of(name, shapes)
-            if not part.stored_index
+            if part.is_copy
         }  # fmt: skip
         adapted = {target.stored_parameter for update, _ in self.updates for target in update.targets}
         self.saved, self.replaced = {}, {}
@@ -179,7 +179,7 @@ def _copy_update(model: LanguageModel, update: StoredUpdate, tensors: Mapping[st
     first = update.targets[0]
     with torch.no_grad():
         if first.is_experts:
-            for name, value in zip("AB", unpack_experts(a, b, first.shape[0]), strict=True):
+            for name, value in zip("AB", unpack_experts(a, b, first.shape[0], first.is_interleaved), strict=True):
                 model.get_parameter(f"{first.module}.{first.parameter}_lora_{name}").copy_(value)
             return
         for target in update.targets:

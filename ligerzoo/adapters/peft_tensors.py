@@ -2,7 +2,8 @@
 
 A linear layer has lora_A.weight (r, K) and lora_B.weight (O, r), and with DoRA lora_magnitude_vector (O,). An embedding
 has lora_embedding_A (r, V) and lora_embedding_B (H, r). E experts have lora_A.weight (E r, K), expert by expert, and
-lora_B.weight (O, r E), in which the expert is the faster index.
+lora_B.weight (O, r E), in which the expert is the faster index. If transformers' gate and up projections alternate, so
+do the rows of B.
 
 Transformers' experts are one module with two parameters. PEFT wraps it twice, and names the tensors of the first one
 as those of the wrapper's `base_layer`.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ligerzoo.adapters.targets import Target
@@ -75,11 +77,15 @@ def stored_updates(targets: list[Target]) -> list[StoredUpdate]:
     ]
 
 
-def pack_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def pack_experts(a: Tensor, b: Tensor, is_interleaved: bool) -> tuple[Tensor, Tensor]:
     """(E, r, K) and (E, O, r) -> (E r, K) and (O, r E)."""
+    if is_interleaved:
+        b = torch.stack(b.chunk(2, 1), 2).flatten(1, 2)
     return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
-def unpack_experts(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def unpack_experts(a: Tensor, b: Tensor, experts: int, is_interleaved: bool) -> tuple[Tensor, Tensor]:
     """The inverse of `pack_experts`."""
+    if is_interleaved:
+        b = torch.cat([b[::2], b[1::2]])
     return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)  # type: ignore[no-untyped-call]

@@ -102,7 +102,7 @@ def _merge_parts(model: LanguageModel, update: StoredUpdate) -> tuple[list[Tenso
     options: list[LoRAOptions] = [layer.lora[t.parameter] for layer, t in zip(layers, update.targets, strict=True)]
     if first.is_experts:
         a, b = (_whole(getattr(layers[0], f"{first.parameter}_lora_{name}")) for name in "AB")
-        return [*pack_experts(a, b), None], options[0]
+        return [*pack_experts(a, b, first.is_interleaved), None], options[0]
     if not first.is_part:
         magnitude = layers[0].lora_magnitude_vector
         matrices = [_whole(getattr(layers[0], name)) for name in (layers[0].a_name, layers[0].b_name)]
@@ -195,10 +195,10 @@ def _add_saved_modules(model: LanguageModel, tensors: dict[str, Tensor], directo
                 got="both train", remedy="Freeze the weight.",
             )  # fmt: skip
         for key, parameter in own.items():
-            [part] = layout.slices_of(f"{name}.{key}", shapes)
-            if part.stored_index:
+            part = next(layout.slices_of(f"{name}.{key}", shapes))
+            if not part.is_copy:
                 raise CheckpointError(
-                    "PEFT's files hold whole modules of transformers, which fuses this one with others",
+                    "PEFT's files hold whole modules of transformers, which stores this one in another layout",
                     where=f"{directory}, module {name!r}", expected=f"an update of {part.stored_name!r}",
                     remedy="Train it with add_lora, or save the whole model.",
                 )  # fmt: skip

@@ -24,8 +24,9 @@ class Target:
         parameter: name of its parameter.
         shape: shape of the parameter.
         stored_parameter: name of transformers' parameter, of which ours may be some rows.
-        stored_shape: its shape.
+        stored_shape: its shape, as (..., outputs, inputs).
         rows: first and last row, exclusive, of our parameter in it.
+        is_interleaved: the rows of our gate and up projections alternate in it.
         kind: the layer's class without update.
     """
 
@@ -35,6 +36,7 @@ class Target:
     stored_parameter: str
     stored_shape: Shape
     rows: tuple[int, int]
+    is_interleaved: bool
     kind: type
 
     @property
@@ -85,11 +87,15 @@ def targets_of(model: LanguageModel) -> list[Target]:
             continue
         for parameter in parameters:
             name = f"{module_name}.{parameter}"
-            [part] = layout.slices_of(name, shapes)
+            part, *others = layout.slices_of(name, shapes)
             first = part.stored_index[0].start if part.stored_index else 0
             rows = first, first + shapes[name][0]
+            *stack, outputs, inputs = part.stored_shape
+            stored_shape = (*stack, inputs, outputs) if part.transposed else part.stored_shape
             found.append(
-                Target(module_name, parameter, shapes[name], part.stored_name, part.stored_shape, rows, kind)
+                Target(
+                    module_name, parameter, shapes[name], part.stored_name, stored_shape, rows, bool(others), kind
+                )
             )  # fmt: skip
     return found
 

@@ -26,6 +26,7 @@ MODEL_TYPES = (
     "gemma3_text",
     "glm",
     "glm4",
+    "gpt_oss",
     "granite",
     "llama",
     "ministral",

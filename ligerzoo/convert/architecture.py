@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Shape
+from ligerzoo.convert.weights import Fused, Interleaved, Layout, ModuleRules, Rename, Rule, Shape, Transposed
 from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")
@@ -132,10 +132,28 @@ class Architecture:
     def module_layout(self) -> Layout:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
 
-        Of the rules of checkpoints, those of fused projections and of parts such as a vision tower hold. The names of
-        other modules are ours, which follow transformers.
+        Of the rules of checkpoints, those of fused, interleaved and transposed weights and of parts such as a vision
+        tower hold. The names of other modules are ours, which follow transformers.
         """
-        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, Fused | ModuleRules)))
+        kinds = Fused | ModuleRules | Interleaved | Transposed
+        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds)))
+
+    @property
+    def wrapper_layout(self) -> Layout:
+        """`module_layout` for our modules under the names of transformers.
+
+        Their interleaved and transposed weights are ours, so they have other names.
+        """
+
+        def renamed(rule: Rule) -> Rule:
+            match rule:
+                case Interleaved():
+                    return Rename(f"{rule.path}_split", rule.path)
+                case Transposed():
+                    return Rename(f"{rule.path}_transposed", rule.path)
+            return rule
+
+        return Layout(tuple(map(renamed, self.module_layout.rules)))
 
     def build(
         self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None

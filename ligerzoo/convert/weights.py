@@ -4,9 +4,9 @@ A layout is a tuple of rules. A rule maps each parameter to slices of stored ten
 
     parameters[slice.name][slice.index] = stored[slice.stored_name][slice.stored_index]
 
-Loading copies from right to left (`assemble`), saving from left to right (`StoredTensors`). A rule finds parameters by
-a dotted path in their names ("self_attn.q_proj" is part of "model.layers.3.self_attn.q_proj.bias"), so one rule covers
-the weights and biases of all layers.
+possibly transposed. copies from right to left (`assemble`), saving from left to right (`StoredTensors`). A rule finds
+parameters by a dotted path in their names ("self_attn.q_proj" is part of "model.layers.3.self_attn.q_proj.bias"), so
+one rule covers the weights and biases of all layers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class TensorSlice:
         stored_name: name of the stored tensor.
         stored_shape: shape of the whole stored tensor.
         name: name of the parameter.
-        stored_index: index into the stored tensor; () selects all of it.
+        stored_index: index into the stored tensor, with steps of 1 or more; () selects all of it.
         index: index into the parameter; () selects all of it.
+        transposed: the last two dimensions of the stored tensor are swapped.
     """
 
     stored_name: str
@@ -44,6 +45,17 @@ class TensorSlice:
     name: str
     stored_index: tuple[slice, ...] = ()
     index: tuple[int | slice, ...] = ()
+    transposed: bool = False
+
+    def select(self, stored: Tensor) -> Tensor:
+        """Returns a view of the slice of the stored tensor, with the dimensions of the parameter."""
+        selected = stored[self.stored_index]
+        return selected.mT if self.transposed else selected
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the parameter is the whole stored tensor, in the same layout."""
+        return not (self.stored_index or self.index or self.transposed)
 
 
 @runtime_checkable
@@ -132,6 +144,51 @@ class PerExpert:
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """Stacked gate and up projections whose outputs alternate in the checkpoint; the parameter has the gate's first.
+
+    Attributes:
+        path: dotted path of the parameter, a stack of matrices (experts, 2I, H) or of biases (experts, 2I).
+        transposed: matrices are stored as (experts, H, 2I).
+    """
+
+    path: str
+    transposed: bool = False
+
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        if not _contains(name, self.path):
+            return None
+        experts, outputs, *inputs = shapes[name]
+        is_transposed = self.transposed and bool(inputs)
+        stored_shape = (experts, *inputs, outputs) if is_transposed else (experts, outputs, *inputs)
+        parts = []
+        for first, rows in enumerate((slice(0, outputs // 2), slice(outputs // 2, outputs))):
+            stored_index = [slice(0, experts), slice(first, outputs, 2), *(slice(0, size) for size in inputs)]
+            if is_transposed:
+                stored_index[1:] = reversed(stored_index[1:])
+            index = (slice(0, experts), rows)
+            parts.append(TensorSlice(name, stored_shape, name, tuple(stored_index), index, is_transposed))
+        return parts
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Stacked matrices that are stored transposed, for products `x @ W`.
+
+    Attributes:
+        path: dotted path of the parameter.
+    """
+
+    path: str
+
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        if not _contains(name, self.path):
+            return None
+        *stack, rows, columns = shapes[name]
+        return [TensorSlice(name, (*stack, columns, rows), name, transposed=True)]
+
+
+@dataclass(frozen=True)
 class ModuleRules:
     """Rules that apply to one part of the model only, such as the vision tower.
 
@@ -211,9 +268,15 @@ def within(part: TensorSlice, box: Box) -> TensorSlice | None:
     Returns:
         A slice whose `index` is relative to the box.
     """
+    stored_slices = [
+        part.stored_index[i] if i < len(part.stored_index) else slice(None) for i in range(len(part.stored_shape))
+    ]
+    sources = [range(size)[chosen] for size, chosen in zip(part.stored_shape, stored_slices, strict=True)]
+    if part.transposed:
+        sources[-2:] = reversed(sources[-2:])
+    remaining = iter(sources)
     stored_index: list[slice] = []
     index: list[int | slice] = []
-    stored_sizes = iter(enumerate(part.stored_shape))
     for dimension, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         chosen = part.index[dimension] if dimension < len(part.index) else slice(None)
         if isinstance(chosen, int):
@@ -221,16 +284,16 @@ def within(part: TensorSlice, box: Box) -> TensorSlice | None:
                 return None
             index.append(chosen - offset)
             continue
-        stored, stored_size = next(stored_sizes)
-        source = part.stored_index[stored] if stored < len(part.stored_index) else slice(None)
-        first = source.start or 0
+        source = next(remaining)
         start = chosen.start or 0
-        count = (stored_size if source.stop is None else source.stop) - first
-        begin, end = max(start, offset), min(start + count, offset + size)
+        begin, end = max(start, offset), min(start + len(source), offset + size)
         if begin >= end:
             return None
-        stored_index.append(slice(first + begin - start, first + end - start))
+        own = source[begin - start : end - start]
+        stored_index.append(slice(own.start, own.stop, own.step))
         index.append(slice(begin - offset, end - offset))
+    if part.transposed:
+        stored_index[-2:] = reversed(stored_index[-2:])
     is_whole = all(chosen == slice(0, size) for chosen, size in zip(index, box.shape, strict=True))
     return replace(part, stored_index=tuple(stored_index), index=() if is_whole else tuple(index))
 
@@ -264,7 +327,7 @@ def assemble(
     Args:
         slices: every slice of every parameter to build.
         shapes: shapes of the parameters, by name.
-        read: returns the part of the stored tensor that a slice selects, on the device.
+        read: returns the part of the stored tensor that a slice selects (`TensorSlice.select`), on the device.
         dtype: dtype of the parameters.
         device: device of the parameters.
     """
@@ -283,7 +346,7 @@ def assemble(
 class StoredTensors(Mapping[str, Tensor]):
     """A model's tensors as the checkpoint stores them.
 
-    Returns views where possible. A tensor that concatenates several parameters is rebuilt at each access.
+    Returns views where possible. A tensor that several slices make up is rebuilt at each access.
 
     Args:
         slices: every slice of every parameter.
@@ -325,8 +388,17 @@ class StoredTensors(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, stored_name: str) -> Tensor:
-        parts = [self.parameter(part.name)[part.index] for part in self._slices[stored_name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = self._slices[stored_name]
+        values = [self.parameter(part.name)[part.index] for part in parts]
+        values = [value.mT if part.transposed else value for part, value in zip(parts, values, strict=True)]
+        if len(parts) == 1:
+            return values[0]
+        if all(len(part.stored_index) == 1 for part in parts):  # rows
+            return torch.cat(values)
+        stored = values[0].new_empty(parts[0].stored_shape)
+        for part, value in zip(parts, values, strict=True):
+            stored[part.stored_index] = value
+        return stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slices)

@@ -338,7 +338,7 @@ def _read(
         for piece in (matrices_of(part) if part.stored_name in checkpoint.quantized else [part])
     ]  # fmt: skip
     total = sum(
-        math.prod(rows.stop - rows.start for rows in part.stored_index)
+        math.prod(len(range(rows.start, rows.stop, rows.step or 1)) for rows in part.stored_index)
         * checkpoint.tensors[part.stored_name].dtype.itemsize
         for part in own_slices
     )
@@ -348,7 +348,7 @@ def _read(
         def read(part: TensorSlice) -> Tensor:
             value = checkpoint.read_slice(part.stored_name, part.stored_index, copy)
             progress.update(value.numel() * checkpoint.tensors[part.stored_name].dtype.itemsize)
-            return value
+            return value.mT if part.transposed else value
 
         shapes = {name: box.shape for name, box in boxes.items()}
         weights = assemble(own_slices, shapes, read, dtype=dtype, device=device)

@@ -122,8 +122,11 @@ def _shared(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     """Returns a parameter: the same object if it is a whole tensor, or else a view of rows."""
     part = parts[0]
     tensor = tensors[part.stored_name]
-    whole = tensor if not part.stored_index else nn.Parameter(tensor.detach()[part.stored_index], tensor.requires_grad)
-    problem = "stored in several tensors" if len(parts) > 1 else None if whole.is_contiguous() else "not contiguous"
+    whole = tensor if part.is_copy else nn.Parameter(part.select(tensor.detach()), tensor.requires_grad)
+    problem = None if whole.is_contiguous() else "not contiguous"
+    if len(parts) > 1:
+        is_one = all(other.stored_name == part.stored_name for other in parts)
+        problem = "stored in another order" if is_one else "stored in several tensors"
     if problem:
         raise CheckpointError(
             f"cannot be shared: {problem}", where=f"{_WHERE}, tensor {part.stored_name!r}",
@@ -137,7 +140,7 @@ def _copied(parts: list[TensorSlice], tensors: Mapping[str, Tensor], shapes: Map
     first = tensors[parts[0].stored_name]
 
     def read(part: TensorSlice) -> Tensor:
-        return tensors[part.stored_name].detach()[part.stored_index].clone(memory_format=torch.contiguous_format)
+        return part.select(tensors[part.stored_name].detach()).clone(memory_format=torch.contiguous_format)
 
     [value] = assemble(parts, shapes, read, dtype=first.dtype, device=first.device).values()
     return nn.Parameter(value, first.requires_grad) if first.is_floating_point() else value

@@ -237,14 +237,14 @@ def _is_same(stored: Tensor, parameter: Tensor, part: TensorSlice) -> bool:
     """Whether the slices of both are the same elements of the same memory."""
     if is_dtensor(stored) or is_dtensor(parameter):
         return False
-    return stored[part.stored_index].is_set_to(parameter[part.index])
+    return part.select(stored).is_set_to(parameter[part.index])
 
 
 def _copy(parts: Iterable[TensorSlice], state: Mapping[str, Tensor], parameter: Tensor) -> None:
     """Copies the slices of stored tensors that make up a parameter. With a DTensor, each rank copies its shard."""
 
     def read(part: TensorSlice) -> Tensor:
-        return full(state[part.stored_name])[part.stored_index].to(parameter.device)
+        return part.select(full(state[part.stored_name])).to(parameter.device)
 
     if not is_dtensor(parameter):
         for part in parts:

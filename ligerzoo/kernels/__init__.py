@@ -6,6 +6,7 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 
 from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.adamw import adamw_update
+from ligerzoo.kernels.attention_sinks import apply_sinks, sink_attention
 from ligerzoo.kernels.cache_write import write_to_cache
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
@@ -15,6 +16,7 @@ from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.few_rows import linear_glu
+from ligerzoo.kernels.gating import ClampedSwiGLU, GatedActivation
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
@@ -36,7 +38,9 @@ from ligerzoo.kernels.stochastic_rounding import round_stochastically
 __all__ = [
     "Activation",
     "Backend",
+    "ClampedSwiGLU",
     "FilterBounds",
+    "GatedActivation",
     "LowRank",
     "Reduction",
     "Routing",
@@ -45,6 +49,7 @@ __all__ = [
     "activation_linear",
     "adamw_update",
     "add_rms_norm",
+    "apply_sinks",
     "cross_entropy",
     "decode_attention",
     "decode_experts",
@@ -72,6 +77,7 @@ __all__ = [
     "route",
     "sample_tokens",
     "set_logits_budget",
+    "sink_attention",
     "softmax",
     "swiglu",
     "token_logps",

@@ -64,7 +64,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation:
 
 
 @jit
-def _scaled_silu(x, scale: tl.constexpr, EXACT: tl.constexpr):
+def scaled_silu(x, scale: tl.constexpr, EXACT: tl.constexpr):
     s, complement = sigmoids(scale * x, EXACT)
     return x * s, s * (1.0 + scale * x * complement)
 
@@ -88,9 +88,9 @@ def _gelu(x, EXACT: tl.constexpr):
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """a(x) and a'(x). EXACT selects the functions of `math` that are exact in fp32."""
     if ACTIVATION == "silu":
-        return _scaled_silu(x, 1.0, EXACT)
+        return scaled_silu(x, 1.0, EXACT)
     elif ACTIVATION == "quick_gelu":
-        return _scaled_silu(x, 1.702, EXACT)
+        return scaled_silu(x, 1.702, EXACT)
     elif ACTIVATION == "gelu_tanh":
         return _gelu_tanh(x, EXACT)
     else:

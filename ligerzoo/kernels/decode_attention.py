@@ -2,7 +2,8 @@
 
     y = softmax(cap(q K^T * scale)) V,   cap(s) = softcap * tanh(s / softcap) or the identity
 
-over the keys from `first` to `last` that are not padding. A decode step reads the whole cache and computes little, so
+over the keys from `first` to `last` that are not padding, and a sink: a logit of the head that takes part in the
+softmax, but has no value (see `attention_sinks`). A decode step reads the whole cache and computes little, so
 the keys of a head are split among programs until all multiprocessors read. Each program also returns the logarithm of
 its sum of exponentials; a second kernel combines the parts, sixteen at a time. The bounds of the visible keys are read
 on the device: a captured CUDA graph serves every length up to the cache's capacity, and reads only what is visible. The
@@ -18,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_floats, check_tensor
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     Backend,
     accumulation_dtype,
@@ -47,6 +48,7 @@ def reference(
     fallback: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`decode_attention` in plain torch: the specification, the CPU path and the test oracle."""
     wide = accumulation_dtype(q.dtype)
@@ -65,7 +67,12 @@ def reference(
         visible = visible & padding_mask
     if fallback is not None:
         visible = visible | (index == fallback[:, None])
-    probabilities = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        column = sinks.to(wide)[None, :, None].expand(len(q), -1, 1)
+        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
 
 
@@ -89,7 +96,7 @@ def _products(q, k, PRECISION: tl.constexpr):
 
 @kernel
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, padding_ptr, fallback_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, padding_ptr, fallback_ptr, sink_ptr, out_ptr, lse_ptr,
     q_batch_stride, q_head_stride, k_batch_stride, k_head_stride, k_key_stride,
     v_batch_stride, v_head_stride, v_key_stride, first_stride, last_stride, padding_stride, fallback_stride,
     scale, softcap, n_kv_heads, group, head_dim, n_keys,
@@ -151,14 +158,17 @@ def _split_kernel(
     nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
     if lse_ptr is not None:
         tl.store(lse_ptr + row, maximum + tl.log(nonzero), mask=members < group)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + heads, mask=members < group, other=0.0).to(tl.float32)
+        nonzero = total + tl.exp(sink - maximum)
     sums = sums / nonzero[:, None]
     tl.store(out_ptr + row[:, None] * head_dim + features[None, :], sums.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 @kernel
 def _combine_kernel(
-    parts_ptr, lse_ptr, first_ptr, last_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys, n_splits,
-    BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    parts_ptr, lse_ptr, first_ptr, last_ptr, sink_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys,
+    n_splits, BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // n_heads
@@ -184,6 +194,8 @@ def _combine_kernel(
         total = total * decay + tl.sum(weights, axis=0)
         sums = sums * decay + tl.sum(weights[:, None] * parts, axis=0)
         maximum = new_maximum
+    if sink_ptr is not None:
+        total += tl.exp(tl.load(sink_ptr + row % n_heads).to(tl.float32) - maximum)
     tl.store(out_ptr + row * head_dim + features, (sums / total).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
@@ -195,6 +207,7 @@ def _allocate(q: Tensor) -> Tensor:
 def _forward(
     q: Tensor, keys: Tensor, values: Tensor, first: Tensor | None, last: Tensor | None,
     padding_mask: Tensor | None, fallback: Tensor | None, scale: float, softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     out = _allocate(q)
     batch, n_heads, head_dim = q.shape
@@ -208,7 +221,7 @@ def _forward(
     lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
     bounds = [0 if x is None or len(x) == 1 else x.stride(0) for x in (first, last, padding_mask, fallback)]
     _split_kernel[batch * n_kv_heads * n_splits](
-        q, keys, values, first, last, padding_mask, fallback, parts, lse,
+        q, keys, values, first, last, padding_mask, fallback, sinks if n_splits == 1 else None, parts, lse,
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *bounds,
         scale, softcap, n_kv_heads, group, head_dim, capacity,
         n_splits, blocks, max(_MIN_HEADS, next_power_of_2(group)), dim_tile, block,
@@ -216,8 +229,8 @@ def _forward(
     )  # fmt: skip
     if lse is not None:
         _combine_kernel[batch * n_heads](
-            parts, lse, first, last, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile, block,
-            _PARTS, num_warps=4,
+            parts, lse, first, last, sinks, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile,
+            block, _PARTS, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -238,6 +251,7 @@ def decode_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attends from one query per sequence to the keys of a cache. Not differentiable.
@@ -254,6 +268,7 @@ def decode_attention(
             a query that would attend to no key; -1 or None for none.
         scale: factor of the scores; None for D^-0.5.
         softcap: soft cap of the scores (Gemma Team 2024, section 2); None for no cap.
+        sinks: (N,), the logit of each head's sink, of any floating-point dtype; None for no sinks.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
@@ -279,12 +294,16 @@ def decode_attention(
             f"decode_attention: q is {tuple(q.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)}; "
             "expected shapes (B, N, D), (B, K, S, D) and (B, K, S, D), N a multiple of K"
         )
+    check_optional_floats("decode_attention", sinks=sinks)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"decode_attention: sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[1:2])}")
     is_read = keys.dtype == values.dtype == FP8 and is_supported(keys)
     if not is_read:
         keys, values = from_storage(keys, q.dtype), from_storage(values, q.dtype)
     if not uses_triton(*((q,) if is_read else (q, keys, values)), backend=backend):
-        return reference(q, keys, values, first, last, padding_mask, fallback, scale, softcap)
+        return reference(q, keys, values, first, last, padding_mask, fallback, scale, softcap, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.no_grad():
         q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
-        return _forward(q, keys, values, first, last, padding_mask, fallback, scale, softcap)
+        sinks = None if sinks is None else sinks.contiguous()
+        return _forward(q, keys, values, first, last, padding_mask, fallback, scale, softcap, sinks)

@@ -1,11 +1,13 @@
 """The expert MLPs of a few tokens, as in each step of decoding a mixture of experts (Shazeer et al. 2017).
 
-    y_t = residual_t + sum_e w_te * down[e] @ (act(gate) * up),   gate and up the halves of gate_up[e] @ x_t
+    y_t = residual_t + sum_e w_te * (down[e] @ (act(gate) * up) + down_bias[e]),
+    gate and up the halves of gate_up[e] @ x_t + gate_up_bias[e]
 
 over the experts e of token t, as `experts_mlp`. A decode step reads the weights of the experts that its tokens need and
 computes little, so the kernels are made to keep many reads in flight:
 
-    gate_up    a program computes some features of one expert, for its rows, and applies the activation and w
+    gate_up    a program computes some features of one expert, for its rows, and applies the activation (see `gating`)
+               and w
     down       likewise, from those features to outputs in fp32
     combine    sums the outputs of each token in fp32, in the order of experts, and adds the residual
 
@@ -26,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate, check_activation
 from ligerzoo.kernels.checks import check_floats, check_optional_floats, describe
 from ligerzoo.kernels.dispatch import (
     Backend,
@@ -37,10 +38,13 @@ from ligerzoo.kernels.dispatch import (
     next_power_of_2,
     uses_triton,
 )
+from ligerzoo.kernels.experts import check_biases, contiguous_biases
+from ligerzoo.kernels.gating import GatedActivation, Gating, gate_and_up, gated, gating
 from ligerzoo.kernels.grouped_mm import add_product, input_precision
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.route import Routing
+from ligerzoo.kernels.weighted_glu import Biases
 
 _MIN_ROWS, _MAX_ROWS = 16, 64  # of tokens in a matrix product
 
@@ -68,16 +72,24 @@ def reference(
     gate_up: Tensor,
     down: Tensor,
     residual: Tensor | None = None,
-    activation: Activation = "silu",
+    activation: GatedActivation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """`decode_experts` in plain torch, one expert after the other: the specification and the test oracle."""
     wide = accumulation_dtype(x.dtype)
     values = x.new_empty(len(routing.tokens), x.shape[1], dtype=wide)
     bounds = routing.bounds.tolist()
     for expert, start, end in zip(routing.experts.tolist(), bounds, bounds[1:], strict=False):
-        gate, up = F.linear(x[routing.tokens[start:end]], gate_up[expert]).to(wide).chunk(2, -1)
-        active = routing.weights[start:end, None] * ACTIVATIONS[activation](gate) * up
+        hidden = F.linear(x[routing.tokens[start:end]], gate_up[expert]).to(wide)
+        weights = routing.weights[start:end, None]
+        if gate_up_bias is not None:
+            hidden = hidden + gate_up_bias[expert]
+        gate, up = hidden.chunk(2, -1)
+        active = weights * gated(gate, up, gating(activation))
         values[start:end] = F.linear(active.to(x.dtype), down[expert]).to(wide)
+        if down_bias is not None:
+            values[start:end] += weights * down_bias[expert]
     y = values[routing.rows].sum(1)
     return (y if residual is None else residual + y).to(x.dtype)
 
@@ -107,10 +119,10 @@ def _product(
 
 @kernel
 def _gate_up_kernel(
-    x_ptr, gate_up_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, active_ptr,
+    x_ptr, gate_up_ptr, bias_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, active_ptr,
     x_stride, expert_stride, row_stride, n_features, n_inner,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     FEATURES: tl.constexpr = COLS // 2
     tiles = tl.cdiv(n_features, FEATURES)
@@ -120,7 +132,8 @@ def _gate_up_kernel(
     # Rows of the gate and of the up projection alternate, so that a thread holds both numbers of a feature.
     cols = tl.arange(0, COLS)
     feature = tile.to(tl.int64) * FEATURES + cols // 2
-    w_ptrs = gate_up_ptr + expert * expert_stride + (feature + cols % 2 * n_features) * row_stride
+    output = feature + cols % 2 * n_features
+    w_ptrs = gate_up_ptr + expert * expert_stride + output * row_stride
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
         tokens = tl.load(tokens_ptr + rows, mask=rows < end, other=0).to(tl.int64)
@@ -128,20 +141,24 @@ def _gate_up_kernel(
             x_ptr + tokens * x_stride, rows < end, w_ptrs, feature < n_features, n_inner,
             ROWS, COLS, INNER, IS_EVEN, PRECISION,
         )  # fmt: skip
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert * 2 * n_features + output, mask=feature < n_features, other=0.0)
+            hidden += bias.to(tl.float32)[None, :]
         gate, up = hidden.reshape(ROWS, FEATURES, 2).split()
         weights = tl.load(weights_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)
-        activated, _ = activate(gate, ACTIVATION, x_ptr.dtype.element_ty == tl.float32)
+        active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, x_ptr.dtype.element_ty == tl.float32)
         features = tile * FEATURES + tl.arange(0, FEATURES)
         tl.store(
             active_ptr + rows.to(tl.int64)[:, None] * n_features + features[None, :],
-            (weights[:, None] * activated * up).to(active_ptr.dtype.element_ty),
+            (weights[:, None] * active).to(active_ptr.dtype.element_ty),
             mask=(rows < end)[:, None] & (features < n_features)[None, :],
         )
 
 
 @kernel
 def _down_kernel(
-    active_ptr, down_ptr, experts_ptr, bounds_ptr, values_ptr, expert_stride, row_stride, n_cols, n_inner,
+    active_ptr, down_ptr, bias_ptr, experts_ptr, bounds_ptr, weights_ptr, values_ptr, expert_stride, row_stride,
+    n_cols, n_inner,
     ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(n_cols, COLS)
@@ -156,6 +173,10 @@ def _down_kernel(
             active_ptr + rows * n_inner, rows < end, w_ptrs, cols < n_cols, n_inner,
             ROWS, COLS, INNER, IS_EVEN, PRECISION,
         )  # fmt: skip
+        if bias_ptr is not None:
+            weights = tl.load(weights_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + expert * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            values += weights[:, None] * bias[None, :]
         tl.store(
             values_ptr + rows[:, None] * n_cols + cols[None, :],
             values,
@@ -181,7 +202,8 @@ def _combine_kernel(
 
 @kernel
 def _one_token_kernel(
-    active_ptr, down_ptr, experts_ptr, residual_ptr, y_ptr, expert_stride, row_stride, n_cols, n_inner, n_rows,
+    active_ptr, down_ptr, bias_ptr, experts_ptr, weights_ptr, residual_ptr, y_ptr, expert_stride, row_stride, n_cols,
+    n_inner, n_rows,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr, IS_EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -204,6 +226,11 @@ def _one_token_kernel(
         y = tl.where(is_last, y + value, y)
         value = tl.where(is_last, 0.0, value)
     y = tl.sum(tl.where(is_first[:, None], y, 0.0), axis=0)
+    if bias_ptr is not None:
+        for row in range(n_rows):
+            expert = tl.load(experts_ptr + row).to(tl.int64)
+            bias = tl.load(bias_ptr + expert * n_cols + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            y += tl.load(weights_ptr + row).to(tl.float32) * bias
     if residual_ptr is not None:
         y += tl.load(residual_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
     tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
@@ -219,7 +246,7 @@ def _flops(routing: Routing, gate_up: Tensor, down: Tensor) -> int:
 
 @register("decode_experts", fake=_allocate, flops=_flops)
 def _forward(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, residual: Tensor | None, activation: Activation
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, residual: Tensor | None, biases: Biases, gating: Gating
 ) -> Tensor:
     y, x = _allocate(x), as_rows(x)
     (n_tokens, n_cols), (n_experts, _, n_features) = x.shape, down.shape
@@ -233,23 +260,24 @@ def _forward(
 
     tile = _fitted(_GATE_UP_TILE, rows, n_cols, x.dtype)
     _gate_up_kernel[n_active * cdiv(n_features, tile.cols // 2)](
-        x, gate_up, routing.experts, routing.bounds, routing.tokens, routing.weights, active,
+        x, gate_up, biases.gate_up, routing.experts, routing.bounds, routing.tokens, routing.weights, active,
         x.stride(0), *gate_up.stride()[:2], n_features, n_cols, rows, tile.cols, tile.inner, n_cols % tile.inner == 0,
-        activation, input_precision(), num_warps=tile.warps, num_stages=tile.stages,
+        *gating, input_precision(), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if n_tokens == 1:
         tile = _fitted(_ONE_TOKEN_TILE, _MIN_ROWS, n_features, x.dtype)
         _one_token_kernel[cdiv(n_cols, tile.cols)](
-            active, down, routing.experts, residual, y, *down.stride()[:2], n_cols, n_features, n_rows,
-            next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+            active, down, biases.down, routing.experts, routing.weights, residual, y, *down.stride()[:2], n_cols,
+            n_features, n_rows, next_power_of_2(n_rows), _MIN_ROWS, tile.cols, tile.inner, n_features % tile.inner == 0,
+            input_precision(),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return y
     values = x.new_empty(n_rows, n_cols, dtype=torch.float32)
     tile = _fitted(_DOWN_TILE, rows, n_features, x.dtype)
     _down_kernel[n_active * cdiv(n_cols, tile.cols)](
-        active, down, routing.experts, routing.bounds, values, *down.stride()[:2], n_cols, n_features,
-        rows, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
+        active, down, biases.down, routing.experts, routing.bounds, routing.weights, values, *down.stride()[:2], n_cols,
+        n_features, rows, tile.cols, tile.inner, n_features % tile.inner == 0, input_precision(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     block = min(_COMBINE_BLOCK, next_power_of_2(n_cols))
@@ -277,24 +305,29 @@ def decode_experts(
     routing: Routing,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    activation: Activation = "silu",
+    activation: GatedActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """Computes the weighted sum of each token's expert MLPs, for few tokens. Not differentiable.
 
-    `y_t = residual_t + sum_e w_te * down[e] @ (act(gate) * up)` over the experts e of token t, where `gate` and `up`
-    are the halves of `gate_up[e] @ x_t`. Deterministic. Without a host sync, except in fp64 and for backend="torch".
-    For many tokens, and for training, use `experts_mlp`.
+    `y_t = residual_t + sum_e w_te * (down[e] @ (act(gate) * up) + down_bias[e])` over the experts e of token t, where
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except
+    in fp64 and for backend="torch". For many
+    tokens, and for training, use `experts_mlp`.
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.
         routing: of these tokens, from `route`.
         gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`. Copied if its last stride is not 1.
         down: (E, H, I), in the dtype of `x`. Copied if its last stride is not 1.
+        gate_up_bias: (E, 2I), of any floating-point dtype; None for 0.
+        down_bias: (E, H), of any floating-point dtype; None for 0.
         residual: (T, H), added in fp32 before the result is rounded; None for 0.
-        activation: the activation of the gate, see `activation_linear`.
+        activation: see `experts_mlp`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:
@@ -306,10 +339,10 @@ def decode_experts(
             support the tensors.
     """
     check_floats("decode_experts", x=x, gate_up=gate_up, down=down)
-    check_optional_floats("decode_experts", residual=residual)
+    check_optional_floats("decode_experts", residual=residual, gate_up_bias=gate_up_bias, down_bias=down_bias)
     if not isinstance(routing, Routing):
         raise TypeError(f"decode_experts: routing is {describe(routing)}; expected the result of `route`")
-    x, gate_up, down = autocast(x, gate_up, down)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     n_experts, n_features = gate_up.shape[0], x.shape[-1]
     if (
         x.dim() != 2
@@ -330,8 +363,10 @@ def decode_experts(
             f"{len(routing.tokens)} rows, but x has {len(x)} tokens and gate_up {n_experts} experts; expected the "
             "result of `route` for the router logits of x"
         )
-    check_activation(activation)
+    check_biases("decode_experts", gate_up, down, gate_up_bias, down_bias)
+    options = gating(activation)
+    biases = Biases(*contiguous_biases(gate_up_bias, down_bias))
     with torch.no_grad():
-        if uses_triton(x, gate_up, down, backend=backend):
-            return _forward(x, routing, gate_up, down, residual, activation)
-        return reference(x, routing, gate_up, down, residual, activation)
+        if uses_triton(x, gate_up, down, *(t for t in biases if t is not None), backend=backend):
+            return _forward(x, routing, gate_up, down, residual, biases, options)
+        return reference(x, routing, gate_up, down, residual, activation, *biases)

@@ -1,15 +1,17 @@
 """Mixture of experts (Shazeer et al. 2017): the weighted sum of k of E gated MLPs for each token.
 
-With gate and up the halves of h = x_t @ gate_up[e].T, for each slot j of token t, e = expert_ids[t, j]:
+With h = x_t @ gate_up[e].T, gate and up the halves of h + gate_up_bias[e], and c(gate, up) their combination, such as
+act(gate) * up (see `gating`), for each slot j of token t, e = expert_ids[t, j]:
 
-Forward:   a_tj = w_tj * act(gate) * up,   y_t = sum_j a_tj @ down[e].T.
-Backward:  da = dy_t @ down[e],   dw_tj = sum(da * act(gate) * up),
-           dgate = da * w_tj * up * act'(gate),   dup = da * w_tj * act(gate),   dx_t = sum_j dh @ gate_up[e],
-           ddown[e] = sum of dy_t^T a_tj,   dgate_up[e] = sum of dh^T x_t   over the slots of expert e.
+Forward:   a_tj = w_tj * c(gate, up),   y_t = sum_j (a_tj @ down[e].T + w_tj * down_bias[e]).
+Backward:  da = dy_t @ down[e],   dw_tj = sum(da * c(gate, up)) + sum(dy_t * down_bias[e]),
+           dgate = da * w_tj * dc/dgate,   dup = da * w_tj * dc/dup,   dx_t = sum_j dh @ gate_up[e],
+           ddown[e] = sum of dy_t^T a_tj,   dgate_up[e] = sum of dh^T x_t,
+           ddown_bias[e] = sum of w_tj dy_t,   dgate_up_bias[e] = sum of dh   over the slots of expert e.
 
-The T * k slots become the rows of matrices, sorted by expert. `routing` permutes tokens to rows and back, `grouped_mm`
-computes the matrix products, and `weighted_glu` the activation between them. The sums over slots run in fp32, in the
-order of the slots.
+The T * k slots become the rows of matrices, sorted by expert. `routing` permutes tokens to rows and back, and adds the
+biases of the down projections. `grouped_mm` computes the matrix products, and `weighted_glu` the activation between
+them. The sums over slots run in fp32, in the order of the slots.
 
 Saved: the inputs (x only for dgate_up), h, and the row of each slot. Recomputed in backward: a, and the copies of x and
 dy for each slot.
@@ -18,15 +20,15 @@ An expert id outside [0, E) makes its token's output NaN on a GPU. On a CPU or w
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_tensor
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import (
     DEBUG,
     Backend,
@@ -35,11 +37,12 @@ from ligerzoo.kernels.dispatch import (
     empty_gradient,
     uses_triton,
 )
-from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
+from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
+from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product, grouped_sum
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
-from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
+from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute
+from ligerzoo.kernels.weighted_glu import Biases, row_values, weighted_glu, weighted_glu_backward
 
 
 def reference(
@@ -48,15 +51,20 @@ def reference(
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: Activation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: GatedActivation = "silu",
 ) -> Tensor:
     """`experts_mlp` in plain torch, one expert after the other: the specification and the test oracle."""
-    x, gate_up, down = autocast(x, gate_up, down)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_ids == expert)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
-        expert_y = F.linear(ACTIVATIONS[activation](gate) * up, down[expert])
+        gate, up = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert]).chunk(
+            2, -1
+        )
+        active = gated(gate, up, gating(activation))
+        expert_y = F.linear(active, down[expert], None if down_bias is None else down_bias[expert])
         y = y.index_add(0, token, expert_weights[token, slot, None] * expert_y.to(y.dtype))
     return y.to(x.dtype)
 
@@ -80,15 +88,17 @@ def _forward_peak(x: Tensor, expert_ids: Tensor, down: Tensor) -> int:
 
 @register("experts_forward", fake=_forward_fake, flops=_flops, peak=_forward_peak)
 def _forward(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation,
-    triton: bool,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, biases: Biases,
+    gating: Gating, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns y, the hidden rows, and the rows and bounds of `sort_by_expert`."""
     check_ids(expert_ids, gate_up.shape[0])
     rows, bounds = sort_by_expert(expert_ids, gate_up.shape[0])
     hidden = _gate_and_up(x, gate_up, rows, bounds, triton)
-    active = weighted_glu(hidden, expert_weights, rows, activation, triton)
-    return unpermute(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton), hidden, rows, bounds
+    active = weighted_glu(hidden, expert_ids, expert_weights, rows, biases.gate_up, gating, triton)
+    slot_bias = None if biases.down is None else SlotBias(biases.down, expert_ids, expert_weights)
+    y = unpermute(grouped_product(active, down.mT, bounds[1:], triton), rows, bounds, triton, slot_bias)
+    return y, hidden, rows, bounds
 
 
 @register(
@@ -102,69 +112,90 @@ def _gate_and_up(x: Tensor, gate_up: Tensor, rows: Tensor, bounds: Tensor, trito
     return grouped_product(permute(x, rows, triton), gate_up.mT, bounds[1:], triton)
 
 
+class _Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    x: bool
+    weights: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the gradient of the hidden rows is needed."""
+        return self.x or self.weights or self.gate_up or self.gate_up_bias
+
+
+def _empty_bias_gradient(x: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
+    return x.new_empty(0) if bias is None else empty_gradient(bias, needed)
+
+
 def _backward_fake(
-    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor,
-    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, biases: Biases, needs: _Needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
-        empty_gradient(x, needs_x),
-        empty_gradient(expert_weights, needs_weights),
-        empty_gradient(gate_up, needs_gate_up),
-        empty_gradient(down, needs_down),
+        empty_gradient(x, needs.x),
+        empty_gradient(expert_weights, needs.weights),
+        empty_gradient(gate_up, needs.gate_up),
+        empty_gradient(down, needs.down),
+        _empty_bias_gradient(x, biases.gate_up, needs.gate_up_bias),
+        _empty_bias_gradient(x, biases.down, needs.down_bias),
     )
 
 
-def _backward_flops(
-    rows: Tensor, gate_up: Tensor, down: Tensor,
-    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
-) -> int:  # fmt: skip
-    down_products = (needs_x or needs_weights or needs_gate_up) + needs_down
-    return 2 * rows.numel() * ((needs_x + needs_gate_up) * gate_up[0].numel() + down_products * down[0].numel())
+def _backward_flops(rows: Tensor, gate_up: Tensor, down: Tensor, needs: _Needs) -> int:
+    down_products = needs.hidden + needs.down
+    return 2 * rows.numel() * ((needs.x + needs.gate_up) * gate_up[0].numel() + down_products * down[0].numel())
 
 
 def _backward_peak(
-    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, rows: Tensor,
-    needs_x: bool, needs_weights: bool, needs_gate_up: bool, needs_down: bool,
-) -> int:  # fmt: skip
+    x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, rows: Tensor, needs: _Needs
+) -> int:
     n_rows, n_features, n_inner = rows.numel(), down.shape[1], down.shape[2]
-    needs_hidden = needs_x or needs_weights or needs_gate_up
-    dhidden, active = 2 * n_inner * needs_hidden, n_inner * (needs_down or not needs_hidden)
-    dactive = n_inner * needs_hidden
-    ddown, dx, dgate_up = down.numel() * needs_down, x.numel() * needs_x, gate_up.numel() * needs_gate_up
+    dhidden, active = 2 * n_inner * needs.hidden, n_inner * (needs.down or not needs.hidden)
+    dactive = n_inner * needs.hidden
+    ddown, dx, dgate_up = down.numel() * needs.down, x.numel() * needs.x, gate_up.numel() * needs.gate_up
     steps = [
         n_rows * (n_features + dactive + dhidden + active),  # gradients of the activation
         n_rows * (n_features + dhidden + active) + ddown,
-        (n_rows * (dhidden + n_features) + ddown + dx) * (needs_x or needs_gate_up) + dgate_up,
+        (n_rows * (dhidden + n_features) + ddown + dx) * (needs.x or needs.gate_up) + dgate_up,
     ]
-    return x.element_size() * max(steps) + expert_weights.element_size() * n_rows * needs_weights
+    return x.element_size() * max(steps) + expert_weights.element_size() * n_rows * needs.weights
 
 
 @register("experts_backward", fake=_backward_fake, flops=_backward_flops, peak=_backward_peak)
 def _backward(
-    dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor, rows: Tensor,
-    bounds: Tensor, activation: Activation, triton: bool, needs_x: bool, needs_weights: bool, needs_gate_up: bool,
-    needs_down: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x, expert_weights, gate_up and down; without elements if not needed."""
+    dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, hidden: Tensor,
+    rows: Tensor, bounds: Tensor, biases: Biases, gating: Gating, triton: bool, needs: _Needs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of x, expert_weights, gate_up, down and both biases; without elements if not needed."""
     dx, dweights, dgate_up, ddown = (t.new_empty(0) for t in (x, expert_weights, gate_up, down))
+    dbiases = [x.new_empty(0) for _ in biases]
     ends, dy_rows = bounds[1:], permute(dy, rows, triton)
-    if needs_x or needs_weights or needs_gate_up:
+    if needs.hidden:
         dactive = grouped_product(dy_rows, down, ends, triton)
         dhidden, dw, active = weighted_glu_backward(
-            dactive, hidden, expert_weights, rows, bounds, activation, needs_down, triton
+            dactive, dy_rows, hidden, expert_ids, expert_weights, rows, bounds, biases, gating, needs.down, triton
         )
-        dweights = dw if needs_weights else dweights
+        dweights = dw if needs.weights else dweights
         del dactive
-    else:
-        active = weighted_glu(hidden, expert_weights, rows, activation, triton)
-    if needs_down:
+    elif needs.down:
+        active = weighted_glu(hidden, expert_ids, expert_weights, rows, biases.gate_up, gating, triton)
+    if needs.down:
         ddown = grouped_outer_product(dy_rows, active, ends, triton)
-    del dy_rows, active  # frees their memory before the largest gradients are allocated
-    if needs_x:
+    if needs.down_bias and biases.down is not None:
+        weights = row_values(expert_weights, rows)[:, 0]
+        dbiases[1] = grouped_sum(dy_rows, weights, ends, biases.down.dtype, triton)
+    dy_rows = active = dy  # frees their memory before the largest gradients are allocated
+    if needs.x:
         dx = unpermute(grouped_product(dhidden, gate_up, ends, triton), rows, bounds, triton)
-    if needs_gate_up:
+    if needs.gate_up:
         dgate_up = grouped_outer_product(dhidden, permute(x, rows, triton), ends, triton)
-    return dx, dweights, dgate_up, ddown
+    if needs.gate_up_bias and biases.gate_up is not None:
+        dbiases[0] = grouped_sum(dhidden, None, ends, biases.gate_up.dtype, triton)
+    return dx, dweights, dgate_up, ddown, dbiases[0], dbiases[1]
 
 
 class _ExpertsMLP(FusedFunction):
@@ -175,29 +206,33 @@ class _ExpertsMLP(FusedFunction):
         expert_weights: Tensor,
         gate_up: Tensor,
         down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
         expert_ids: Tensor,
-        activation: Activation,
+        gating: Gating,
         triton: bool,
     ) -> Tensor:
-        y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, activation, triton)
+        biases = Biases(gate_up_bias, down_bias)
+        y, hidden, rows, bounds = _forward(x, expert_ids, expert_weights, gate_up, down, biases, gating, triton)
         needs_gate_up = ctx.needs_input_grad[2]
         # A checkpointed block computes the hidden rows again anyway, with the output.
         recomputable(
             (hidden,), _gate_and_up, x, gate_up, rows, bounds, triton, level=Recompute.MLP, in_checkpoints=False
         )
-        ctx.save_for_backward(x if needs_gate_up else None, expert_weights, gate_up, down, hidden, rows, bounds)
-        ctx.options = activation, triton
+        saved_x = x if needs_gate_up else None
+        ctx.save_for_backward(saved_x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds, *biases)
+        ctx.options = gating, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, expert_weights, gate_up, down, hidden, rows, bounds = ctx.saved_tensors
-        activation, triton = ctx.options
-        needs_x, needs_weights, needs_gate_up, needs_down = needs = ctx.needs_input_grad[:4]
+        x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds, *biases = ctx.saved_tensors
+        options, triton = ctx.options
+        needs = _Needs(*ctx.needs_input_grad[:6])
         gradients = _backward(
-            dy, dy if x is None else x, expert_weights, gate_up, down, hidden, rows, bounds, activation, triton,
-            needs_x, needs_weights, needs_gate_up, needs_down,
+            dy, dy if x is None else x, expert_ids, expert_weights, gate_up, down, hidden, rows, bounds,
+            Biases(*biases), options, triton, needs,
         )  # fmt: skip
         return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
 
@@ -211,6 +246,23 @@ def check_ids(expert_ids: Tensor, n_experts: int) -> None:
                 f"experts_mlp: expert_ids[{token}, {slot}] is {int(expert_ids[token, slot])}; "
                 f"expected 0 to {n_experts - 1}"
             )
+
+
+def check_biases(
+    name: str, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> None:
+    """Raises ValueError unless the biases have the shapes of the experts' outputs."""
+    for label, weight, bias in (("gate_up", gate_up, gate_up_bias), ("down", down, down_bias)):
+        if bias is not None and bias.shape != weight.shape[:2]:
+            raise ValueError(
+                f"{name}: {label}_bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:2])}, the experts "
+                f"and outputs of {label}"
+            )
+
+
+def contiguous_biases(*biases: Tensor | None) -> Iterator[Tensor | None]:
+    """Returns the biases in the memory format that the kernels read."""
+    return (None if bias is None else bias.contiguous() for bias in biases)
 
 
 def check_experts(
@@ -241,14 +293,17 @@ def experts_mlp(
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
-    activation: Activation = "silu",
+    activation: GatedActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """Computes each token's weighted sum of k expert MLPs.
 
-    `y_t = sum_j expert_weights[t, j] * down[e] @ (act(gate) * up)` with `e = expert_ids[t, j]`, where `gate` and `up`
-    are the halves of `gate_up[e] @ x_t`. Deterministic. Without a host sync, except in fp64 and for backend="torch".
+    `y_t = sum_j expert_weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e])` with `e = expert_ids[t, j]`, where
+    `gate` and `up` are the halves of `gate_up[e] @ x_t + gate_up_bias[e]`. Deterministic. Without a host sync, except
+    in fp64 and for backend="torch".
 
     Args:
         x: (T, H) hidden states of the tokens, any strides.
@@ -256,7 +311,9 @@ def experts_mlp(
         expert_weights: (T, k), of any floating-point dtype.
         gate_up: (E, 2I, H), the gate's rows first, in the dtype of `x`.
         down: (E, H, I), in the dtype of `x`.
-        activation: the activation of the gate, see `activation_linear`.
+        gate_up_bias: (E, 2I), of any floating-point dtype; None for 0.
+        down_bias: (E, H), of any floating-point dtype; None for 0.
+        activation: the activation of the gate, see `activation_linear`; or `ClampedSwiGLU`, instead of act(gate) * up.
         backend: "auto" (Triton where supported), "triton" or "torch" (the same steps in plain torch).
 
     Returns:
@@ -268,8 +325,13 @@ def experts_mlp(
     """
     check_floats("experts_mlp", x=x, expert_weights=expert_weights, gate_up=gate_up, down=down)
     check_tensor("experts_mlp", "expert_ids", expert_ids, "integer")
-    x, gate_up, down = autocast(x, gate_up, down)
+    check_optional_floats("experts_mlp", gate_up_bias=gate_up_bias, down_bias=down_bias)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     check_experts("experts_mlp", x, expert_ids, expert_weights, gate_up, down)
-    check_activation(activation)
-    triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)
-    return _ExpertsMLP.apply(x, expert_weights, gate_up, down, expert_ids, activation, triton)
+    check_biases("experts_mlp", gate_up, down, gate_up_bias, down_bias)
+    options = gating(activation)
+    biases = [t for t in (gate_up_bias, down_bias) if t is not None]
+    triton = uses_triton(x, expert_weights, gate_up, down, *biases, backend=backend)
+    return _ExpertsMLP.apply(
+        x, expert_weights, gate_up, down, *contiguous_biases(gate_up_bias, down_bias), expert_ids, options, triton
+    )

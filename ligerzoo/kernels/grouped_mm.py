@@ -4,6 +4,7 @@ Group e has the rows from ends[e - 1] to ends[e]:
 
     grouped_product:        y_r = x_r @ w[e]          for each row r of group e
     grouped_outer_product:  z[e] = sum over the rows r of group e of a_r^T b_r
+    grouped_sum:            z[e] = sum over the rows r of group e of w_r x_r
 
 There is no host sync, except on a CPU and in fp64, where a Python loop runs over the groups. In bf16 on Hopper,
 torch's grouped_mm does not sync either. We use it for outer products (up to 650 TFLOP/s on an H200, against 450 with
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.dispatch import cdiv, is_hopper, next_power_of_2
+from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, is_hopper, next_power_of_2
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 
@@ -93,6 +94,28 @@ def _outer_product_kernel(
     tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=mask)
 
 
+@kernel
+def _sum_kernel(
+    x_ptr, weight_ptr, ends_ptr, z_ptr, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    tiles = tl.cdiv(n_cols, COLS)
+    group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group)
+    cols = tile * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for first in range(start, end, ROWS):
+        rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+        mask = (rows < end)[:, None] & (cols < n_cols)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * n_cols + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if weight_ptr is not None:
+            x *= tl.load(weight_ptr + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+        total += x
+    z = tl.sum(total, axis=0).to(z_ptr.dtype.element_ty)
+    tl.store(z_ptr + group.to(tl.int64) * n_cols + cols, z, mask=cols < n_cols)
+
+
+_SUM_ROWS, _SUM_COLUMNS = 32, 128
 _BAND = 16
 _LARGE_GROUP = 512
 """Average rows per group from which torch's product is used."""
@@ -181,4 +204,26 @@ def grouped_outer_product(a: Tensor, b: Tensor, ends: Tensor, triton: bool) -> T
     else:
         for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
             torch.mm(a[start:end].T, b[start:end], out=z[group])
+    return z
+
+
+def grouped_sum(x: Tensor, weights: Tensor | None, ends: Tensor, dtype: torch.dtype, triton: bool) -> Tensor:
+    """Sums the rows of each group, in fp32 and rounded once: (R, N) -> (E, N), 0 for an empty group.
+
+    Args:
+        x: (R, N), contiguous, with rows sorted by group.
+        weights: (R,), factors of the rows, contiguous; None for 1.
+        ends: (E,) int32, one past the last row of each group.
+        dtype: dtype of the result.
+        triton: whether to use the Triton kernel.
+    """
+    z = x.new_empty((ends.shape[0], x.shape[1]), dtype=dtype)
+    if triton:
+        programs = len(z) * cdiv(x.shape[1], _SUM_COLUMNS)
+        _sum_kernel[programs](x, weights, ends, z, x.shape[1], _SUM_ROWS, _SUM_COLUMNS, num_warps=4)
+        return z
+    wide = accumulation_dtype(x.dtype)
+    for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        rows = x[start:end].to(wide)
+        z[group] = (rows if weights is None else rows * weights[start:end, None]).sum(0)
     return z

@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels.activation import ACTIVATIONS, Activation, check_activation
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
-from ligerzoo.kernels.checks import check_floats, check_tensor
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, empty_gradient, uses_triton
-from ligerzoo.kernels.experts import check_experts, check_ids
+from ligerzoo.kernels.experts import check_biases, check_experts, check_ids, contiguous_biases
+from ligerzoo.kernels.gating import GatedActivation, Gating, gated, gating
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.lora import LowRank, low_rank_product
 from ligerzoo.kernels.registration import register
-from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
-from ligerzoo.kernels.weighted_glu import weighted_glu, weighted_glu_backward
+from ligerzoo.kernels.routing import SlotBias, permute, sort_by_expert, unpermute
+from ligerzoo.kernels.weighted_glu import Biases, weighted_glu, weighted_glu_backward
 
 
 class Projection(NamedTuple):
@@ -54,13 +54,15 @@ def reference(
     down: Tensor,
     gate_up_update: LowRank | None,
     down_update: LowRank | None,
-    activation: Activation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: GatedActivation = "silu",
 ) -> Tensor:
     """`lora_experts_mlp` in plain torch, one expert after the other: the specification and the test oracle."""
-    x, gate_up, down = autocast(x, gate_up, down)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
 
-    def project(rows: Tensor, weight: Tensor, update: LowRank | None, expert: int) -> Tensor:
-        y = F.linear(rows, weight[expert])
+    def project(rows: Tensor, weight: Tensor, bias: Tensor | None, update: LowRank | None, expert: int) -> Tensor:
+        y = F.linear(rows, weight[expert], None if bias is None else bias[expert])
         if update is None:
             return y
         return y + low_rank_product(rows, LowRank(update.a[expert], update.b[expert], update.scale))
@@ -68,8 +70,8 @@ def reference(
     y = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
     for expert in range(gate_up.shape[0]):
         token, slot = torch.where(expert_ids == expert)
-        gate, up = project(x[token], gate_up, gate_up_update, expert).chunk(2, -1)
-        expert_y = project(ACTIVATIONS[activation](gate) * up, down, down_update, expert)
+        gate, up = project(x[token], gate_up, gate_up_bias, gate_up_update, expert).chunk(2, -1)
+        expert_y = project(gated(gate, up, gating(activation)), down, down_bias, down_update, expert)
         y = y.index_add(0, token, expert_weights[token, slot, None] * expert_y.to(y.dtype))
     return y.to(x.dtype)
 
@@ -126,16 +128,17 @@ def _size(projection: Projection) -> int:
 
 @register("lora_experts_forward", fake=_forward_fake, flops=_flops)
 def _forward(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Projection, down: Projection,
-    activation: Activation, triton: bool,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Projection, down: Projection, biases: Biases,
+    gating: Gating, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns y, the hidden rows, the rows and bounds of `sort_by_expert`, and h of both projections."""
     check_ids(expert_ids, len(gate_up.weight))
     rows, bounds = sort_by_expert(expert_ids, len(gate_up.weight))
     hidden, gate_up_h = _product(permute(x, rows, triton), gate_up, bounds[1:], triton)
-    active = weighted_glu(hidden, expert_weights, rows, activation, triton)
+    active = weighted_glu(hidden, expert_ids, expert_weights, rows, biases.gate_up, gating, triton)
     y, down_h = _product(active, down, bounds[1:], triton)
-    return unpermute(y, rows, bounds, triton), hidden, rows, bounds, gate_up_h, down_h
+    slot_bias = None if biases.down is None else SlotBias(biases.down, expert_ids, expert_weights)
+    return unpermute(y, rows, bounds, triton, slot_bias), hidden, rows, bounds, gate_up_h, down_h
 
 
 def _gradients_fake(
@@ -162,9 +165,9 @@ def _gradients_flops(
 
 @register("lora_experts_backward", fake=_gradients_fake, flops=_gradients_flops)
 def _gradients(
-    dy: Tensor, x: Tensor, expert_weights: Tensor, gate_up: Projection, down: Projection, hidden: Tensor,
-    gate_up_h: Tensor, down_h: Tensor, rows: Tensor, bounds: Tensor, activation: Activation, triton: bool,
-    needs_x: bool, needs_gate_up: bool, needs_down: bool,
+    dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Projection, down: Projection,
+    hidden: Tensor, gate_up_h: Tensor, down_h: Tensor, rows: Tensor, bounds: Tensor, biases: Biases, gating: Gating,
+    triton: bool, needs_x: bool, needs_gate_up: bool, needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of x, expert_weights, and A and B of both updates; without elements if not needed."""
     ends, dy_rows = bounds[1:], permute(dy, rows, triton)
@@ -172,7 +175,7 @@ def _gradients(
     dh = _inner_gradient(dy_rows, down, ends, triton)
     dactive = _input_gradient(dy_rows, dh, down, ends, triton)
     dhidden, dweights, active = weighted_glu_backward(
-        dactive, hidden, expert_weights, rows, bounds, activation, needs_down, triton
+        dactive, dy_rows, hidden, expert_ids, expert_weights, rows, bounds, biases, gating, needs_down, triton
     )
     del dactive
     if needs_down:
@@ -192,32 +195,36 @@ class _LoRAExperts(FusedFunction):
     def forward(
         ctx: Any, x: Tensor, expert_weights: Tensor, gate_up: Tensor, gate_up_a: Tensor | None,
         gate_up_b: Tensor | None, down: Tensor, down_a: Tensor | None, down_b: Tensor | None,
-        scales: tuple[float, float], expert_ids: Tensor, activation: Activation, triton: bool,
+        scales: tuple[float, float], gate_up_bias: Tensor | None, down_bias: Tensor | None, expert_ids: Tensor,
+        gating: Gating, triton: bool,
     ) -> Tensor:  # fmt: skip
+        biases = Biases(gate_up_bias, down_bias)
         projections = Projection(gate_up, gate_up_a, gate_up_b, scales[0]), Projection(down, down_a, down_b, scales[1])
-        y, hidden, rows, bounds, *low = _forward(x, expert_ids, expert_weights, *projections, activation, triton)
+        y, hidden, rows, bounds, *low = _forward(x, expert_ids, expert_weights, *projections, biases, gating, triton)
         saved_x = x if gate_up_a is not None and any(ctx.needs_input_grad[3:5]) else None
         ctx.save_for_backward(
-            saved_x, expert_weights, gate_up, gate_up_a, gate_up_b, down, down_a, down_b, hidden, *low, rows, bounds
-        )
-        ctx.options = scales, activation, triton
+            saved_x, expert_ids, expert_weights, gate_up, gate_up_a, gate_up_b, down, down_a, down_b, hidden, *low,
+            rows, bounds, *biases,
+        )  # fmt: skip
+        ctx.options = scales, gating, triton
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, expert_weights, gate_up, gate_up_a, gate_up_b, down, down_a, down_b, *saved = ctx.saved_tensors
-        hidden, gate_up_h, down_h, rows, bounds = saved
-        scales, activation, triton = ctx.options
+        x, expert_ids, expert_weights, gate_up, gate_up_a, gate_up_b, down, down_a, down_b, *saved = ctx.saved_tensors
+        hidden, gate_up_h, down_h, rows, bounds, *biases = saved
+        scales, gating, triton = ctx.options
         needs_x, needs_weights, _, *needs_gate_up, _, needs_a, needs_b = ctx.needs_input_grad[:8]
         gradients = _gradients(
-            dy, dy if x is None else x, expert_weights, Projection(gate_up, gate_up_a, gate_up_b, scales[0]),
-            Projection(down, down_a, down_b, scales[1]), hidden, gate_up_h, down_h, rows, bounds, activation, triton,
-            needs_x, gate_up_a is not None and any(needs_gate_up), down_a is not None and (needs_a or needs_b),
+            dy, dy if x is None else x, expert_ids, expert_weights,
+            Projection(gate_up, gate_up_a, gate_up_b, scales[0]), Projection(down, down_a, down_b, scales[1]), hidden,
+            gate_up_h, down_h, rows, bounds, Biases(*biases), gating, triton, needs_x,
+            gate_up_a is not None and any(needs_gate_up), down_a is not None and (needs_a or needs_b),
         )  # fmt: skip
         needs = [needs_x, needs_weights, *(t is not None for t in (gate_up_a, gate_up_b, down_a, down_b))]
         dx, dweights, *updates = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
-        return dx, dweights, None, *updates[:2], None, *updates[2:], None, None, None, None
+        return dx, dweights, None, *updates[:2], None, *updates[2:], None, None, None, None, None, None
 
 
 def lora_experts_mlp(
@@ -228,8 +235,10 @@ def lora_experts_mlp(
     down: Tensor,
     gate_up_update: LowRank | None = None,
     down_update: LowRank | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
-    activation: Activation = "silu",
+    activation: GatedActivation = "silu",
     backend: Backend = "auto",
 ) -> Tensor:
     """Computes `experts_mlp` with frozen weights that have low-rank updates.
@@ -242,7 +251,9 @@ def lora_experts_mlp(
         down: (E, H, I), in the dtype of `x`. Gets no gradient.
         gate_up_update: a (E, r, H) and b (E, 2I, r), of any floating-point dtype; None for no update.
         down_update: a (E, r, I) and b (E, H, r), of any floating-point dtype; None for no update.
-        activation: the activation of the gate, see `activation_linear`.
+        gate_up_bias: (E, 2I), of any floating-point dtype; None for 0. Gets no gradient.
+        down_bias: (E, H), of any floating-point dtype; None for 0. Gets no gradient.
+        activation: see `experts_mlp`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the same steps in plain torch).
 
     Returns:
@@ -255,14 +266,17 @@ def lora_experts_mlp(
     name = "lora_experts_mlp"
     check_floats(name, x=x, expert_weights=expert_weights, gate_up=gate_up, down=down)
     check_tensor(name, "expert_ids", expert_ids, "integer")
-    check_activation(activation)
-    if torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad):
+    check_optional_floats(name, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    options = gating(activation)
+    frozen = [t for t in (gate_up, down, gate_up_bias, down_bias) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in frozen):
         raise ValueError(
-            f"{name}: the experts' weights require gradients; expected frozen weights. "
+            f"{name}: the experts' weights or biases require gradients; expected frozen ones. "
             "Call requires_grad_(False) on them, or train the experts without low-rank updates"
         )
-    x, gate_up, down = autocast(x, gate_up, down)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     check_experts(name, x, expert_ids, expert_weights, gate_up, down)
+    check_biases(name, gate_up, down, gate_up_bias, down_bias)
     flat = []
     for label, weight, update in (("gate_up", gate_up, gate_up_update), ("down", down, down_update)):
         if update is None:
@@ -277,5 +291,6 @@ def lora_experts_mlp(
             )
         flat += [weight, a.to(x.dtype), b.to(x.dtype)]
     scales = tuple(1.0 if update is None else update.scale for update in (gate_up_update, down_update))
-    triton = uses_triton(x, expert_weights, gate_up, down, backend=backend)
-    return _LoRAExperts.apply(x, expert_weights, *flat, scales, expert_ids, activation, triton)
+    triton = uses_triton(x, expert_weights, *frozen, backend=backend)
+    biases = contiguous_biases(gate_up_bias, down_bias)
+    return _LoRAExperts.apply(x, expert_weights, *flat, scales, *biases, expert_ids, options, triton)

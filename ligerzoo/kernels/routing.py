@@ -1,13 +1,16 @@
 """Permutes T tokens with k experts each into T * k rows sorted by expert, one per slot, and sums the rows per token.
 
     permute:     out[rows[t, j]] = x_t                 (copies each token to the rows of its slots)
-    unpermute:   y_t = sum_j values[rows[t, j]]        (in fp32 and in the order of the slots)
+    unpermute:   y_t = sum_j values[rows[t, j]]        (in fp32 and in the order of the slots; optionally plus
+                                                        w[t, j] bias[expert_ids[t, j]])
 
 Each is the transpose, and so the backward pass, of the other. There are no atomics and no host syncs: the number of
 rows of each expert stays on the GPU.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +49,8 @@ def _permute_kernel(x_ptr, row_ptr, out_ptr, x_stride, n_cols, SLOTS: tl.constex
 
 @kernel
 def _unpermute_kernel(
-    values_ptr, row_ptr, bounds_ptr, y_ptr, n_cols, n_experts, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    values_ptr, row_ptr, bounds_ptr, bias_ptr, expert_ptr, weight_ptr, y_ptr, n_cols, n_experts,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, cols = row_and_columns(n_cols, BLOCK)
     first, end = tl.load(bounds_ptr), tl.load(bounds_ptr + n_experts)
@@ -55,6 +59,10 @@ def _unpermute_kernel(
         row = tl.load(row_ptr + token * SLOTS + slot).to(tl.int64)
         mask = (cols < n_cols) & (first <= row) & (row < end)
         y += tl.load(values_ptr + row * n_cols + cols, mask=mask, other=float("nan")).to(tl.float32)
+        if bias_ptr is not None:
+            expert = tl.load(expert_ptr + token * SLOTS + slot).to(tl.int64)
+            weight = tl.load(weight_ptr + token * SLOTS + slot).to(tl.float32)
+            y += weight * tl.load(bias_ptr + expert * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
@@ -70,20 +78,35 @@ def permute(x: Tensor, rows: Tensor, triton: bool) -> Tensor:
     return out
 
 
-def unpermute(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool) -> Tensor:
+class SlotBias(NamedTuple):
+    """A bias of each slot's row.
+
+    Attributes:
+        bias: (E, H).
+        expert_ids: (T, k).
+        weights: (T, k), factors of the biases.
+    """
+
+    bias: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+
+
+def unpermute(values: Tensor, rows: Tensor, bounds: Tensor, triton: bool, bias: SlotBias | None = None) -> Tensor:
     """Sums the rows of each token's slots: (T * k, H), contiguous -> (T, H).
 
     The Triton kernel returns NaN for a token with an expert id outside [0, E).
     """
     n_cols = values.shape[1]
     if not triton:
-        return (
-            values[rows.flatten()]
-            .view(*rows.shape, n_cols)
-            .sum(1, dtype=accumulation_dtype(values.dtype))
-            .to(values.dtype)
-        )
+        summands = values[rows.flatten()].view(*rows.shape, n_cols)
+        if bias is not None:
+            summands = summands + bias.weights[..., None] * bias.bias[bias.expert_ids]
+        return summands.sum(1, dtype=accumulation_dtype(values.dtype)).to(values.dtype)
     y, block = values.new_empty((rows.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
     programs = rows.shape[0] * cdiv(n_cols, block)
-    _unpermute_kernel[programs](values, rows, bounds, y, n_cols, len(bounds) - 1, rows.shape[1], block, num_warps=4)
+    of_slots = (None, None, None) if bias is None else (bias.bias, *(t.contiguous() for t in bias[1:]))
+    _unpermute_kernel[programs](
+        values, rows, bounds, *of_slots, y, n_cols, len(bounds) - 1, rows.shape[1], block, num_warps=4
+    )
     return y

@@ -1,7 +1,11 @@
 """The activation between the two matrix products of experts: `w * act(gate) * up`, w the weight of the row's slot.
 
-Forward:   a = w * act(gate) * up,   gate and up the halves of a row h,   in fp32, rounded once.
-Backward:  dw = sum over the row of da * act(gate) * up,   dgate = da * w * up * act'(gate),   dup = da * w * act(gate).
+With gate and up the halves of a row h plus a bias, c(gate, up) their combination (see `gating`) and b a row's bias of
+the down projection:
+
+Forward:   a = w * c(gate, up),   in fp32, rounded once.
+Backward:  dw = sum over the row of da * c(gate, up), plus sum of dy * b,
+           dgate = da * w * dc/dgate,   dup = da * w * dc/dup.
 
 The weight is applied before the down projection, so its gradient does not need that projection's result. A program
 handles the row of one slot. `rows` and `bounds` are those of `routing.sort_by_expert`.
@@ -9,21 +13,46 @@ handles the row of one slot. `rows` and `bounds` are those of `routing.sort_by_e
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.activation import ACTIVATIONS, Activation, activate
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, next_power_of_2
-from ligerzoo.kernels.jit import kernel, tl
+from ligerzoo.kernels.gating import Gating, gate_and_up, gated, gated_backward
+from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.routing import permute
 from ligerzoo.kernels.tiling import row_and_columns
 
 _MAX_BLOCK, _MAX_BACKWARD_BLOCK = 1024, 256
 
 
+class Biases(NamedTuple):
+    """Biases of experts.
+
+    Attributes:
+        gate_up: (E, 2I); None for 0.
+        down: (E, H); None for 0.
+    """
+
+    gate_up: Tensor | None
+    down: Tensor | None
+
+
+NO_BIASES = Biases(None, None)
+
+
+@jit
+def _expert_of(expert_ptr, slot, n_experts):
+    """The expert of a slot, and whether it exists."""
+    expert = tl.load(expert_ptr + slot).to(tl.int64)
+    return expert, (expert >= 0) & (expert < n_experts)
+
+
 @kernel
 def _forward_kernel(
-    hidden_ptr, weight_ptr, row_ptr, active_ptr, n_cols, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    hidden_ptr, weight_ptr, row_ptr, bias_ptr, expert_ptr, active_ptr, n_cols, n_experts, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     slot, cols = row_and_columns(n_cols, BLOCK)
     mask = cols < n_cols
@@ -31,18 +60,25 @@ def _forward_kernel(
     weight = tl.load(weight_ptr + slot).to(tl.float32)
     gate = tl.load(hidden_ptr + 2 * row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden_ptr + (2 * row + 1) * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
-    active, _ = activate(gate, ACTIVATION, hidden_ptr.dtype.element_ty == tl.float32)
-    tl.store(active_ptr + row * n_cols + cols, (weight * active * up).to(active_ptr.dtype.element_ty), mask=mask)
+    if bias_ptr is not None:
+        expert, exists = _expert_of(expert_ptr, slot, n_experts)
+        gate += tl.load(bias_ptr + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
+    active, _, _ = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
+    tl.store(active_ptr + row * n_cols + cols, (weight * active).to(active_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward_kernel(
-    dactive_ptr, hidden_ptr, weight_ptr, row_ptr, bounds_ptr, dhidden_ptr, dweight_ptr, active_ptr, n_cols,
-    n_experts, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, NEEDS_ACTIVE: tl.constexpr,
+    dactive_ptr, hidden_ptr, weight_ptr, row_ptr, bounds_ptr, bias_ptr, dy_ptr, down_bias_ptr, expert_ptr,
+    dhidden_ptr, dweight_ptr, active_ptr, n_cols, n_outputs, n_experts,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    NEEDS_ACTIVE: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + slot).to(tl.int64)
     weight = tl.load(weight_ptr + slot).to(tl.float32)
+    expert, exists = _expert_of(expert_ptr, slot, n_experts)
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, n_cols, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -51,70 +87,82 @@ def _backward_kernel(
         dactive = tl.load(dactive_ptr + row * n_cols + cols, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(hidden_ptr + gate_cols, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(hidden_ptr + up_cols, mask=mask, other=0.0).to(tl.float32)
-        active, slope = activate(gate, ACTIVATION, hidden_ptr.dtype.element_ty == tl.float32)
-        dweight += dactive * active * up
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + 2 * expert * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + (2 * expert + 1) * n_cols + cols, mask=mask & exists, other=0.0).to(tl.float32)
+        active, dgate, dup = gate_and_up(gate, up, ACTIVATION, LIMIT, ALPHA, hidden_ptr.dtype.element_ty == tl.float32)
+        dweight += dactive * active
         dactive *= weight
-        tl.store(dhidden_ptr + gate_cols, (dactive * up * slope).to(dhidden_ptr.dtype.element_ty), mask=mask)
-        tl.store(dhidden_ptr + up_cols, (dactive * active).to(dhidden_ptr.dtype.element_ty), mask=mask)
+        tl.store(dhidden_ptr + gate_cols, (dactive * dgate).to(dhidden_ptr.dtype.element_ty), mask=mask)
+        tl.store(dhidden_ptr + up_cols, (dactive * dup).to(dhidden_ptr.dtype.element_ty), mask=mask)
         if NEEDS_ACTIVE:
-            active = weight * active * up
+            active = weight * active
             tl.store(active_ptr + row * n_cols + cols, active.to(active_ptr.dtype.element_ty), mask=mask)
+    if down_bias_ptr is not None:
+        for start in range(0, n_outputs, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            mask = (cols < n_outputs) & exists
+            dy = tl.load(dy_ptr + row * n_outputs + cols, mask=mask, other=0.0).to(tl.float32)
+            dweight += dy * tl.load(down_bias_ptr + expert * n_outputs + cols, mask=mask, other=0.0).to(tl.float32)
     is_routed = (tl.load(bounds_ptr) <= row) & (row < tl.load(bounds_ptr + n_experts))
     total = tl.where(is_routed, tl.sum(dweight, axis=0), float("nan"))
     tl.store(dweight_ptr + slot, total.to(dweight_ptr.dtype.element_ty))
 
 
-def _activation_backward(upstream: Tensor, gate: Tensor, activation: Activation) -> Tensor:
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(upstream, gate)
-    if activation == "quick_gelu":
-        return torch.ops.aten.silu_backward(upstream, 1.702 * gate)
-    return torch.ops.aten.gelu_backward(upstream, gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+def row_values(slot_values: Tensor, rows: Tensor) -> Tensor:
+    """(T, k) -> (T * k, 1): the value of each row's slot."""
+    return permute(slot_values.reshape(-1, 1), rows.view(-1, 1), False)
 
 
-def _row_weights(expert_weights: Tensor, rows: Tensor) -> Tensor:
-    """(T, k) -> (T * k, 1): the weight of each row's slot."""
-    return permute(expert_weights.reshape(-1, 1), rows.view(-1, 1), False)
+def _gate_and_up(hidden: Tensor, rows: Tensor, bias: Tensor | None, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns gate and up of each row, in at least fp32."""
+    wide = hidden.to(accumulation_dtype(hidden.dtype))
+    if bias is not None:
+        wide = wide + bias[row_values(expert_ids, rows)[:, 0]]
+    gate, up = wide.chunk(2, -1)
+    return gate, up
 
 
-def weighted_glu(hidden: Tensor, expert_weights: Tensor, rows: Tensor, activation: Activation, triton: bool) -> Tensor:
+def weighted_glu(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, rows: Tensor, bias: Tensor | None, gating: Gating,
+    triton: bool,
+) -> Tensor:  # fmt: skip
     """Computes the input of the down projections: (T * k, 2I) -> (T * k, I)."""
     if not triton:
-        weight, (gate, up) = (
-            _row_weights(expert_weights, rows),
-            hidden.to(accumulation_dtype(hidden.dtype)).chunk(2, -1),
-        )
-        return (weight * ACTIVATIONS[activation](gate) * up).to(hidden.dtype)
+        gate, up = _gate_and_up(hidden, rows, bias, expert_ids)
+        return (row_values(expert_weights, rows) * gated(gate, up, gating)).to(hidden.dtype)
     n_cols = hidden.shape[1] // 2
     active, block = hidden.new_empty((hidden.shape[0], n_cols)), min(_MAX_BLOCK, next_power_of_2(n_cols))
     programs = hidden.shape[0] * cdiv(n_cols, block)
-    _forward_kernel[programs](hidden, expert_weights.contiguous(), rows, active, n_cols, block, activation, num_warps=4)
+    _forward_kernel[programs](
+        hidden, expert_weights.contiguous(), rows, bias, expert_ids.contiguous(), active, n_cols,
+        0 if bias is None else len(bias), block, *gating, num_warps=4,
+    )  # fmt: skip
     return active
 
 
 def weighted_glu_backward(
-    dactive: Tensor, hidden: Tensor, expert_weights: Tensor, rows: Tensor, bounds: Tensor, activation: Activation,
-    needs_active: bool, triton: bool,
+    dactive: Tensor, dy_rows: Tensor, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, rows: Tensor,
+    bounds: Tensor, biases: Biases, gating: Gating, needs_active: bool, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of `hidden` and of `expert_weights`, and the result of `weighted_glu`, recomputed.
 
-    With Triton the last is empty unless `needs_active`.
+    With Triton the last is empty unless `needs_active`. `dy_rows` is the gradient of the down projections' results.
     """
     if not triton:
-        weight, (gate, up) = (
-            _row_weights(expert_weights, rows),
-            hidden.to(accumulation_dtype(hidden.dtype)).chunk(2, -1),
-        )
-        activated = ACTIVATIONS[activation](gate)
-        dweights = (dactive * activated * up).sum(-1)[rows].to(expert_weights.dtype)
-        dgate = _activation_backward(weight * dactive * up, gate, activation)
-        dhidden = torch.cat([dgate, weight * dactive * activated], -1)
-        return dhidden.to(hidden.dtype), dweights, (weight * activated * up).to(hidden.dtype)
+        weight, (gate, up) = row_values(expert_weights, rows), _gate_and_up(hidden, rows, biases.gate_up, expert_ids)
+        active = gated(gate, up, gating)
+        dweights = (dactive * active).sum(-1)
+        if biases.down is not None:
+            dweights = dweights + (dy_rows.to(dweights.dtype) * biases.down[row_values(expert_ids, rows)[:, 0]]).sum(-1)
+        dhidden = torch.cat(gated_backward(weight * dactive, gate, up, gating), -1)
+        return dhidden.to(hidden.dtype), dweights[rows].to(expert_weights.dtype), (weight * active).to(hidden.dtype)
     n_rows, n_cols = dactive.shape
     dhidden, dweights = hidden.new_empty(hidden.shape), expert_weights.new_empty(rows.shape)
     active = hidden.new_empty((n_rows if needs_active else 0, n_cols))
     _backward_kernel[n_rows](
-        dactive, hidden, expert_weights.contiguous(), rows, bounds, dhidden, dweights, active, n_cols, len(bounds) - 1,
-        min(_MAX_BACKWARD_BLOCK, next_power_of_2(n_cols)), activation, needs_active, num_warps=1,
+        dactive, hidden, expert_weights.contiguous(), rows, bounds, biases.gate_up, dy_rows, biases.down,
+        expert_ids.contiguous(), dhidden, dweights, active, n_cols, dy_rows.shape[1], len(bounds) - 1,
+        min(_MAX_BACKWARD_BLOCK, next_power_of_2(n_cols)), *gating, needs_active, num_warps=1,
     )  # fmt: skip
     return dhidden, dweights, active

@@ -1,6 +1,6 @@
 """Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
-from ligerzoo.layers.attention import Attention, attend
+from ligerzoo.layers.attention import Attention, SinkAttention, attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
@@ -72,6 +72,7 @@ __all__ = [
     "ScaledPreNormBlock",
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
+    "SinkAttention",
     "StaticLayerCache",
     "TileEmbedding",
     "TileMask",

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligerzoo.kernels import decode_attention, exact_attention, rope
+from ligerzoo.kernels import apply_sinks, decode_attention, exact_attention, rope, sink_attention
+from ligerzoo.kernels.attention_sinks import attention_kernel
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend
 from ligerzoo.kernels.fp8 import from_storage
@@ -23,7 +24,7 @@ from ligerzoo.kernels.recompute import is_recording, recomputable
 from ligerzoo.layers.attention_on_meta import attention_on_meta
 from ligerzoo.layers.cache import LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context
-from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.linear import INIT_STD, Linear, check_features
 from ligerzoo.layers.lora import project_jointly
 from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
 from ligerzoo.layers.norm import AllHeadsRMSNorm, RMSNorm
@@ -42,6 +43,9 @@ _FASTEST_FIRST = [
 _MAX_SCORES = 1024 * 1024
 """Largest T * S for which a GPU materializes the mask or the scores as a matrix."""
 
+_MAX_SCORES_WITH_SINKS = 16 * _MAX_SCORES
+"""Likewise, the scores of all heads and rows for attention with sinks that is not differentiated."""
+
 
 def reference(
     q: Tensor,
@@ -51,9 +55,10 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend` in plain torch, with an additive mask; see `attention_probabilities`."""
-    return apply_probabilities(attention_probabilities(q, k, mask, scale, softcap, is_causal), v)
+    return apply_probabilities(attention_probabilities(q, k, mask, scale, softcap, is_causal, sinks), v)
 
 
 def attention_probabilities(
@@ -63,6 +68,7 @@ def attention_probabilities(
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns the attention probabilities (B, N, T, S): scores in the dtype of the inputs, softmax in fp32.
 
@@ -79,7 +85,11 @@ def attention_probabilities(
             1 + scores.shape[-1] - scores.shape[-2]
         )
         scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1, dtype=accumulation_dtype(q.dtype)).to(q.dtype)
+    wide = accumulation_dtype(q.dtype)
+    if sinks is None:
+        return scores.softmax(-1, dtype=wide).to(q.dtype)
+    column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores.to(wide), column], -1).softmax(-1)[..., :-1].to(q.dtype)
 
 
 def apply_probabilities(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -100,6 +110,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     is_causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes softmax(cap(q k^T * scale) + mask) v, with cap(s) = softcap * tanh(s / softcap) or the identity.
 
@@ -113,31 +124,39 @@ def attend(
         scale: factor of the scores; None for D^-0.5.
         softcap: soft cap of the scores (Gemma Team 2024, section 2); None for no cap.
         is_causal: without a mask, a query attends to the keys up to its own; False: to all keys.
+        sinks: (N,), for each head a logit that takes part in the softmax but has no value (OpenAI 2025, gpt-oss); None
+            for none.
 
     Returns:
         (B, T, N, D).
     """
     tokens, keys = q.shape[1], k.shape[1]
-    is_differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    is_differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     transformed = under_transform()  # vmap supports neither FlexAttention nor torch's fused kernel for a CPU
     is_decoding = tokens == 1 and not (is_differentiable or transformed)
     if is_decoding and q.is_cuda and (mask is None or isinstance(mask, Mask)):
-        return _attend_to_cache(q, k, v, mask, scale, softcap)
+        return _attend_to_cache(q, k, v, mask, scale, softcap, sinks)
     k, v = from_storage(k, q.dtype), from_storage(v, q.dtype)
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
+    if sinks is not None:  # no kernel for short masks has sinks: the scores of all heads are materialized
+        is_short = not is_differentiable and len(q) * q.shape[2] * tokens * keys <= _MAX_SCORES_WITH_SINKS
     if isinstance(mask, AttentionMask) and not (on_cpu or is_short or transformed) and q.shape[-1] >= 16:
-        return _flex_attention(q, k, v, mask, scale, softcap)
+        return _flex_attention(q, k, v, mask, scale, softcap, sinks)
     mask = _additive(mask, q.dtype)
     # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
     # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
     is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
     if softcap is not None or (on_cpu and (transformed or not is_accurate_on_cpu)):
-        return reference(q, k, v, mask, scale, softcap, is_causal)
+        return reference(q, k, v, mask, scale, softcap, is_causal, sinks)
     if q.is_meta:
-        return attention_on_meta(q, k, v, is_causal)
+        return attention_on_meta(q, k, v, is_causal)[0]
     is_causal = is_causal and mask is None
     if tokens == 1:  # an `if`, since torch.compile would leave a comparison of the length symbolic
         is_causal = False
+    if sinks is not None:
+        if mask is None and attention_kernel(q, k, v, is_causal) is not None:
+            return sink_attention(q, k, v, sinks, scale=scale, is_causal=is_causal)
+        return reference(q, k, v, mask, scale, softcap, is_causal, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
@@ -147,17 +166,19 @@ def attend(
 
 
 def _attend_to_cache(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, softcap: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`attend` for a single query per row."""
     first = last = padding_mask = fallback = None
     if mask is not None:
         first, last, padding_mask = mask.first[:, 0], mask.last[:, 0], mask.padding_mask
         fallback = None if mask.fallback is None else mask.fallback[:, 0]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    return decode_attention(q[:, 0], keys, values, first, last, padding_mask, fallback, scale=scale, softcap=softcap)[
-        :, None
-    ]
+    out = decode_attention(
+        q[:, 0], keys, values, first, last, padding_mask, fallback, scale=scale, softcap=softcap, sinks=sinks
+    )
+    return out[:, None]
 
 
 def _additive(mask: AttentionMask | Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -170,15 +191,21 @@ def _additive(mask: AttentionMask | Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def _flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, softcap: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     if q.is_meta:
-        return attention_on_meta(q, k, v, is_causal=True)
+        out, lse = attention_on_meta(q, k, v, is_causal=True)
+        return out if sinks is None else apply_sinks(out, lse, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out: Tensor = _compiled_flex_attention()(
-        q, k, v, _softcapped(softcap), mask.block_mask(), scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.transpose(1, 2)
+    arguments = q, k, v, _softcapped(softcap), mask.block_mask(), scale, q.shape[1] != k.shape[1]
+    if sinks is None:
+        plain: Tensor = _compiled_flex_attention()(*arguments)
+        return plain.transpose(1, 2)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
+    return apply_sinks(out.transpose(1, 2), aux.lse, sinks)
 
 
 @cached
@@ -260,6 +287,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden_size, kv_size, bias=qkv_bias, device=device, dtype=dtype)
         self.o_proj = Linear(q_size, hidden_size, bias=output_bias, device=device, dtype=dtype)
         self.q_norm, self.k_norm, self.rotary = q_norm, k_norm, rotary
+        self.sinks: nn.Parameter | None
+        self.register_parameter("sinks", None)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """x: (B, T, H) -> (B, T, H).
@@ -308,7 +337,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
         """Computes `attend` with the options of this layer; stores the probabilities if the context asks for them."""
-        options = self.scale, self.softcap, self.is_causal
+        options = self.scale, self.softcap, self.is_causal, self.sinks
         if context.attentions is None:
             if context.cache is not None and context.cache.exact and (mask is not None or k.shape[1] > q.shape[1]):
                 return self._attend_exactly(q, k, v, context)
@@ -343,3 +372,25 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         shown = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
+
+
+class SinkAttention(Attention):
+    """Self-attention in which each head has a sink: a learned logit that joins its softmax (OpenAI 2025, gpt-oss).
+
+    A head whose sink is large attends to little: the weights of its keys add up to less than one. The arguments are
+    those of `Attention`.
+
+    Attributes:
+        sinks: (N,), the logits of the sinks.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, *args: Any, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, *args, **options)
+        device, dtype = options.get("device"), options.get("dtype")
+        self.sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the sinks from N(0, std^2)."""
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, std=std)

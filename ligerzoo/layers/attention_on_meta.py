@@ -55,21 +55,22 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor,
 
 class _Attention(FusedFunction):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
         out, logsumexp = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.mark_non_differentiable(logsumexp)
         ctx.is_causal = is_causal
-        return out
+        return out, logsumexp
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = ctx.saved_tensors
         return *_backward(q, k, v, ctx.is_causal), None
 
 
-def attention_on_meta(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """The shape of `attend`'s result; keeps for backward what a fused kernel keeps.
+def attention_on_meta(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Returns the shapes of attention's output and logsumexp; keeps for backward what a fused kernel keeps.
 
     Args:
         q: (B, T, N, D), on meta.
@@ -77,4 +78,5 @@ def attention_on_meta(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tenso
         v: (B, S, K, D).
         is_causal: counts the operations of visible keys only. Those that a window or packing hides are counted.
     """
-    return _Attention.apply(q, k, v, is_causal)  # type: ignore[no-any-return]
+    out, logsumexp = _Attention.apply(q, k, v, is_causal)
+    return out, logsumexp

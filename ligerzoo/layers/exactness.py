@@ -59,6 +59,8 @@ def _obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | Non
         if isinstance(part, Attention):
             if part.head_dim not in HEAD_SIZES:
                 yield f"{name}.head_dim", " or ".join(map(str, HEAD_SIZES)), f"is {part.head_dim}"
+            if part.sinks is not None:
+                yield name, "attention without sinks", "has sinks"
             if part.softcap is not None or not part.is_causal:
                 yield (
                     name,

@@ -55,7 +55,8 @@ class LoRAExperts(LoRALayer, Experts):
             return super().forward(x, expert_ids, expert_weights)
         return lora_experts_mlp(
             x, expert_ids, expert_weights, dequantized(self.gate_up_proj), dequantized(self.down_proj),
-            self.update("gate_up_proj"), self.update("down_proj"), activation=self.activation, backend=self.backend,
+            self.update("gate_up_proj"), self.update("down_proj"), self.gate_up_proj_bias, self.down_proj_bias,
+            activation=self.activation, backend=self.backend,
         )  # fmt: skip
 
     def merged_weight(self, parameter: str) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels import decode_experts, experts_mlp, route
-from ligerzoo.kernels.activation import Activation, check_activation
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
+from ligerzoo.kernels.gating import GatedActivation, gating
 from ligerzoo.kernels.route import fits_one_program
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized, is_plain
@@ -35,18 +35,21 @@ class RouterLogits(Protocol):
 
 
 class Experts(nn.Module):
-    """E gated MLPs (as `GatedMLP`, without biases) with stacked weights; see `ligerzoo.kernels.experts_mlp`.
+    """E gated MLPs (as `GatedMLP`) with stacked weights; see `ligerzoo.kernels.experts_mlp`.
 
     Args:
         hidden_size: H.
         intermediate_size: I, intermediate features of each expert.
         num_experts: E.
-        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+        bias: add biases to all projections.
+        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), or `ligerzoo.kernels.ClampedSwiGLU`.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Attributes:
         gate_up_proj: (E, 2I, H), gate and up projections; the rows of the gate come first.
         down_proj: (E, H, I), down projections.
+        gate_up_proj_bias: (E, 2I), or None.
+        down_proj_bias: (E, H), or None.
 
     Raises:
         ValueError: a size is not positive, or `activation` or `backend` is unknown.
@@ -58,7 +61,8 @@ class Experts(nn.Module):
         intermediate_size: int,
         num_experts: int,
         *,
-        activation: Activation = "silu",
+        bias: bool = False,
+        activation: GatedActivation = "silu",
         backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -69,17 +73,26 @@ class Experts(nn.Module):
                 f"Experts: hidden_size={hidden_size}, intermediate_size={intermediate_size}, "
                 f"num_experts={num_experts}; expected positive numbers"
             )
-        self.activation: Activation = check_activation(activation)
+        gating(activation)  # raises if it is unknown
+        self.activation: GatedActivation = activation
         self.backend: Backend = check_backend(backend)
-        gate_up, down = (num_experts, 2 * intermediate_size, hidden_size), (num_experts, hidden_size, intermediate_size)
-        self.gate_up_proj = nn.Parameter(torch.empty(gate_up, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = empty(num_experts, 2 * intermediate_size, hidden_size)
+        self.gate_up_proj_bias = empty(num_experts, 2 * intermediate_size) if bias else None
+        self.down_proj = empty(num_experts, hidden_size, intermediate_size)
+        self.down_proj_bias = empty(num_experts, hidden_size) if bias else None
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weights from N(0, std^2)."""
+        """Samples the weights from N(0, std^2); biases are 0."""
         nn.init.normal_(self.gate_up_proj, std=std)
         nn.init.normal_(self.down_proj, std=std)
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x: (T, H), expert_ids: (T, k), expert_weights: (T, k) -> (T, H)."""
@@ -89,6 +102,8 @@ class Experts(nn.Module):
             expert_weights,
             dequantized(self.gate_up_proj),
             dequantized(self.down_proj),
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
             activation=self.activation,
             backend=self.backend,
         )
@@ -183,7 +198,8 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
     """
     if not (is_plain(gate, Router) and is_plain(experts, Experts)):
         return None
-    backend, parameters = experts.backend, (gate.weight, experts.gate_up_proj, experts.down_proj)
+    backend = experts.backend
+    parameters = [t for part in (gate, experts) for t in part._parameters.values() if t is not None]
     needs_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, *parameters))
     if (
         needs_gradients
@@ -196,8 +212,9 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
     logits = gate.logits(tokens)
     routing = route(logits, gate.num_experts_per_token, renormalize=gate.renormalize, backend=backend)
     y = decode_experts(
-        tokens, routing, experts.gate_up_proj, experts.down_proj, activation=experts.activation, backend=backend
-    )
+        tokens, routing, experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias,
+        activation=experts.activation, backend=backend,
+    )  # fmt: skip
     return logits, y
 
 

@@ -14,13 +14,15 @@ from ligerzoo.layers.linear import INIT_STD
 
 
 class Router(nn.Module):
-    """Selects k of E experts for each token, and their weights: the k largest of softmax(weight @ x).
+    """Selects k of E experts for each token, and their weights: the k largest of softmax(weight @ x + bias).
 
     Args:
         hidden_size: H.
         num_experts: E.
         num_experts_per_token: k.
-        renormalize: divide the k probabilities by their sum, so that a token's weights add up to one.
+        renormalize: divide the k probabilities by their sum, so that a token's weights add up to one. They are then the
+            softmax of the k largest logits.
+        bias: add a bias to the logits.
 
     Raises:
         ValueError: k is not between 1 and E.
@@ -33,6 +35,7 @@ class Router(nn.Module):
         num_experts_per_token: int,
         *,
         renormalize: bool = True,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -44,11 +47,14 @@ class Router(nn.Module):
         self.num_experts_per_token = num_experts_per_token
         self.renormalize = renormalize
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         self.init_weights()
 
     def init_weights(self, std: float = INIT_STD) -> None:
-        """Samples the weight from N(0, std^2)."""
+        """Samples the weight from N(0, std^2); the bias is 0."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Routes the tokens `x`, (T, H).
@@ -64,7 +70,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (T, H) -> (T, E)."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape

@@ -7,6 +7,7 @@ from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text, Gemma3TextConfig
 from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
+from ligerzoo.models.gpt_oss import GptOss, GptOssConfig
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.llama import Llama, LlamaConfig
 from ligerzoo.models.ministral import Ministral, MinistralConfig
@@ -43,6 +44,8 @@ __all__ = [
     "Glm4",
     "Glm4Config",
     "GlmConfig",
+    "GptOss",
+    "GptOssConfig",
     "Granite",
     "GraniteConfig",
     "Labels",

@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                  "shared_expert_intermediate_size": 24, "tie_word_embeddings": False},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
 PATTERNS = {"rank_pattern": {"o_proj": 6}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"target_modules": ["q_proj"], **EXPERTS}),
     "mixtral, down": ("Mixtral", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
     "qwen3_moe": ("Qwen3Moe", {"target_modules": "all-linear"}),
+    "gpt_oss": ("GptOss", {"target_modules": ["q_proj"], **EXPERTS}),
     "qwen2_moe": ("Qwen2Moe", {"target_modules": ["q_proj", "shared_expert.down_proj"], **EXPERTS}),
 }  # fmt: skip
 

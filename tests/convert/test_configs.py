@@ -202,7 +202,8 @@ IGNORED = {
     "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "spatial_patch_size",
     "transformers_version", "use_cache", "vision_use_head",
     # Entries without effect in some architectures, as in transformers.
-    "attention_bias", "hidden_act", "hidden_activation", "max_window_layers", "partial_rotary_factor", "rope_theta",
+    "attention_bias", "experts_per_token", "hidden_act", "hidden_activation", "initial_context_length",
+    "max_window_layers", "partial_rotary_factor", "rope_theta",
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",

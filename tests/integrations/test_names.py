@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_names_and_order(model_type: str, tmp_path: Path) -> None:
     got, expected = ([name for name, _ in each.named_parameters()] for each in (ours(directory), model))
     if model_type == "glm4":  # its norms keep our names
         got, expected = ([name for name in names if "norm" not in name] for names in (got, expected))
+    if model_type == "gpt_oss":  # its experts' weights have another layout, and so other names
+        got = [re.sub("_(split|transposed)$", "", name) for name in got]
     assert set(got) == set(expected)
     if not hasattr(model.config, "vision_config"):
         # Qwen3-MoE has its routers after the experts, which no other mixture of transformers has.

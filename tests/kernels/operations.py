@@ -143,6 +143,16 @@ def _lora_experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Te
     return [*inputs[:3], *(weight.detach() for weight in inputs[3:]), *updates]
 
 
+def _biased_experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    inputs = _experts_inputs(batch, dtype, device)
+    return [*inputs, *(numbers(3, size, dtype=inputs[0].dtype, device=device) for size in (18, 17))]
+
+
+def _apply_sinks_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    lse = numbers(batch, 4, 3, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    return [numbers(batch, 3, 4, 10, dtype=dtype, device=device), lse, numbers(4, dtype=dtype, device=device)]
+
+
 def _activation_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     x, _, weight, bias = _glu_linear_inputs(batch, dtype, device)
     return [x, weight, bias]
@@ -260,6 +270,20 @@ OPERATIONS = [
         always_fused=True,
     ),
     Operation("experts_mlp", kernels.experts_mlp, kernel_file("experts").reference, _experts_inputs, always_fused=True),
+    Operation(
+        "experts_mlp-clamped",
+        partial(kernels.experts_mlp, activation=kernels.ClampedSwiGLU(0.8, 1.5)),
+        partial(kernel_file("experts").reference, activation=kernels.ClampedSwiGLU(0.8, 1.5)),
+        _biased_experts_inputs,
+        always_fused=True,
+    ),
+    Operation(
+        "apply_sinks",
+        kernels.apply_sinks,
+        kernel_file("attention_sinks").reference,
+        _apply_sinks_inputs,
+        always_fused=True,
+    ),
     Operation("rope", kernels.rope, kernel_file("rope").reference, _rope_inputs),
     Operation("rope-views", kernels.rope, kernel_file("rope").reference, _rope_inputs_of_transformers),
     Operation(
@@ -341,6 +365,7 @@ _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
     "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
+    "apply_sinks",
 }  # fmt: skip
 """One operation of each kernel, and of each autograd function that returns an input."""
 

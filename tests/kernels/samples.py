@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import route
+from ligerzoo.kernels import ClampedSwiGLU, route
+from ligerzoo.kernels.experts import _Needs
+from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.lora_experts import Projection
+from ligerzoo.kernels.weighted_glu import Biases
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import angles, numbers
 
@@ -140,12 +143,13 @@ def _decode_attention(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     index = torch.tensor([1, 2], device=device)
     none = {"first": None, "last": None, "padding_mask": None, "fallback": None, "scale": 1.0, "softcap": None}
+    none |= {"sinks": None}
     return [
         {"q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), **none},
         {"q": half(2, 4, 16), "keys": half(2, 70, 2, 16).transpose(1, 2), "values": half(2, 2, 70, 16), **none},
         {
             "q": t(2, 4, 16), "keys": t(2, 2, 70, 16), "values": t(2, 2, 70, 16), "first": index, "last": index + 60,
-            "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5, "softcap": 2.0,
+            "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5, "softcap": 2.0, "sinks": t(4),
         },
     ]  # fmt: skip
 
@@ -220,7 +224,13 @@ def _softmax_backward(device: str) -> Samples:
 def _experts(device: str) -> dict[str, Any]:
     t = partial(new, device=device)
     fused = device == "cuda" or INTERPRETING
-    return {"expert_weights": t(5, 2), "gate_up": t(3, 8, 7), "down": t(3, 7, 4), "activation": "silu", "triton": fused}
+    common = {"expert_weights": t(5, 2), "gate_up": t(3, 8, 7), "down": t(3, 7, 4), "triton": fused}
+    return common | {"gating": gating("silu"), "biases": Biases(None, None)}
+
+
+def _biases(device: str) -> dict[str, Any]:
+    biases = Biases(new(3, 8, device=device), new(3, 7, device=device))
+    return {"gating": gating(ClampedSwiGLU(0.5, 1.2)), "biases": biases}
 
 
 def _experts_forward(device: str) -> Samples:
@@ -229,7 +239,8 @@ def _experts_forward(device: str) -> Samples:
     gate_up, down = common["gate_up"].half(), transposed(common["down"]).half()
     return [
         common,
-        common | {"x": transposed(common["x"]).half(), "gate_up": gate_up, "down": down, "activation": "gelu"},
+        common | {"x": transposed(common["x"]).half(), "gate_up": gate_up, "down": down, "gating": gating("gelu")},
+        common | _biases(device),
         common | {"x": common["x"][:0], "expert_ids": expert_ids[:0], "expert_weights": new(0, 2, device=device)},
     ]
 
@@ -248,18 +259,21 @@ def _experts_backward(device: str) -> Samples:
         **_experts(device),
         "dy": t(5, 7),
         "x": t(5, 7),
+        "expert_ids": torch.tensor([[0, 2]] * 5, device=device),
         "hidden": t(10, 8),
         "rows": torch.arange(10, device=device).int().view(5, 2),
         "bounds": torch.tensor([0, 5, 5, 10], device=device).int(),
     }
 
-    def needs(*names: str) -> dict[str, bool]:
-        return {f"needs_{name}": name in names for name in ("x", "weights", "gate_up", "down")}
+    def needs(*names: str) -> dict[str, Any]:
+        return {"needs": _Needs(*(name in names for name in _Needs._fields))}
 
     return [
         common | needs("x", "weights", "gate_up", "down"),
-        common | {"activation": "gelu_tanh"} | needs("down"),
-        common | {"dy": transposed(common["dy"]), "activation": "gelu"} | needs("x", "gate_up"),
+        common | {"gating": gating("gelu_tanh")} | needs("down"),
+        common | {"dy": transposed(common["dy"]), "gating": gating("gelu")} | needs("x", "gate_up"),
+        common | _biases(device) | needs(*_Needs._fields),
+        common | _biases(device) | needs("down_bias"),
     ]
 
 
@@ -274,16 +288,17 @@ def _lora_projections(device: str) -> dict[str, Any]:
 def _lora_experts_forward(device: str) -> Samples:
     common = _experts_forward(device)[0] | _lora_projections(device)
     gate_up = Projection(common["gate_up"].weight, None, None, 1.0)
-    return [common, common | {"gate_up": gate_up}]
+    return [common, common | {"gate_up": gate_up} | _biases(device)]
 
 
 def _lora_experts_backward(device: str) -> Samples:
     common = _experts_backward(device)[0] | _lora_projections(device)
-    common = {name: value for name, value in common.items() if not name.startswith("needs_")}
+    del common["needs"]
     common |= {"gate_up_h": new(10, 2, device=device), "down_h": new(10, 1, device=device)}
     return [
         common | {"needs_x": True, "needs_gate_up": True, "needs_down": True},
         common | {"needs_x": False, "needs_gate_up": False, "needs_down": True, "dy": transposed(common["dy"])},
+        common | {"needs_x": True, "needs_gate_up": True, "needs_down": True} | _biases(device),
     ]
 
 
@@ -302,16 +317,38 @@ def _decode_experts(device: str) -> Samples:
     def sample(tokens: int, dtype: torch.dtype, **others: Any) -> dict[str, Any]:
         x, gate_up, down = (t(*shape).to(dtype) for shape in ((tokens, 7), (3, 8, 7), (3, 7, 4)))
         routing = route(t(tokens, 3), 2, backend="torch")
-        common = {"x": x, "routing": routing, "gate_up": gate_up, "down": down, "residual": None, "activation": "silu"}
-        return common | others
+        common = {"x": x, "routing": routing, "gate_up": gate_up, "down": down, "residual": None}
+        return common | {"gating": gating("silu"), "biases": Biases(None, None)} | others
 
     return [
         sample(5, torch.float32),
-        sample(1, torch.float32, residual=t(1, 7), activation="gelu"),
+        sample(1, torch.float32, residual=t(1, 7), gating=gating("gelu")),
+        sample(1, torch.float32, **_biases(device)),
+        sample(5, torch.float32, **_biases(device)),
         sample(5, torch.float16, residual=transposed(t(5, 7).half())),
         sample(5, torch.float32, x=transposed(t(5, 7)), gate_up=transposed(t(3, 8, 7)), down=transposed(t(3, 7, 4))),
         sample(0, torch.float32),
     ]
+
+
+def _apply_sinks(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    fused = device == "cuda" or INTERPRETING
+    return [
+        {"out": t(2, 5, 3, 10), "lse": t(2, 3, 5), "sinks": t(3), "triton": fused},
+        {"out": half(2, 3, 70, 16).transpose(1, 2), "lse": t(2, 3, 70), "sinks": half(3), "triton": fused},
+    ]
+
+
+def _apply_sinks_backward(device: str) -> Samples:
+    half = partial(new, device=device, dtype=torch.float16)
+    samples = [sample | {"dy": new(*sample["out"].shape, device=device)} for sample in _apply_sinks(device)]
+    return [*samples, samples[0] | {"dy": half(2, 3, 5, 10).transpose(1, 2), "out": half(2, 5, 3, 10)}]
+
+
+def _sink_gradients(device: str) -> Samples:
+    samples = _apply_sinks_backward(device)
+    return [{"y": sample.pop("out"), **sample} for sample in samples]
 
 
 SAMPLES: dict[str, Callable[[str], Samples]] = {
@@ -338,6 +375,9 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "lora_experts_forward": _lora_experts_forward,
     "lora_experts_backward": _lora_experts_backward,
     "route": _route,
+    "apply_sinks": _apply_sinks,
+    "apply_sinks_backward": _apply_sinks_backward,
+    "sink_gradients": _sink_gradients,
     "decode_experts": _decode_experts,
 }
 """Op name -> its samples on a device, by the parameter names of the registered function."""

@@ -27,6 +27,7 @@ OPTIONS: dict[str, list[Any]] = {
     "lengths": ["full", "each row", "shared"],
     "softcap": [None, 3.0],
     "scale": [None, 0.7],
+    "sinks": [False, True],
 }
 
 
@@ -69,6 +70,8 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     inputs = tensors(*(case[name] for name in ("dtype", "batch", "heads", "head_dim", "capacity", "layout")), device)
     selected = bounds(*(case[name] for name in ("batch", "capacity", "window", "padding", "lengths")), device)
     options = {**selected, "scale": case["scale"], "softcap": case["softcap"]}
+    if case["sinks"]:
+        options["sinks"] = 3 * torch.randn(case["heads"][0], device=device)
     if case["stored"] == FP8:
         inputs[1:] = [to_storage(x, FP8) for x in inputs[1:]]
     before = [t.clone() for t in inputs]
@@ -115,6 +118,7 @@ def test_it_compiles(
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
     with compiling_for_hopper():
         decode_attention(*inputs, **selected, softcap=softcap, backend="triton")
+        decode_attention(*inputs, **selected, sinks=torch.zeros(heads[0]), backend="triton")
         decode_attention(*inputs, softcap=softcap, backend="triton")
 
 

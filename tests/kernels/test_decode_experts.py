@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligerzoo import layers
-from ligerzoo.kernels import Routing, decode_experts, experts_mlp, route
+from ligerzoo.kernels import ClampedSwiGLU, Routing, decode_experts, experts_mlp, route
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.decode_experts import reference
 from ligerzoo.kernels.dispatch import INTERPRETING
@@ -31,7 +31,8 @@ OPTIONS: dict[str, list[Any]] = {
     "features": on_gpu_too([16, 33, 136], [2048]),
     "inner": on_gpu_too([1, 24, 70], [768]),
     "experts": on_gpu_too([(3, 2), (9, 4), (2, 1)], [(128, 8)]),  # E, k
-    "activation": list(ACTIVATIONS),
+    "activation": [*ACTIVATIONS, ClampedSwiGLU(0.6, 1.3)],
+    "bias": [False, True],
     "residual": [False, True],
     "renormalize": [False, True],
     "favoured": [False, True],  # whether all tokens choose the same experts
@@ -73,8 +74,13 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
     x, logits, gate_up, down, residual = inputs = make(*sizes)
     routing = route(logits, k, renormalize=case["renormalize"], backend="torch")
     before = [t.clone() for t in (*inputs, *routing)]
-    options = (residual if case["residual"] else None), case["activation"]
-    actual = decode_experts(x, routing, gate_up, down, residual=options[0], activation=options[1], backend="triton")
+    biases = [None, None]
+    if case["bias"]:
+        biases = [numbers(*t.shape[:2], dtype=case["dtype"], device=device).detach() for t in (gate_up, down)]
+    options = (residual if case["residual"] else None), case["activation"], *biases
+    actual = decode_experts(
+        x, routing, gate_up, down, *biases, residual=options[0], activation=options[1], backend="triton"
+    )
     assert_same(actual, x, routing, gate_up, down, *options)
     assert all(torch.equal(*pair) for pair in zip((*inputs, *routing), before, strict=True))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import experts_mlp, lora_experts_mlp
+from ligerzoo.kernels import ClampedSwiGLU, experts_mlp, lora_experts_mlp
 from ligerzoo.kernels.activation import ACTIVATIONS
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
@@ -58,6 +58,58 @@ def test_sizes(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device
 def test_activations(activation: Any, device: str) -> None:
     function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
     judge(function, oracle, make(20, 33, 17, 3, 2, torch.float32, device))
+
+
+def biased(inputs: list[Tensor], dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [*inputs, *(numbers(*t.shape[:2], dtype=dtype, device=device) for t in inputs[-2:])]
+
+
+CLAMPED = ClampedSwiGLU(0.5, 1.3)  # cuts off many of the numbers
+
+
+@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", CLAMPED], ids=str)
+def test_biases(activation: Any, dtype: torch.dtype, device: str) -> None:
+    function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
+    for shape in ((20, 33, 17, 4, 2), (1, 7, 300, 3, 1), (100, 200, 24, 3, 2)):
+        judge(function, oracle, biased(make(*shape, dtype, device), dtype, device))
+
+
+def test_clamps(device: str) -> None:
+    """Without biases, with features exactly at the limits, and NaN."""
+    function, oracle = (partial(f, activation=CLAMPED) for f in (experts_mlp, reference))
+    judge(function, oracle, make(20, 33, 17, 3, 2, torch.float32, device))
+    x, gate_up = torch.tensor([[1.0]], device=device), torch.tensor([[[0.5], [-0.5]]], device=device)
+    ids, weights, down = torch.zeros(1, 1, device=device).long(), torch.ones_like(x), torch.ones(1, 1, 1, device=device)
+    gate_up.requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x, ids, weights, gate_up, down), gate_up)
+    (expected,) = torch.autograd.grad(oracle(x, ids, weights, gate_up, down), gate_up)
+    assert (gradient != 0).all()
+    torch.testing.assert_close(gradient, expected)
+    assert function(x * torch.nan, ids, weights, gate_up, down).isnan().all()
+
+
+@pytest.mark.parametrize("frozen", [(), (0, 2, 3, 4), (0, 2, 3, 4, 5), (0, 2, 3, 4, 6), (5, 6)], ids=str)
+def test_frozen_inputs_with_biases(frozen: tuple[int, ...], device: str) -> None:
+    inputs = biased(make(20, 33, 17, 4, 2, torch.float32, device), torch.float32, device)
+    inputs = [t.detach() if i in frozen else t for i, t in enumerate(inputs)]
+    judge(partial(experts_mlp, activation=CLAMPED), partial(reference, activation=CLAMPED), inputs)
+
+
+@pytest.mark.parametrize("activation", [ClampedSwiGLU(0.0), ClampedSwiGLU(7.0, -1.0), ClampedSwiGLU(float("nan"))])
+def test_invalid_clamps(activation: Any, device: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^activation=ClampedSwiGLU\(.*; expected a positive limit and a positive alpha"
+    ):
+        experts_mlp(*make(2, 3, 4, 2, 1, torch.float32, device), activation=activation)
+
+
+def test_shapes_of_biases_are_checked(device: str) -> None:
+    inputs = make(2, 3, 4, 2, 1, torch.float32, device)
+    with pytest.raises(ValueError, match=r"^experts_mlp: gate_up_bias has shape \(2, 4\); expected \(2, 8\)"):
+        experts_mlp(*inputs, torch.zeros(2, 4, device=device))
+    with pytest.raises(ValueError, match=r"^experts_mlp: down_bias has shape \(3, 3\); expected \(2, 3\)"):
+        experts_mlp(*inputs, None, torch.zeros(3, 3, device=device))
 
 
 @pytest.mark.parametrize("ids", [[0], [2], [1, 3], [3, 1, 0]], ids=str)

@@ -22,14 +22,17 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "parameter": X.clone(), "gradient": X, "exp_avg": torch.zeros(4, 6), "exp_avg_sq": torch.zeros(4, 6),
     },
     "add_rms_norm": {"x": X, "residual": X, "weight": W},
+    "apply_sinks": {"out": torch.randn(2, 3, 4, 8), "lse": torch.randn(2, 4, 3), "sinks": torch.randn(4)},
     "cross_entropy": {"logits": LOGITS, "target": TARGET, "class_weight": torch.ones(9), "token_weight": torch.ones(4)},
     "experts_mlp": {
         "x": X, "expert_ids": torch.zeros(4, 2).long(), "expert_weights": torch.ones(4, 2),
-        "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2),
+        "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "gate_up_bias": torch.randn(3, 4),
+        "down_bias": torch.randn(3, 6),
     },
     "decode_attention": {
         "q": torch.randn(2, 4, 16), "keys": torch.randn(2, 2, 5, 16), "values": torch.randn(2, 2, 5, 16),
         "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]), "fallback": torch.tensor([-1, 2]),
+        "sinks": torch.randn(4),
     },
     "exact_attention": {
         "q": torch.randn(2, 1, 4, 64), "keys": torch.randn(2, 5, 2, 64), "values": torch.randn(2, 5, 2, 64),
@@ -37,6 +40,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     },
     "decode_experts": {
         "x": X, "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "residual": X,
+        "gate_up_bias": torch.randn(3, 4), "down_bias": torch.randn(3, 6),
     },
     "filter_bounds": {
         "logits": LOGITS, "temperature": torch.ones(4), "top_k": torch.ones(4).long(), "top_p": torch.ones(4),
@@ -65,7 +69,8 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "linears": {"x": X},
     "lora_experts_mlp": {
         "x": X, "expert_ids": torch.zeros(4, 2).long(), "expert_weights": torch.ones(4, 2),
-        "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2),
+        "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "gate_up_bias": torch.randn(3, 4),
+        "down_bias": torch.randn(3, 6),
     },
     "lora_linears": {"x": X},
     "residual_rms_norm": {"x": X, "weight": W},
@@ -77,6 +82,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "logits": LOGITS, "scores": LOGITS, "seeds": torch.arange(4), "steps": torch.arange(4),
         "temperature": torch.ones(4), "threshold": torch.zeros(4), "last_token": torch.arange(4),
     },
+    "sink_attention": {**{name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")}, "sinks": torch.randn(4)},
     "softmax": {"x": X},
     "swiglu": {"gate": X, "up": X},
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},

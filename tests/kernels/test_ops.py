@@ -20,6 +20,8 @@ from tests.kernels.samples import SAMPLES
 ALL_SAMPLES = {**SAMPLES, **LOSS_SAMPLES}
 OP_NAMES = sorted(ALL_SAMPLES)
 ON_ANY_MACHINE = {
+    "apply_sinks",
+    "apply_sinks_backward",
     "experts_backward",
     "experts_forward",
     "experts_gate_up",
@@ -28,6 +30,7 @@ ON_ANY_MACHINE = {
     "lora_experts_backward",
     "lora_experts_forward",
     "scaled",
+    "sink_gradients",
 }
 
 META_ONLY = {"ligerzoo::attention_on_meta", "ligerzoo::attention_on_meta_backward"}

@@ -114,7 +114,7 @@ def test_statistics(model_type: str, std: float) -> None:
             if isinstance(module, RMSNorm | LayerNorm) and own == "weight":
                 offset = module.weight_offset if isinstance(module, RMSNorm) else 0.0
                 assert (parameter + offset == 1).all(), name
-            elif own == "bias":
+            elif own.endswith("bias"):
                 assert (parameter == 0).all(), name
             elif isinstance(module, CrossAttentionBlock) or own == "gate":
                 assert isinstance(module, CrossAttentionBlock | TileEmbedding | TilePositionEmbedding), name

@@ -138,7 +138,7 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
                 expected=first_names(sorted(expected - names)) or None,
                 remedy="Merge adapters into the weights first.",
             )  # fmt: skip
-        weights = {part.name: given[part.stored_name][part.stored_index] for part in slices}
+        weights = {part.name: part.select(given[part.stored_name]) for part in slices}
         model.load_state_dict(weights, assign=True)
         model.tie_weights()
         model.origin, model.generation_config = source.origin, source.generation_config

@@ -1,0 +1,55 @@
+"""Converter for gpt-oss checkpoints, in bf16 and in MXFP4.
+
+Checkpoints store the experts' matrices transposed, for products x @ W, and gate and up projections in alternation:
+even columns are the gate's. config.json calls our `num_experts` `num_local_experts`. As in transformers, its entries
+`experts_per_token` and `initial_context_length` have no effect: they repeat `num_experts_per_tok` and an entry of the
+rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import first_given, rope_entry, rope_fields
+from ligerzoo.convert.weights import Interleaved, Layout, ModuleRules, Rename, Transposed
+from ligerzoo.models.gpt_oss import YARN, GptOss, GptOssConfig
+
+
+def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json; `num_experts` takes precedence over `num_local_experts`."""
+    return {**raw, "num_experts": first_given(raw, "num_experts", "num_local_experts")}
+
+
+def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    """Reads `rope_theta` and `rope_scaling` from either spelling. Without a rope entry the default YaRN applies."""
+    return rope_fields(raw if rope_entry(raw) else {**raw, "rope_scaling": YARN}, default_theta)
+
+
+def write_entries(config: GptOssConfig, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    scaling = dict(config.rope_scaling or {"rope_type": "default"})  # transformers reads null as the default YaRN
+    return {"num_local_experts": entries.pop("num_experts"), **entries, "rope_scaling": scaling}
+
+
+ARCHITECTURE = Architecture(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    GptOss,
+    GptOssConfig,
+    read_entries=read_entries,
+    read_rope=read_rope,
+    write_entries=write_entries,
+    layouts=(
+        Layout(
+            (
+                ModuleRules("model.layers.", (Rename("mlp.router", "mlp.gate"),)),
+                Interleaved("mlp.experts.gate_up_proj", transposed=True),
+                Interleaved("mlp.experts.gate_up_proj_bias"),
+                Transposed("mlp.experts.down_proj"),
+            )
+        ),
+    ),
+    quantized_formats=frozenset({"mxfp4"}),
+)

@@ -1,0 +1,110 @@
+"""gpt-oss, such as gpt-oss-20b and gpt-oss-120b (OpenAI 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += moe(norm(x)) ] -> norm -> head
+
+Distinctive: attention sinks, a sliding window in every second layer, experts with biases and clamped SwiGLU.
+
+A sink is a learned logit per head, which joins the softmax of each query. The router selects the experts with the
+largest logits, and applies the softmax to these logits alone: the same as dividing their probabilities by the sum. The
+context is extended by YaRN, whose bounds are not rounded to integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from ligerzoo.kernels import ClampedSwiGLU
+from ligerzoo.layers import (
+    Decoder,
+    Embedding,
+    Experts,
+    LMHead,
+    MoE,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+    SinkAttention,
+)
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.config import WindowedConfig, check_positive
+from ligerzoo.models.moe import MoECausalLM, MoEConfig
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+"""The default context extension."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MoEConfig, WindowedConfig):
+    """Configuration of gpt-oss. Defaults: those of transformers' GptOssConfig, close to gpt-oss-120b.
+
+    Attributes:
+        intermediate_size: intermediate features of each expert.
+        layer_types: None: every second layer uses the sliding window, the first one included.
+        attention_bias: add biases to the query, key, value and output projections.
+        swiglu_limit: bound of gate and up projections, see `ligerzoo.kernels.ClampedSwiGLU`.
+        swiglu_alpha: factor of the gate within the sigmoid.
+    """
+
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    rope_scaling: Mapping[str, Any] | None = field(default_factory=lambda: dict(YARN))
+    sliding_window: int | None = 128
+    num_experts: int = 128
+    num_experts_per_tok: int = 4
+    attention_bias: bool = True
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "swiglu_limit", "swiglu_alpha")
+
+    def slides(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses the sliding window if `layer_types` is None."""
+        return layer % 2 == 0
+
+
+class GptOss(MoECausalLM):
+    """gpt-oss with a language-model head."""
+
+    config: GptOssConfig
+
+    def __init__(self, config: GptOssConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        activation = ClampedSwiGLU(c.swiglu_limit, c.swiglu_alpha)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
+
+        def mixture() -> MoE:
+            sizes = c.hidden_size, c.intermediate_size, c.num_experts
+            router = Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, bias=True, **factory_kwargs)
+            return MoE(router, Experts(*sizes, bias=True, activation=activation, **factory_kwargs))
+
+        def block(i: int) -> PreNormBlock:
+            attention = SinkAttention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, window=c.window(i),
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+            )  # fmt: skip
+            return PreNormBlock(norm(), attention, norm(), mixture())
+
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        layers = [block(i) for i in range(c.num_hidden_layers)]
+        super().__init__(
+            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        )
