@@ -42,6 +42,8 @@ MODEL_TYPES = (
     "qwen2_vl",
     "qwen3",
     "qwen3_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
     "smollm3",
 )
 """Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""

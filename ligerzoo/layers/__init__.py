@@ -8,6 +8,7 @@ from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
+from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, ResampledPositionEmbedding
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
@@ -17,7 +18,14 @@ from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
-from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
+from ligerzoo.layers.rotary import (
+    AxialRotaryEmbedding,
+    InterleavedSectionedRotaryEmbedding,
+    RotaryEmbedding,
+    SectionedRotaryEmbedding,
+    interleaved,
+    sectioned,
+)
 from ligerzoo.layers.routers import Router
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
@@ -28,6 +36,7 @@ from ligerzoo.layers.vision import (
     VisionTower,
     WindowedVisionTower,
     grid_positions,
+    masked_index,
     repeated_items,
     scatter_embeddings,
 )
@@ -44,6 +53,8 @@ __all__ = [
     "CrossAttentionInputs",
     "CrossAttentionLayerCache",
     "Decoder",
+    "DeepStack",
+    "DeepStackVisionTower",
     "Embedding",
     "Experts",
     "GatedMLP",
@@ -51,6 +62,7 @@ __all__ = [
     "Grids",
     "ImageEmbedding",
     "ImageTower",
+    "InterleavedSectionedRotaryEmbedding",
     "KVCache",
     "LMHead",
     "LayerCache",
@@ -64,6 +76,7 @@ __all__ = [
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "ResampledPositionEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",
     "Router",
@@ -82,7 +95,9 @@ __all__ = [
     "WindowedVisionTower",
     "attend",
     "grid_positions",
+    "interleaved",
     "load_balancing_loss",
+    "masked_index",
     "repeated_items",
     "scatter_embeddings",
     "sectioned",

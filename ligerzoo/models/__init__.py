@@ -25,6 +25,9 @@ from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.qwen3_vision import Qwen3VLVisionConfig
+from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
+from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe, Qwen3VLMoeConfig
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
@@ -80,6 +83,11 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3VL",
+    "Qwen3VLConfig",
+    "Qwen3VLMoe",
+    "Qwen3VLMoeConfig",
+    "Qwen3VLVisionConfig",
     "SequenceClassifier",
     "SequenceClassifierOutput",
     "SmolLM3",
