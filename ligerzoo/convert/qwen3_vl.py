@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
-from ligerzoo.convert.fields import flag_entry, object_entry, refuse, rope_entry
+from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
 from ligerzoo.convert.qwen2_vl import VISION_TOKENS, read_sectioned_rope, refuse_other_tower_rotation
 from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
 from ligerzoo.models.qwen3_vision import Qwen3VisionLM, Qwen3VisionLMConfig
@@ -49,7 +49,8 @@ def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
     refuse_other_tower_rotation(vision)
     tokens = {name: raw[name] for name in VISION_TOKENS if raw.get(name) is not None}
     tie = {"tie_word_embeddings": flag_entry(raw, "tie_word_embeddings")}
-    return {**text, "sliding_window": None, **tokens, **tie, "vision_config": vision}
+    experts = {"num_experts": first_given(text, "num_local_experts", "num_experts")}  # of MoE models
+    return {**text, **experts, "sliding_window": None, **tokens, **tie, "vision_config": vision}
 
 
 def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:

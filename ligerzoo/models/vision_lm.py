@@ -179,6 +179,8 @@ class VisionLM(CausalLM):
         Raises:
             ValueError: the numbers of patches, grids and vision tokens do not match.
         """
+        if self.separates_frames and frame_interval is not None:
+            raise ValueError("frame_interval: got a value; expected None, since timestamps in the text separate frames")
         c, m, one = self.config, self.visual.merge_size, torch.ones((), device=x.device)
         kinds = (
             (c.image_token_id, pixel_values, image_grid_thw, one),

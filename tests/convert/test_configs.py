@@ -33,6 +33,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # the default does not match the decoder
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
+    "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},  # likewise
+    "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}, "text_config": {"head_dim": 128}},  # likewise
 }
 """Entries that config.json needs, because the defaults of transformers are inconsistent."""
 

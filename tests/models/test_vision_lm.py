@@ -153,6 +153,8 @@ def test_greedy_generation(models: tuple[VisionLM, PreTrainedModel], name: str) 
     got = ours.generate(p.ids, p.mask, max_new_tokens=8, eos_token_id=[], **p.vision)
     types = {"mm_token_type_ids": p.types} if p.vision else {}
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    if hasattr(ours.config, "output_router_logits"):
+        options["output_router_logits"] = False  # transformers cannot compute the loss of new tokens with padding
     assert torch.equal(got, theirs.generate(p.ids, attention_mask=p.mask, **p.vision, **types, **options))
 
 
@@ -456,7 +458,7 @@ def test_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     assert AutoModel.from_pretrained(tmp_path).config == config
     theirs, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
-    assert "visual.blocks.0.attn.qkv.weight" in stored_tensors(tmp_path)
+    assert any(name.endswith("visual.blocks.0.attn.qkv.weight") for name in stored_tensors(tmp_path))
     ids = torch.arange(9)[None]
     assert_close(model(ids).logits, theirs(ids).logits, "logits")
 
@@ -508,19 +510,19 @@ def test_placeholders_without_their_input(model: VisionLM) -> None:
         model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
     assert model.modalities[-1] == "mm_token_type_ids"
     with pytest.raises(
-        LigerzooError, match=r"images: not an option of generate or input of .*VL; expected .*pixel_values"
+        LigerzooError, match=r"images: not an option of generate or input of .*VL.*; expected .*pixel_values"
     ):
         model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
 INVALID: list[tuple[dict[str, Any], str]] = [
-    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three integers, 0 or more, that add up to head_dim / 2, 8"),
+    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three integers, 0 or more, that add up to head_dim / 2, [68]"),
     ({"mrope_section": [4, 4]}, "mrope_section"),
     ({"mrope_section": 8}, "mrope_section"),
-    ({"hidden_size": 48, "mrope_section": [2, 2, 2]}, "vision_config: .* got 64; expected hidden_size, 48"),
+    ({"hidden_size": 48, "mrope_section": [2, 2, 2]}, "vision_config: .* got (64|32); expected hidden_size, 48"),
     (
         {"vision_config": {"num_heads": 16}},
-        "vision_config, num_heads: .* got 16 for 32 features; expected",
+        "vision_config, num_heads: .* got 16 for (32|16) features; expected",
     ),
     ({"vision_config": {"depth": 0}}, "depth"),
     ({"vision_config": {"spatial_merge_size": 2**31 - 1}}, "spatial_merge_size: invalid value; .* fewer than 2\\^63"),
@@ -536,11 +538,14 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("changes, named", INVALID)
 def test_invalid_configs(hub_row: Tiny, changes: dict[str, Any], named: str) -> None:
-    raw = {**hub_row.config, **changes}
+    text = {name: value for name, value in changes.items() if name in ("hidden_size", "mrope_section")}
+    if "mrope_section" in text:
+        text["rope_scaling"] = {"rope_type": "default", "mrope_section": text.pop("mrope_section")}
+    raw = {**hub_row.config, **changes, **text}
+    if "text_config" in hub_row.config and text:
+        raw["text_config"] = {**hub_row.config["text_config"], **text}
     if isinstance(changes.get("vision_config"), dict):
         raw["vision_config"] = {**hub_row.config["vision_config"], **changes["vision_config"]}
-    if "mrope_section" in changes:
-        raw["rope_scaling"] = {"type": "mrope", "mrope_section": changes["mrope_section"]}
     with pytest.raises(ConfigError, match=named):
         architecture_of(hub_row.config["model_type"]).config_from_hf(raw)
 

@@ -66,7 +66,7 @@ MINIMAL = {
     "num_key_value_heads": 1, "vocab_size": 101,
 }  # fmt: skip
 ANOTHER_TOWER = {
-    "deepstack_visual_indexes": [1, 0, 9], "depth": 2, "hidden_size": 24, "in_channels": 1, "intermediate_size": 36,
+    "deepstack_visual_indexes": [1, 0, 9], "depth": 2, "hidden_size": 12, "in_channels": 1, "intermediate_size": 20,
     "num_heads": 3, "num_position_embeddings": 4, "out_hidden_size": 24, "patch_size": 4, "spatial_merge_size": 3,
     "temporal_patch_size": 1,
 }  # fmt: skip

@@ -39,8 +39,8 @@ def on_the_hub(tensors: Tensors) -> Tensors:
 
 
 MINIMAL = {
-    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "moe_intermediate_size": 8, "num_experts": 5, "vocab_size": 101, "rope_scaling": {"mrope_section": [2, 3, 3]},
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "moe_intermediate_size": 8, "num_experts": 5, "vocab_size": 101, "rope_scaling": {"mrope_section": [3, 3, 2]},
 }  # fmt: skip
 
 CHECKPOINTS = [
