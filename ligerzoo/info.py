@@ -22,8 +22,9 @@ from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
+from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig
-from ligerzoo.models.moe import MoEConfig
+from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.text.tokenizer_files import FILE_PATTERNS
 
@@ -39,6 +40,7 @@ PARTS = {
     "lm_head": "head",
     "score.weight": "head",
     "norm": "norms",
+    "linear_attn": "linear attention",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
     ".experts.": "experts",
@@ -253,7 +255,9 @@ def _describe_quantization(
 
 
 def _describe_shape(config: DecoderConfig) -> Lines:
-    heads = f"{config.num_attention_heads} heads of {config.head_size}"
+    heads = f"{config.num_attention_heads} heads of {config.key_size}"
+    if config.value_size != config.key_size:
+        heads += f" (values {config.value_size})"
     if config.kv_heads != config.num_attention_heads:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
     sizes = (
@@ -265,13 +269,14 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         ("shape", f"{config.num_hidden_layers} layers, {sizes}; {heads}"),
         *_describe_experts(config),
         *_describe_windows(config),
+        *_describe_states(config),
         *_describe_cross_attention(config),
         ("context", f"{config.max_position_embeddings:,} tokens, {rope}"),
     ]
 
 
 def _describe_experts(config: DecoderConfig) -> Lines:
-    if not isinstance(config, MoEConfig):
+    if not isinstance(config, RoutedConfig):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     return [("experts", f"{config.num_experts} of width {width:,}, {config.num_experts_per_tok} per token")]
@@ -281,6 +286,8 @@ def _windows(config: DecoderConfig) -> list[int | None]:
     """Returns the window of each self-attention layer; None for full attention."""
     if isinstance(config, WindowedConfig):
         return [config.window(layer) for layer in range(config.num_hidden_layers)]
+    if isinstance(config, GatedDeltaConfig):
+        return [None for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     window = getattr(config, "sliding_window", None)
     layers = config.num_hidden_layers - len(_cross_attention_layers(config))
     return [window if isinstance(window, int) else None] * layers
@@ -300,6 +307,15 @@ def _describe_windows(config: DecoderConfig) -> Lines:
     ]
 
 
+def _describe_states(config: DecoderConfig) -> Lines:
+    if not isinstance(config, GatedDeltaConfig):
+        return []
+    layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
+    return [
+        ("states", f"{layers} of {config.num_hidden_layers} layers use linear attention, whose state has a fixed size")
+    ]
+
+
 def _describe_cross_attention(config: DecoderConfig) -> Lines:
     layers = _cross_attention_layers(config)
     return [("images", f"{len(layers)} of {config.num_hidden_layers} layers attend to them")] if layers else []
@@ -313,7 +329,7 @@ def _describe_parameters(tensors: Sequence[TensorInfo], config: DecoderConfig | 
             counts[part] += math.prod(tensor.shape)
     total = counts.total()
     lines = [("parameters", f"{total:,} ({_round(total, COUNTS)})")]
-    if counts["experts"] and isinstance(config, MoEConfig):
+    if counts["experts"] and isinstance(config, RoutedConfig):
         inactive = counts["experts"] * (config.num_experts - config.num_experts_per_tok) // config.num_experts
         lines.append(("", f"{total - inactive:,} ({_round(total - inactive, COUNTS)}) active per token"))
     lines += [("", f"{part:<13}{count:>18,} {count / total:>6.1%}") for part, count in counts.most_common() if count]
@@ -327,11 +343,13 @@ def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
     generation = f"{_bytes(sum(tensor.nbytes for tensor in tensors))} for the weights"
     if config:
-        bytes_per_token = 2 * config.kv_heads * config.head_size * tensors[0].dtype.itemsize  # KV cache of one layer
+        bytes_per_token = config.cached_features * tensors[0].dtype.itemsize  # KV cache of one layer
         windows = _windows(config)
         generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
         if in_windows := sum(window for window in windows if window is not None):
             generation += f", up to {_bytes(bytes_per_token * in_windows)} for windows"
+        if isinstance(config, GatedDeltaConfig):
+            generation += f", {_bytes(config.state_bytes(tensors[0].dtype.itemsize))} per sequence for states"
     return [
         ("dtype", " and ".join(sorted(dtypes))),
         ("generation", generation),

@@ -306,6 +306,7 @@ TRAINING_VALUES = {
     "--max-grad-norm": ["-1", "nan", "x"],
     "--train-only": [""],
     "--lora-targets": [""],
+    "--chat-template": [""],
     "--lora-alpha": ["-1", "x"],
     "--lora-dropout": ["-1", "x"],
     "--ema": ["-1", "x"],

@@ -30,7 +30,7 @@ ARROWS = {
     "layers": ("kernels", ""),
     "losses": ("kernels", ""),
     "train": (
-        "adapters convert device errors files generate hub kernels layers ligerzoo losses memory models parallel text",
+        "adapters convert errors files generate hub kernels layers ligerzoo losses memory models parallel text vision",
         "",
     ),
     "parallel": ("convert device errors files hub kernels models", ""),

@@ -20,15 +20,19 @@ from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = (
+    "deepseek_v3",
     "gemma",
     "gemma2",
     "gemma3",
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "llama",
+    "minimax_m2",
     "ministral",
     "ministral3",
     "mistral",
@@ -41,12 +45,18 @@ MODEL_TYPES = (
     "qwen2_moe",
     "qwen2_vl",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
     "smollm3",
 )
 """Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Values of `model_type` that name an architecture of another name."""
 
 _REGISTERED: dict[str, Architecture] = {}
 """Architectures of users' own classes, by `model_type`."""
@@ -60,6 +70,8 @@ def architecture_of(model_type: object) -> Architecture:
     """
     if isinstance(model_type, str) and model_type in _REGISTERED:
         return _REGISTERED[model_type]
+    if isinstance(model_type, str):
+        model_type = ALIASES.get(model_type, model_type)
     if model_type not in MODEL_TYPES:
         raise ConfigError(
             "no such architecture",
@@ -86,8 +98,9 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
             remedy="ligerzoo.from_transformers converts models of transformers.",
         )  # fmt: skip
     if isinstance(model, SequenceClassifier):
-        return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
-    return architecture_for(type(model))
+        architecture = architecture_for_config(type(model.config)).with_layouts_for(model.config)
+        return classifier_architecture(architecture, model.labels)
+    return architecture_for(type(model)).with_layouts_for(model.config)
 
 
 def architecture_for(model_class: type) -> Architecture:
@@ -221,7 +234,7 @@ def _check_layout(layout: object) -> None:
     if not is_rules:
         raise ConfigError(
             "not a tuple of rules", where="layout", got=repr(layout),
-            expected="a tuple of Rename, Fused, PerExpert and ModuleRules from ligerzoo.convert.weights",
+            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.weights",
         )  # fmt: skip
 
 
@@ -232,7 +245,7 @@ def _check_unused(config_class: type, model_class: type, model_type: object) -> 
     """
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError("not a name", where="model_type", got=repr(model_type), expected="a non-empty string")
-    if model_type in MODEL_TYPES:
+    if model_type in MODEL_TYPES or model_type in ALIASES:
         raise ConfigError(
             "the name belongs to an architecture of ligerzoo.models", where="model_type", got=repr(model_type),
             remedy="Choose another name.",

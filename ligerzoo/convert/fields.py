@@ -22,7 +22,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 ALTERNATIVE_ENTRIES = frozenset(
     {
-        "rope_parameters", "num_experts", "num_local_experts", "original_max_position_embeddings",
+        "rope_parameters", "num_experts", "num_local_experts", "n_routed_experts", "rotary_dim",
+        "original_max_position_embeddings",
         "partial_rotary_factor", "_sliding_window_pattern", "text_config", "num_labels", "problem_type",
     }
 )  # fmt: skip

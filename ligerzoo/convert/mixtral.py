@@ -17,6 +17,12 @@ from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 
 _EXPERT = "block_sparse_moe.experts.{expert}"
 
+RULES = (
+    Rename("block_sparse_moe.gate", "mlp.gate"),
+    PerExpert((f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"), "mlp.experts.gate_up_proj"),
+    PerExpert((f"{_EXPERT}.w2.weight",), "mlp.experts.down_proj"),
+)
+
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of config.json; `num_experts` takes precedence over `num_local_experts`."""
@@ -35,14 +41,5 @@ ARCHITECTURE = Architecture(
     MixtralConfig,
     read_entries=read_entries,
     write_entries=write_entries,
-    layouts=(
-        Layout(
-            (
-                Rename("block_sparse_moe.gate", "mlp.gate"),
-                PerExpert((f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"), "mlp.experts.gate_up_proj"),
-                PerExpert((f"{_EXPERT}.w2.weight",), "mlp.experts.down_proj"),
-            )
-        ),
-        Layout(),
-    ),
+    layouts=(Layout(RULES), Layout()),
 )

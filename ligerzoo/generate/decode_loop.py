@@ -16,7 +16,7 @@ from ligerzoo.generate.captured import CapturedStep
 from ligerzoo.generate.draft_options import DraftOptions
 from ligerzoo.generate.drafts import Drafter
 from ligerzoo.generate.model import SupportsGenerate
-from ligerzoo.generate.options import check_copies, count_new_tokens, refuse_unknown, require_bool
+from ligerzoo.generate.options import check_copies, count_new_tokens, refuse_unknown, require, require_bool
 from ligerzoo.generate.prompts import Prompts
 from ligerzoo.generate.result import GenerateOutput, LogProbs
 from ligerzoo.generate.sampling import Sampler
@@ -66,6 +66,7 @@ def generate(
     tokenizer: SupportsDecode | None = None,
     stopping_criteria: Sequence[StoppingCriterion] | None = None,
     generator: torch.Generator | None = None,
+    seeds: Tensor | None = None,
     streamer: Streamer | None = None,
     use_cache: bool = True,
     cache_dtype: torch.dtype | None = None,
@@ -104,6 +105,8 @@ def generate(
             `StoppingCriterion`.
         generator: random number generator on the model's device, which draws one seed for each row. None uses torch's
             default.
+        seeds: (R,) int64, the seeds themselves, such as `draw_seeds` returns. A row with a seed draws the same random
+            numbers in every batch.
         streamer: receives the prompts, then the tokens of each step.
         use_cache: whether to keep keys and values in a KV cache. Without it, each step recomputes all tokens: slower,
             same result. The result differs only for rotary position types dynamic, and longrope outside Phi-3: as in
@@ -159,6 +162,7 @@ def generate(
     sampler.assign(
         range(sequences.rows), sequences.prompts, sampling, attention_mask=sequences.prompts_mask,
         eos_token_ids=stopping.eos_token_ids, generator=generator,
+        seeds=_check_seeds(seeds, sequences, generator, sampling),
     )  # fmt: skip
     log_probs = LogProbs() if return_dict_in_generate else None
 
@@ -183,6 +187,19 @@ _SAMPLING_OPTIONS = [field.name for field in fields(SamplingOptions)]
 _DRAFT_OPTIONS = [field.name for field in fields(DraftOptions)]
 _OPTIONS = [name for name in inspect.signature(generate).parameters if name not in ("model", "options")]
 _OPTIONS += _SAMPLING_OPTIONS + _DRAFT_OPTIONS
+
+
+def _check_seeds(
+    seeds: Tensor | None, sequences: Sequences, generator: torch.Generator | None, sampling: SamplingOptions
+) -> Tensor | None:
+    """Returns the seeds of the rows on their device, after checks."""
+    if seeds is None:
+        return None
+    require(sampling.do_sample and generator is None, "seeds", "seeds", "do_sample=True and no generator with them")
+    is_valid = isinstance(seeds, Tensor) and seeds.dtype == torch.int64 and seeds.shape == (sequences.rows,)
+    got = f"{seeds.dtype} {tuple(seeds.shape)}" if isinstance(seeds, Tensor) else type(seeds).__name__
+    require(is_valid, "seeds", got, f"an int64 tensor of shape ({sequences.rows},)")
+    return seeds.to(sequences.device)
 
 
 def _make_step(sequences: Sequences, sampler: Sampler, stopping: Stopping, drafter: Drafter | None) -> DecodeStep:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
-from ligerzoo.convert.architecture import Architecture, is_classifier
+from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
 from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_of, within
@@ -68,7 +68,9 @@ def load(
         name_or_path: directory, or id of a repository on the hub ("org/name"), of which config.json,
             generation_config.json and the safetensors files of the model are downloaded.
         model_class: expected class, or a subclass of your own. `CausalLM` accepts all.
-        dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
+        dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding. Weights
+            that need fp32, such as the decay rates of linear attention, stay in fp32 if half-precision files store
+            them so.
         device: device of the weights. Defaults to torch's default device.
         strict: False loads a checkpoint into an extended class. Parameters that the files lack keep the initialization
             of the constructor, and tensors that the model lacks are left out. A warning and `model.origin` list them.
@@ -107,20 +109,26 @@ def load(
         if dtype == "auto":
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
+        model.to(dtype)  # some layers keep tensors in fp32, such as the biases of routers
+        _keep_fp32(model, checkpoint, match.slices, architecture)
         if shard is not None:
             _refuse_computed_tensors(model, match, directory)
             _refuse_different_tied_weights(model, match, checkpoint)
-            shard(model.to(dtype))
+            shard(model)
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         with preparing_triton() if device.type == "cuda" else contextlib.nullcontext():
-            weights = _read(checkpoint, match.slices, model.state_dict(), dtype, device)
+            weights = _read(checkpoint, match.slices, model.state_dict(), device)
         extra_tensors = {
-            name: checkpoint.read(name) for name in checkpoint.tensors if architecture.is_extra_tensor(name)
+            name: checkpoint.read(name)
+            for name in checkpoint.tensors
+            if architecture.is_extra_tensor(name)
+            or (architecture.keeps_extra_layers and num_layers is not None and is_beyond_last_layer(name, num_layers))
         }
 
     weights |= {name: weights[TIED[name]] for name in match.tied}
     if device.type != "meta" and (match.missing or has_tensors_outside_state_dict(model)):
         model = architecture.build(config, model_class, device)
-    weights |= {name: _cast(tensor, dtype) for name, tensor in model.state_dict().items() if name in match.missing}
+    weights |= {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items() if name in match.missing}
     model.load_state_dict(weights, assign=True)
     if match.missing or match.unexpected:
         warnings.warn(_describe_mismatch(directory, type(model), match), stacklevel=3)
@@ -322,14 +330,29 @@ def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> t
     return checkpoint.tensors[part.stored_name].dtype
 
 
+def _keep_fp32(
+    model: LanguageModel, checkpoint: Checkpoint, slices: Sequence[TensorSlice], architecture: Architecture
+) -> None:
+    """Gives parameters fp32 that the files store in fp32 among weights of another dtype, as `keeps_fp32` says."""
+    if _embedding_dtype(checkpoint, slices) == torch.float32:
+        return
+    for part in slices:
+        module, _, name = part.name.rpartition(".")
+        if architecture.keeps_fp32(part.name) and checkpoint.tensors[part.stored_name].dtype == torch.float32:
+            weight = model.get_parameter(part.name)
+            setattr(model.get_submodule(module), name, nn.Parameter(weight.float(), weight.requires_grad))
+
+
 def _read(
     checkpoint: QuantizedCheckpoint,
     slices: Sequence[TensorSlice],
     parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds."""
+    """Reads the parameters, one slice at a time. Of DTensors, reads the elements that this process holds.
+
+    The results have the dtypes and shardings of `parameters`.
+    """
     boxes = {name: shard_of(parameters[name]) for name in dict.fromkeys(part.name for part in slices)}
     own_slices = [own for part in slices if (own := within(part, boxes[part.name])) is not None]
     # Dequantizes one matrix of a stack at a time: the memory for intermediate results is that of a matrix.
@@ -351,9 +374,10 @@ def _read(
             return value.mT if part.transposed else value
 
         shapes = {name: box.shape for name, box in boxes.items()}
-        weights = assemble(own_slices, shapes, read, dtype=dtype, device=device)
+        dtypes = {name: parameters[name].dtype for name in boxes}
+        weights = assemble(own_slices, shapes, read, dtypes=dtypes, device=device)
     for name in boxes.keys() - weights.keys():  # this process holds no element
-        weights[name] = torch.empty(shapes[name], dtype=dtype, device=device)
+        weights[name] = torch.empty(shapes[name], dtype=dtypes[name], device=device)
     return {name: as_shard_of(parameters[name], weight) for name, weight in weights.items()}
 
 
@@ -390,10 +414,6 @@ def has_tensors_outside_state_dict(model: LanguageModel) -> bool:
     buffers = (name not in persistent for name, _ in model.named_buffers())
     attributes = (isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())
     return any(buffers) or any(attributes)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _describe_mismatch(directory: Path, model_class: type, match: Match) -> str:

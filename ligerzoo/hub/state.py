@@ -80,7 +80,8 @@ def load_hf_state_dict(model: LanguageModel, state: Mapping[str, Tensor]) -> Non
         if_missing="Give all weights of the model; hf_state_dict() returns their names and shapes.",
         if_unexpected="Leave it out, or load the weights into a model that has it.",
     )
-    match = match_tensors(source, architecture, model.config, shapes, num_layers=None, strict=True)
+    num_layers = getattr(model.config, "num_hidden_layers", None) if architecture.keeps_extra_layers else None
+    match = match_tensors(source, architecture, model.config, shapes, num_layers, strict=True)
     slices = match.slices
     if match.missing:
         raise CheckpointError(
@@ -252,5 +253,5 @@ def _copy(parts: Iterable[TensorSlice], state: Mapping[str, Tensor], parameter: 
         return
     parts = list(parts)
     shapes: dict[str, Shape] = {part.name: tuple(parameter.shape) for part in parts}
-    [value] = assemble(parts, shapes, read, dtype=parameter.dtype, device=parameter.device).values()
+    [value] = assemble(parts, shapes, read, dtypes={parts[0].name: parameter.dtype}, device=parameter.device).values()
     parameter.copy_(shard_like(parameter, value))

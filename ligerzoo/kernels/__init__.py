@@ -8,16 +8,22 @@ from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.adamw import adamw_update
 from ligerzoo.kernels.attention_sinks import apply_sinks, sink_attention
 from ligerzoo.kernels.cache_write import write_to_cache
+from ligerzoo.kernels.causal_conv import ConvActivation, causal_conv1d, causal_conv1d_step
 from ligerzoo.kernels.cross_entropy import cross_entropy
 from ligerzoo.kernels.decode_attention import decode_attention
 from ligerzoo.kernels.decode_experts import decode_experts
+from ligerzoo.kernels.delta_gates import delta_gates
+from ligerzoo.kernels.delta_rule import gated_delta_rule
+from ligerzoo.kernels.delta_step import gated_delta_step
 from ligerzoo.kernels.dispatch import Backend
 from ligerzoo.kernels.divergence import jsd, kl_div, tvd
 from ligerzoo.kernels.exact_attention import exact_attention
 from ligerzoo.kernels.experts import experts_mlp
 from ligerzoo.kernels.few_rows import linear_glu
+from ligerzoo.kernels.gated_rms_norm import gated_rms_norm
 from ligerzoo.kernels.gating import ClampedSwiGLU, GatedActivation
 from ligerzoo.kernels.glu import geglu, glu, glu_linear, swiglu
+from ligerzoo.kernels.latent_decode_attention import latent_decode_attention
 from ligerzoo.kernels.layer_norm import layer_norm
 from ligerzoo.kernels.linear_cross_entropy import linear_cross_entropy, token_logps, token_statistics
 from ligerzoo.kernels.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -30,7 +36,7 @@ from ligerzoo.kernels.loss.reduction import Reduction
 from ligerzoo.kernels.loss.token_loss import TokenStatistics
 from ligerzoo.kernels.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from ligerzoo.kernels.rope import rope
-from ligerzoo.kernels.route import Routing, route
+from ligerzoo.kernels.route import Routing, route, route_sigmoid
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
 from ligerzoo.kernels.stochastic_rounding import round_stochastically
@@ -39,6 +45,7 @@ __all__ = [
     "Activation",
     "Backend",
     "ClampedSwiGLU",
+    "ConvActivation",
     "FilterBounds",
     "GatedActivation",
     "LowRank",
@@ -50,17 +57,24 @@ __all__ = [
     "adamw_update",
     "add_rms_norm",
     "apply_sinks",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "cross_entropy",
     "decode_attention",
     "decode_experts",
+    "delta_gates",
     "exact_attention",
     "experts_mlp",
     "filter_bounds",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_rms_norm",
     "geglu",
     "glu",
     "glu_linear",
     "jsd",
     "kl_div",
+    "latent_decode_attention",
     "layer_norm",
     "linear_cross_entropy",
     "linear_glu",
@@ -75,6 +89,7 @@ __all__ = [
     "rope",
     "round_stochastically",
     "route",
+    "route_sigmoid",
     "sample_tokens",
     "set_logits_budget",
     "sink_attention",

@@ -44,7 +44,8 @@ def _kernel(
     v_batch_stride, v_token_stride, v_head_stride, v_feature_stride,
     key_cache_batch_stride, key_cache_head_stride, key_cache_token_stride,
     value_cache_batch_stride, value_cache_head_stride, value_cache_token_stride,
-    positions_batch_stride, n_tokens, n_heads, head_dim, HEADS: tl.constexpr, DIM: tl.constexpr,
+    positions_batch_stride, n_tokens, n_heads, key_dim, value_dim,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // n_tokens, row % n_tokens
@@ -52,12 +53,12 @@ def _kernel(
     _copy_heads(
         k_ptr + batch * k_batch_stride + token * k_token_stride,
         key_cache_ptr + batch * key_cache_batch_stride + position * key_cache_token_stride,
-        k_head_stride, k_feature_stride, key_cache_head_stride, n_heads, head_dim, HEADS, DIM,
+        k_head_stride, k_feature_stride, key_cache_head_stride, n_heads, key_dim, HEADS, KEY_DIM,
     )  # fmt: skip
     _copy_heads(
         v_ptr + batch * v_batch_stride + token * v_token_stride,
         value_cache_ptr + batch * value_cache_batch_stride + position * value_cache_token_stride,
-        v_head_stride, v_feature_stride, value_cache_head_stride, n_heads, head_dim, HEADS, DIM,
+        v_head_stride, v_feature_stride, value_cache_head_stride, n_heads, value_dim, HEADS, VALUE_DIM,
     )  # fmt: skip
 
 
@@ -75,9 +76,9 @@ def write_to_cache(
     Args:
         key_cache: (B, K, S, D), adjacent features, in the dtype of `keys` or float8_e4m3fn. The cast saturates. GPUs of
             compute capability below 8.9 cast by the reference.
-        value_cache: (B, K, S, D), adjacent features, in the dtype of `key_cache`.
+        value_cache: (B, K, S, E), adjacent features, in the dtype of `key_cache`. E is D, except for latent attention.
         keys: (B, T, K, D), any strides.
-        values: (B, T, K, D), any strides, in the dtype of `keys`.
+        values: (B, T, K, E), any strides, in the dtype of `keys`.
         positions: (B, T) int64, from 0 to S - 1, adjacent tokens; not checked on a GPU.
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
@@ -87,11 +88,13 @@ def write_to_cache(
     tensors = key_cache, value_cache, keys, values, positions
     check_floats("write_to_cache", key_cache=key_cache, value_cache=value_cache, keys=keys, values=values)
     check_tensor("write_to_cache", "positions", positions, "integer")
-    batch, tokens, heads, head_dim = keys.shape if keys.dim() == 4 else (0, 0, 0, 0)
+    batch, tokens, heads, key_dim = keys.shape if keys.dim() == 4 else (0, 0, 0, 0)
+    value_dim = values.shape[-1]
     capacity = key_cache.shape[2:3]
     is_valid = (
-        keys.shape == values.shape
-        and key_cache.shape == value_cache.shape == (batch, heads, *capacity, head_dim)
+        values.shape == (batch, tokens, heads, value_dim)
+        and key_cache.shape == (batch, heads, *capacity, key_dim)
+        and value_cache.shape == (batch, heads, *capacity, value_dim)
         and positions.shape == (batch, tokens)
         and key_cache.dtype == value_cache.dtype
         and keys.dtype == values.dtype
@@ -101,8 +104,8 @@ def write_to_cache(
         raise ValueError(
             f"write_to_cache: caches are {tuple(key_cache.shape)} {key_cache.dtype} and {tuple(value_cache.shape)} "
             f"{value_cache.dtype}, keys {tuple(keys.shape)} {keys.dtype}, values {tuple(values.shape)} {values.dtype} "
-            f"and positions {tuple(positions.shape)}; expected (B, K, S, D) twice, (B, T, K, D) twice, in one dtype or "
-            "with caches in float8_e4m3fn, and (B, T)"
+            f"and positions {tuple(positions.shape)}; expected (B, K, S, D), (B, K, S, E), (B, T, K, D) and "
+            "(B, T, K, E), in one dtype or with caches in float8_e4m3fn, and (B, T)"
         )
     is_read = key_cache.dtype == FP8 and is_supported(key_cache)
     if not uses_triton(*tensors[2 if is_read else 0 : 4], backend=backend) or needs_dispatch(*tensors):
@@ -112,5 +115,6 @@ def write_to_cache(
     with torch.cuda.device(keys.device if keys.is_cuda else -1):
         _kernel[batch * tokens](
             keys, values, key_cache, value_cache, positions, *keys.stride(), *values.stride(), *cache_strides,
-            positions.stride(0), tokens, heads, head_dim, next_power_of_2(heads), next_power_of_2(head_dim),
+            positions.stride(0), tokens, heads, key_dim, value_dim, next_power_of_2(heads), next_power_of_2(key_dim),
+            next_power_of_2(value_dim),
         )  # fmt: skip

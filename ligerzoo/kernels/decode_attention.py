@@ -34,7 +34,7 @@ from ligerzoo.kernels.math import softcapped
 from ligerzoo.kernels.registration import register
 
 _BLOCK_BYTES = 16384  # of keys that a program reads at a time; shared memory holds several blocks of keys and values
-_PARTS = 16  # parts that are combined at a time
+PARTS = 16  # parts that are combined at a time
 _MIN_HEADS = 16  # rows of the smallest matrix product
 
 
@@ -57,7 +57,20 @@ def reference(
     scores = (q[:, :, None].to(wide) @ keys.mT)[:, :, 0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    index = torch.arange(keys.shape[2], device=q.device)
+    visible = visible_keys(torch.arange(keys.shape[2], device=q.device), first, last, padding_mask, fallback)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        column = sinks.to(wide)[None, :, None].expand(len(q), -1, 1)
+        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
+
+
+def visible_keys(
+    index: Tensor, first: Tensor | None, last: Tensor | None, padding_mask: Tensor | None, fallback: Tensor | None
+) -> Tensor:
+    """Returns whether a query attends to the keys at `index`, (S,): (B or 1, S). See `decode_attention`."""
     visible = torch.ones_like(index[None], dtype=torch.bool)
     if first is not None:
         visible = visible & (index >= first[:, None])
@@ -67,13 +80,7 @@ def reference(
         visible = visible & padding_mask
     if fallback is not None:
         visible = visible | (index == fallback[:, None])
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    if sinks is None:
-        probabilities = scores.softmax(-1)
-    else:
-        column = sinks.to(wide)[None, :, None].expand(len(q), -1, 1)
-        probabilities = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    return (probabilities[:, :, None] @ values)[:, :, 0].to(q.dtype)
+    return visible
 
 
 @jit
@@ -166,7 +173,7 @@ def _split_kernel(
 
 
 @kernel
-def _combine_kernel(
+def combine_kernel(
     parts_ptr, lse_ptr, first_ptr, last_ptr, sink_ptr, out_ptr, first_stride, last_stride, n_heads, head_dim, n_keys,
     n_splits, BLOCKS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +222,7 @@ def _forward(
     group = n_heads // n_kv_heads
     dim_tile = max(16, next_power_of_2(head_dim))
     block = max(16, min(64, _BLOCK_BYTES // (dim_tile * q.element_size())))
-    blocks = _blocks_per_part(multiprocessors(q), batch * n_kv_heads)
+    blocks = blocks_per_part(multiprocessors(q), batch * n_kv_heads)
     n_splits = cdiv(capacity, blocks * block)
     parts = out if n_splits == 1 else q.new_empty(batch, n_heads, n_splits, head_dim, dtype=torch.float32)
     lse = q.new_empty(batch, n_heads, n_splits, dtype=torch.float32) if n_splits > 1 else None
@@ -228,14 +235,14 @@ def _forward(
         "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     if lse is not None:
-        _combine_kernel[batch * n_heads](
+        combine_kernel[batch * n_heads](
             parts, lse, first, last, sinks, out, *bounds[:2], n_heads, head_dim, capacity, n_splits, blocks, dim_tile,
-            block, _PARTS, num_warps=4,
+            block, PARTS, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def _blocks_per_part(processors: int, heads: int) -> int:
+def blocks_per_part(processors: int, heads: int) -> int:
     """Number of blocks of keys that a program reads: the fewer key heads there are in the batch, the fewer."""
     return min(8, next_power_of_2(cdiv(heads, processors)))
 

@@ -1,7 +1,13 @@
 """Routes a few tokens to experts, as in each step of decoding a mixture of experts (Shazeer et al. 2017, section 2.1).
 
-For each token t, with p = softmax(logits_t) in fp32, the experts with the k largest logits, weighted by p, or by p over
-the sum of the k. The pairs (token, expert) become rows, sorted by expert and then by token, as in `routing`; but only
+`route`: for each token t, with p = softmax(logits_t) in fp32, the experts with the k largest logits, weighted by p, or
+by p over the sum of the k.
+
+`route_sigmoid` (DeepSeek-V3, 2024, section 2.1.2): with s = sigmoid(logits_t) in fp32, the experts with the k largest
+s + bias of the best groups of experts, those with the largest sums of their two best s + bias; weighted by a factor
+times s, or times s over the sum of the k and 1e-20.
+
+In both, the pairs (token, expert) become rows, sorted by expert and then by token, as in `routing`; but only
 experts with tokens are listed, so that a kernel's programs are as many as the experts that the tokens can reach.
 
 One program holds the logits of all tokens. A chosen expert is a 1 in a matrix of tokens and experts: sums over tokens
@@ -18,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels.checks import check_flag, check_integer, check_tensor
+from ligerzoo.kernels.checks import check_flag, check_floats, check_integer, check_tensor
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, as_rows, next_power_of_2, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import exp
@@ -53,16 +59,59 @@ def reference(logits: Tensor, num_experts_per_token: int, renormalize: bool = Tr
     weights = logits.softmax(-1, dtype=accumulation_dtype(logits.dtype)).gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    return _sorted_by_expert(ids, weights, logits.shape[1])
+
+
+class SigmoidOptions(NamedTuple):
+    """Options of `route_sigmoid`, see there."""
+
+    num_groups: int = 1
+    num_selected_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+def sigmoid_reference(logits: Tensor, bias: Tensor, num_experts_per_token: int, options: SigmoidOptions) -> Routing:
+    """`route_sigmoid` in plain torch: the specification, the CPU path and the test oracle."""
+    scores = logits.to(accumulation_dtype(logits.dtype)).sigmoid()
+    selection = selection_scores(scores, bias, options.num_groups, options.num_selected_groups)
+    ids = selection.sort(dim=-1, descending=True, stable=True).indices[:, :num_experts_per_token].sort(-1).values
+    weights = scores.gather(1, ids)
+    if options.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return _sorted_by_expert(ids, weights * options.scale, logits.shape[1])
+
+
+def selection_scores(scores: Tensor, bias: Tensor, num_groups: int = 1, num_selected_groups: int = 1) -> Tensor:
+    """Returns the scores by which a sigmoid router selects experts, -inf outside of the selected groups.
+
+    Args:
+        scores: (T, E).
+        bias: (E,).
+        num_groups: number of groups of consecutive experts, of at least two experts each if there are several.
+        num_selected_groups: number of groups from which a token's experts are selected.
+    """
+    biased = scores + bias
+    if num_selected_groups == num_groups:
+        return biased
+    groups = biased.unflatten(1, (num_groups, -1))
+    best = groups.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, :num_selected_groups]
+    is_selected = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return groups.masked_fill(~is_selected[..., None], -torch.inf).flatten(1)
+
+
+def _sorted_by_expert(ids: Tensor, weights: Tensor, n_experts: int) -> Routing:
+    """Returns the rows of the pairs of token and expert, from expert ids (T, k), ascending, and expert weights."""
     sorted_ids, order = ids.flatten().sort(stable=True)
-    n_rows, n_active = len(order), min(logits.shape[1], len(order))
+    n_rows, n_active = len(order), min(n_experts, len(order))
     is_first = sorted_ids != sorted_ids.roll(1)
     is_first[:1] = True
     active = is_first.cumsum(0) - 1  # index of each row's expert among the active experts
-    indices = torch.arange(max(n_rows, n_active + 1), device=logits.device)
+    indices = torch.arange(max(n_rows, n_active + 1), device=ids.device)
     return Routing(
         experts=sorted_ids.new_zeros(n_active).scatter_(0, active, sorted_ids).int(),
         bounds=torch.searchsorted(active, indices[: n_active + 1], out_int32=True),
-        tokens=(order // num_experts_per_token).int(),
+        tokens=(order // ids.shape[1]).int(),
         weights=weights.flatten()[order],
         rows=torch.empty_like(order).scatter_(0, order, indices[:n_rows]).view(ids.shape).int(),
     )
@@ -85,27 +134,25 @@ def _sort_keys(logits, expert, EXPERTS: tl.constexpr):
     return (ordered << BITS) | (EXPERTS - 1 - expert)
 
 
-@kernel
-def _route_kernel(
-    logits_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, stride, n_tokens, n_experts, n_listed,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
+@jit
+def _largest(keys, mask, COUNT: tl.constexpr):
+    """Whether each key is among the COUNT largest distinct ones of its row. `mask` is False for keys that do not count.
+
+    None of the keys is the smallest integer.
+    """
+    LOWEST: tl.constexpr = -(2 ** (keys.dtype.primitive_bitwidth - 1))
+    keys = tl.where(mask, keys, LOWEST)
+    for _ in range(COUNT):
+        keys = tl.where(keys == tl.max(keys, axis=1)[:, None], LOWEST, keys)
+    return mask & (keys == LOWEST)
+
+
+@jit
+def _store_rows(
+    is_chosen, weights, token, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, n_tokens, n_listed,
+    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
-    mask = (token < n_tokens) & (expert < n_experts)
-    logits = tl.load(logits_ptr + token * stride + expert, mask=mask, other=-float("inf"))
-
-    keys = _sort_keys(logits, expert, EXPERTS)
-    taken = tl.full((TOKENS, EXPERTS), -(2 ** (keys.dtype.primitive_bitwidth - 1)), keys.dtype)
-    keys = tl.where(mask, keys, taken)
-    for _ in range(SLOTS):
-        keys = tl.where(keys == tl.max(keys, axis=1)[:, None], taken, keys)
-    is_chosen = mask & (keys == taken)
-
-    logits = logits.to(tl.float32)
-    exponentials = exp(logits - tl.max(logits, axis=1)[:, None], True)
-    total = tl.sum(tl.where(is_chosen, exponentials, 0.0) if RENORMALIZE else exponentials, axis=1)
-    weights = exponentials / total[:, None]
-
+    """Numbers the pairs of token and expert, and stores a `Routing`."""
     chosen = is_chosen.to(tl.int32)
     counts = tl.sum(chosen, axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
@@ -125,6 +172,56 @@ def _route_kernel(
     tl.store(experts_ptr + index, tl.zeros_like(index), mask=is_rest)
     tl.store(bounds_ptr + index, tl.zeros_like(index) + n_tokens * SLOTS, mask=is_rest)
     tl.store(bounds_ptr + n_listed, n_tokens * SLOTS)
+
+
+@kernel
+def _route_kernel(
+    logits_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, stride, n_tokens, n_experts, n_listed,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
+    mask = (token < n_tokens) & (expert < n_experts)
+    logits = tl.load(logits_ptr + token * stride + expert, mask=mask, other=-float("inf"))
+    is_chosen = _largest(_sort_keys(logits, expert, EXPERTS), mask, SLOTS)
+
+    logits = logits.to(tl.float32)
+    exponentials = exp(logits - tl.max(logits, axis=1)[:, None], True)
+    total = tl.sum(tl.where(is_chosen, exponentials, 0.0) if RENORMALIZE else exponentials, axis=1)
+    weights = exponentials / total[:, None]
+    _store_rows(is_chosen, weights, token, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, n_tokens,
+                n_listed, EXPERTS, SLOTS)  # fmt: skip
+
+
+@kernel
+def _route_sigmoid_kernel(
+    logits_ptr, bias_ptr, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, stride, scale,
+    n_tokens, n_experts, n_listed, group_size,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
+    SELECTED_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token, expert = tl.arange(0, TOKENS)[:, None], tl.arange(0, EXPERTS)[None, :]
+    mask = (token < n_tokens) & (expert < n_experts)
+    logits = tl.load(logits_ptr + token * stride + expert, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + expert, mask=expert < n_experts, other=0.0)
+    scores = 1.0 / (1.0 + exp(-logits, True))
+    biased = scores + bias
+    keys = _sort_keys(biased, expert, EXPERTS)
+    selectable = mask
+    if SELECTED_GROUPS < GROUPS:
+        group = expert // group_size
+        sums = tl.zeros((TOKENS, EXPERTS), tl.float32)  # of each expert's group
+        for g in range(GROUPS):
+            best = _largest(keys, mask & (group == g), 2)
+            sums = tl.where(group == g, tl.sum(tl.where(best, biased, 0.0), axis=1)[:, None], sums)
+        # The experts of a group have the same key, so each step takes a whole group.
+        selectable = _largest(_sort_keys(sums, group, EXPERTS), mask, SELECTED_GROUPS)
+    is_chosen = _largest(keys, selectable, SLOTS)
+
+    weights = scores
+    if RENORMALIZE:
+        weights = weights / (tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20)
+    _store_rows(is_chosen, weights * scale, token, experts_ptr, bounds_ptr, tokens_ptr, weights_ptr, rows_ptr, n_tokens,
+                n_listed, EXPERTS, SLOTS)  # fmt: skip
 
 
 def _allocate(logits: Tensor, num_experts_per_token: int) -> Routing:
@@ -149,6 +246,19 @@ def _route(logits: Tensor, num_experts_per_token: int, renormalize: bool) -> Rou
     _route_kernel[1](
         logits, *routing, logits.stride(0), n_tokens, n_experts, len(routing.experts), tokens, experts,
         num_experts_per_token, renormalize, num_warps=min(32, max(1, tokens * experts // 512)),
+    )  # fmt: skip
+    return routing
+
+
+@register("route_sigmoid", fake=lambda logits, num_experts_per_token: _allocate(logits, num_experts_per_token))
+def _route_sigmoid(logits: Tensor, bias: Tensor, num_experts_per_token: int, options: SigmoidOptions) -> Routing:
+    routing, logits = _allocate(logits, num_experts_per_token), as_rows(logits)
+    (n_tokens, n_experts), (tokens, experts) = logits.shape, map(next_power_of_2, logits.shape)
+    _route_sigmoid_kernel[1](
+        logits, bias.contiguous(), *routing, logits.stride(0), options.scale, n_tokens, n_experts,
+        len(routing.experts), n_experts // options.num_groups, tokens, experts, num_experts_per_token,
+        options.num_groups, options.num_selected_groups, options.renormalize,
+        num_warps=min(32, max(1, tokens * experts // 512)),
     )  # fmt: skip
     return routing
 
@@ -181,21 +291,83 @@ def route(
         ValueError: `logits` is not (T, E) or not floating-point, k is not between 1 and E, or `backend` is unknown or
             does not support the logits.
     """
-    check_tensor("route", "logits", logits)
-    check_integer("route", "num_experts_per_token", num_experts_per_token, 1)
     check_flag("route", renormalize=renormalize)
-    if logits.dim() != 2 or num_experts_per_token > logits.shape[1]:
-        raise ValueError(
-            f"route: logits are {tuple(logits.shape)} and num_experts_per_token={num_experts_per_token}; expected "
-            "shape (T, E) with at least that many experts E"
-        )
-    fits = fits_one_program(*logits.shape)
-    if backend == "triton" and not fits:
-        raise ValueError(
-            f'route: backend="triton" with logits {tuple(logits.shape)}; expected at most {_MAX_LOGITS} logits, their '
-            'dimensions rounded up to powers of 2, or backend="auto"'
-        )
+    _check_logits("route", logits, num_experts_per_token, backend)
     with torch.no_grad():
-        if uses_triton(logits, backend=backend) and fits and len(logits):
+        if uses_triton(logits, backend=backend) and fits_one_program(*logits.shape) and len(logits):
             return _route(logits, num_experts_per_token, renormalize)
         return reference(logits, num_experts_per_token, renormalize)
+
+
+def route_sigmoid(
+    logits: Tensor,
+    bias: Tensor,
+    num_experts_per_token: int,
+    *,
+    num_groups: int = 1,
+    num_selected_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    backend: Backend = "auto",
+) -> Routing:
+    """Selects k of E experts for each token by biased sigmoid scores, and sorts the pairs of token and expert.
+
+    The weights are those of `ligerzoo.layers.routers.SigmoidRouter`. Of equal biased scores, those of lower experts
+    count as larger, and so do lower groups. Causes no host sync. Not differentiable.
+
+    Args:
+        logits: (T, E) router logits, any strides.
+        bias: (E,) fp32, added to the scores for the selection only.
+        num_experts_per_token: k, at most the number of experts in the selected groups.
+        num_groups: number of groups of consecutive experts, a divisor of E. Several groups have two experts or more.
+        num_selected_groups: number of groups from which a token's experts are selected.
+        renormalize: divide the k scores by their sum plus 1e-20.
+        scale: factor of the weights.
+        backend: see `route`.
+
+    Returns:
+        The input of `decode_experts`.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: as `route`; or `bias` has another shape, or the groups do not fit the experts.
+    """
+    check_flag("route_sigmoid", renormalize=renormalize)
+    check_integer("route_sigmoid", "num_groups", num_groups, 1)
+    check_integer("route_sigmoid", "num_selected_groups", num_selected_groups, 1)
+    check_floats("route_sigmoid", bias=bias)
+    _check_logits("route_sigmoid", logits, num_experts_per_token, backend)
+    n_experts = logits.shape[1]
+    group_size = n_experts // num_groups
+    groups_fit = num_selected_groups <= num_groups and group_size * num_groups == n_experts
+    if bias.shape != (n_experts,) or not groups_fit or (num_groups > 1 and group_size < 2):
+        raise ValueError(
+            f"route_sigmoid: logits are {tuple(logits.shape)}, bias {tuple(bias.shape)}, num_groups={num_groups} and "
+            f"num_selected_groups={num_selected_groups}; expected (T, E), (E,), groups of E / num_groups >= 2 experts, "
+            "and at most num_groups selected groups"
+        )
+    if num_experts_per_token > num_selected_groups * group_size:
+        raise ValueError(
+            f"route_sigmoid: num_experts_per_token={num_experts_per_token}; expected at most "
+            f"{num_selected_groups * group_size}, the experts of {num_selected_groups} groups"
+        )
+    options = SigmoidOptions(num_groups, num_selected_groups, renormalize, float(scale))
+    with torch.no_grad():
+        if uses_triton(logits, bias, backend=backend) and fits_one_program(*logits.shape) and len(logits):
+            return _route_sigmoid(logits, bias, num_experts_per_token, options)
+        return sigmoid_reference(logits, bias, num_experts_per_token, options)
+
+
+def _check_logits(function: str, logits: Tensor, num_experts_per_token: int, backend: Backend) -> None:
+    check_tensor(function, "logits", logits)
+    check_integer(function, "num_experts_per_token", num_experts_per_token, 1)
+    if logits.dim() != 2 or num_experts_per_token > logits.shape[1]:
+        raise ValueError(
+            f"{function}: logits are {tuple(logits.shape)} and num_experts_per_token={num_experts_per_token}; expected "
+            "shape (T, E) with at least that many experts E"
+        )
+    if backend == "triton" and not fits_one_program(*logits.shape):
+        raise ValueError(
+            f'{function}: backend="triton" with logits {tuple(logits.shape)}; expected at most {_MAX_LOGITS} logits, '
+            'their dimensions rounded up to powers of 2, or backend="auto"'
+        )

@@ -2,22 +2,33 @@
 
 from ligerzoo.layers.attention import Attention, SinkAttention, attend
 from ligerzoo.layers.backend import set_backend
-from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
+from ligerzoo.layers.block import (
+    GatedPreNormBlock,
+    LinearAttentionBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichBlock,
+    ScaledPreNormBlock,
+)
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
 from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, ResampledPositionEmbedding
+from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.gated_attention import GatedAttention
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
+from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
-from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE, load_balancing_loss
+from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
+from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
     InterleavedSectionedRotaryEmbedding,
@@ -26,7 +37,7 @@ from ligerzoo.layers.rotary import (
     interleaved,
     sectioned,
 )
-from ligerzoo.layers.routers import Router
+from ligerzoo.layers.routers import Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
@@ -47,27 +58,34 @@ __all__ = [
     "Attention",
     "AxialRotaryEmbedding",
     "BlockStack",
+    "CausalConv1d",
     "Context",
     "CrossAttention",
     "CrossAttentionBlock",
     "CrossAttentionInputs",
     "CrossAttentionLayerCache",
     "Decoder",
+    "DeepSeekMoE",
     "DeepStack",
     "DeepStackVisionTower",
     "Embedding",
     "Experts",
+    "GatedAttention",
+    "GatedDeltaNet",
     "GatedMLP",
     "GatedPreNormBlock",
+    "GatedRMSNorm",
     "Grids",
     "ImageEmbedding",
     "ImageTower",
     "InterleavedSectionedRotaryEmbedding",
     "KVCache",
     "LMHead",
+    "LatentAttention",
     "LayerCache",
     "LayerNorm",
     "Linear",
+    "LinearAttentionBlock",
     "Mask",
     "MoE",
     "PatchEmbedding",
@@ -76,6 +94,7 @@ __all__ = [
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "RecurrentLayerCache",
     "ResampledPositionEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",
@@ -85,8 +104,10 @@ __all__ = [
     "ScaledPreNormBlock",
     "SectionedRotaryEmbedding",
     "SharedExpertMoE",
+    "SigmoidRouter",
     "SinkAttention",
     "StaticLayerCache",
+    "StaticRecurrentLayerCache",
     "TileEmbedding",
     "TileMask",
     "TilePositionEmbedding",

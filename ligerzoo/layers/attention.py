@@ -157,6 +157,8 @@ def attend(
         if mask is None and attention_kernel(q, k, v, is_causal) is not None:
             return sink_attention(q, k, v, sinks, scale=scale, is_causal=is_causal)
         return reference(q, k, v, mask, scale, softcap, is_causal, sinks)
+    if q.is_cuda and q.dtype == torch.float32:  # its only kernel that keeps no scores has equal numbers of heads
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(
@@ -303,6 +305,10 @@ class Attention(nn.Module):
             features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
             for features in self.project(x)
         )
+        return self.o_proj(self.mix(q, k, v, context, cache).flatten(-2))  # type: ignore[no-any-return]
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
+        """Attends from the queries (B, T, N, D) to the new and cached keys and values -> (B, T, N, D)."""
         q, k = self.position(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -313,8 +319,7 @@ class Attention(nn.Module):
             cache=cache,
             force=self.softcap is not None,  # only FlexAttention fuses soft caps, and it needs a mask
         )
-        out = self.attend(q, k, v, mask, context)
-        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+        return self.attend(q, k, v, mask, context)
 
     def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), normalized and rotated."""

@@ -15,16 +15,27 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.registration import register
 
 
-def _flops(q: Tensor, k: Tensor, is_causal: bool) -> int:
-    """Two products for each query and visible key."""
-    rows, tokens, heads, head_dim = q.shape
+def _pairs(q: Tensor, k: Tensor, is_causal: bool) -> int:
+    """Number of pairs of a query and a visible key, in all heads."""
+    rows, tokens, heads, _ = q.shape
     keys = k.shape[1]
-    pairs = tokens * keys - (tokens * (tokens - 1) // 2 if is_causal else 0)
-    return 4 * rows * heads * head_dim * pairs
+    return rows * heads * (tokens * keys - (tokens * (tokens - 1) // 2 if is_causal else 0))
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> int:
+    """The products of scores and of values."""
+    return 2 * _pairs(q, k, is_causal) * (q.shape[-1] + v.shape[-1])
+
+
+def _backward_flops(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> int:
+    """The products of scores, computed again, dq and dk, and those of dv and of the gradients of probabilities."""
+    return 2 * _pairs(q, k, is_causal) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _allocate(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(
+        (q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32
+    )
 
 
 @register("attention_on_meta", fake=_allocate, flops=_flops)
@@ -45,7 +56,7 @@ def _backward_peak(q: Tensor, k: Tensor, v: Tensor) -> int:
 @register(
     "attention_on_meta_backward",
     fake=_allocate_gradients,
-    flops=lambda q, k, is_causal: 5 * _flops(q, k, is_causal) // 2,  # with the scores, which are computed again
+    flops=_backward_flops,
     peak=_backward_peak,
 )
 def _backward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +86,7 @@ def attention_on_meta(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple
     Args:
         q: (B, T, N, D), on meta.
         k: (B, S, K, D).
-        v: (B, S, K, D).
+        v: (B, S, K, E), E = D except for latent attention.
         is_causal: counts the operations of visible keys only. Those that a window or packing hides are counted.
     """
     out, logsumexp = _Attention.apply(q, k, v, is_causal)

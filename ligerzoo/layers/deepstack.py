@@ -1,4 +1,4 @@
-"""DeepStack (Meng et al. 2024) and the vision tower of Qwen3-VL (Bai et al. 2025, section 2), which produces its features.
+"""DeepStack (Meng et al. 2024), and the vision tower of Qwen3-VL (Bai et al. 2025, section 2).
 
 The outputs of some tower blocks become features of their own. The decoder adds them to the hidden states of image and
 video tokens: the first features to the output of its first block, and so on.

@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.kernels import decode_experts, experts_mlp, route
+from ligerzoo.kernels import decode_experts, experts_mlp
 from ligerzoo.kernels.autograd import under_transform
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, check_backend, uses_triton
 from ligerzoo.kernels.gating import GatedActivation, gating
 from ligerzoo.kernels.route import fits_one_program
 from ligerzoo.layers.linear import INIT_STD
 from ligerzoo.layers.plain import dequantized, is_plain
-from ligerzoo.layers.routers import Router, router_probabilities
+from ligerzoo.layers.routers import Router, SigmoidRouter, router_probabilities
 
 _MAX_DECODED_TOKENS = 64
 """Most tokens of a call for which the kernels for decoding are used."""
@@ -191,12 +191,32 @@ class SharedExpertMoE(MoE):
         return super().forward(x, context) + shared
 
 
+class DeepSeekMoE(MoE):
+    """An MoE layer plus a gated MLP for every token (DeepSeekMoE, Dai et al. 2024).
+
+    Computes `moe(x) + shared_experts(x)`.
+
+    Args:
+        gate: see `MoE`.
+        experts: see `MoE`.
+        shared_experts: (..., H) -> (..., H); n shared experts are one MLP with n times the intermediate features.
+    """
+
+    def __init__(self, gate: nn.Module, experts: nn.Module, shared_experts: nn.Module) -> None:
+        super().__init__(gate, experts)
+        self.shared_experts = shared_experts
+
+    def forward(self, x: Tensor, context: RouterLogits | None = None) -> Tensor:
+        """x: (..., H) -> (..., H); see `MoE`."""
+        return super().forward(x, context) + self.shared_experts(x)  # type: ignore[no-any-return]
+
+
 def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
     """Returns the router's logits and the output of the experts, computed by the kernels for few tokens.
 
     None if these do not apply: for many tokens, gradients, modules that are not plain, or if Triton is not used.
     """
-    if not (is_plain(gate, Router) and is_plain(experts, Experts)):
+    if not ((is_plain(gate, Router) or is_plain(gate, SigmoidRouter)) and is_plain(experts, Experts)):
         return None
     backend = experts.backend
     parameters = [t for part in (gate, experts) for t in part._parameters.values() if t is not None]
@@ -210,7 +230,7 @@ def _decode(gate: nn.Module, experts: nn.Module, tokens: Tensor) -> tuple[Tensor
     ):
         return None
     logits = gate.logits(tokens)
-    routing = route(logits, gate.num_experts_per_token, renormalize=gate.renormalize, backend=backend)
+    routing = gate.routing(logits, backend)
     y = decode_experts(
         tokens, routing, experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias,
         activation=experts.activation, backend=backend,

@@ -135,6 +135,14 @@ def normalize(x: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     return norm(x), x
 
 
+def recomputable_norm(x: Tensor, norm: nn.Module) -> Tensor:
+    """Returns `norm(x)`, which an activation plan may recompute in backward; see `ligerzoo.kernels.recompute`."""
+    normalized: Tensor = norm(x)
+    if isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm):
+        _declare(norm, normalized, x)
+    return normalized
+
+
 def add_and_normalize(x: Tensor, residual: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Returns `(norm(x + residual), x + residual)`, both (..., H).
 

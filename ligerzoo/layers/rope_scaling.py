@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -95,13 +95,26 @@ def yarn_frequencies(
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """YaRN's factor of cosines and sines, which keeps the entropy of attention in a longer context (eq. 22)."""
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
+    return _magnitude(factor, 1.0)
+
+
+def yarn_score_factor(scaling: Mapping[str, Any] | None) -> float:
+    """Returns the factor of attention scores that `mscale_all_dim` asks for.
+
+    DeepSeek's models multiply queries and keys, not only their rotated features, by YaRN's factor.
+
+    Args:
+        scaling: as for `RotaryEmbedding`.
+    """
+    if not scaling or scaling.get("rope_type", "default") == "default" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _magnitude(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def longrope_frequencies(dim: int, theta: float, factors: Sequence[float]) -> Tensor:

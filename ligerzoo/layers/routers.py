@@ -5,11 +5,17 @@ Shapes: T tokens of all sequences in the call, H hidden features, E experts, k e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.kernels import Routing, route, route_sigmoid
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype
+from ligerzoo.kernels.linear_fp32 import linear_fp32
+from ligerzoo.kernels.route import selection_scores
 from ligerzoo.layers.linear import INIT_STD
 
 
@@ -72,9 +78,128 @@ class Router(nn.Module):
         """x: (T, H) -> (T, E)."""
         return F.linear(x, self.weight, self.bias)
 
+    def routing(self, logits: Tensor, backend: Backend) -> Routing:
+        """Returns the rows of few tokens from their logits (T, E), sorted by expert. Not differentiable."""
+        return route(logits, self.num_experts_per_token, renormalize=self.renormalize, backend=backend)
+
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, renormalize={self.renormalize}"
+
+
+class SigmoidRouter(nn.Module):
+    """Selects k of E experts by sigmoid scores, with a bias for balanced load (DeepSeek-V3, 2024, section 2.1.2).
+
+    With s = sigmoid(weight @ x) in fp32, the experts with the k largest s + `e_score_correction_bias` are selected, and
+    weighted by s without the bias. With groups, only the experts of the best groups can be selected: those with the
+    largest sums of their two best s + bias (DeepSeek-V2, 2024, section 2.2.2).
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_token: k.
+        num_groups: G, number of groups of E / G consecutive experts each.
+        num_selected_groups: number of groups from which a token's experts are selected.
+        renormalize: divide the k scores by their sum plus 1e-20.
+        scale: factor of the expert weights, after `renormalize`.
+        in_fp32: compute logits in fp32 for every dtype of tokens, instead of in that dtype.
+
+    Attributes:
+        e_score_correction_bias: (E,), at least fp32 whatever the dtype of the module. A buffer: autograd and optimizers
+            leave it alone. A training loop that balances the load changes it in place.
+
+    Raises:
+        ValueError: k is not between 1 and the number of experts in the selected groups, or E is not a multiple of G, or
+            groups have a single expert.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        *,
+        num_groups: int = 1,
+        num_selected_groups: int = 1,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        in_fp32: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_selected_groups <= num_groups or num_experts % num_groups:
+            raise ValueError(
+                f"SigmoidRouter: num_selected_groups={num_selected_groups}, num_groups={num_groups} and "
+                f"num_experts={num_experts}; expected 1 to num_groups selected groups, and a multiple of num_groups"
+            )
+        selectable = num_selected_groups * (num_experts // num_groups)
+        if not 1 <= num_experts_per_token <= selectable or (num_groups > 1 and num_experts < 2 * num_groups):
+            raise ValueError(
+                f"SigmoidRouter: num_experts_per_token={num_experts_per_token}; expected 1 to {selectable}, the "
+                f"experts of {num_selected_groups} of {num_groups} groups, which have two or more experts each"
+            )
+        self.num_experts_per_token = num_experts_per_token
+        self.num_groups, self.num_selected_groups = num_groups, num_selected_groups
+        self.renormalize, self.scale, self.in_fp32 = renormalize, scale, in_fp32
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        bias = torch.empty(num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
+        self.register_buffer("e_score_correction_bias", bias)
+        self.init_weights()
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
+        nn.init.normal_(self.weight, std=std)
+        nn.init.zeros_(self.e_score_correction_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Logits (T, E), in fp32 if `in_fp32`, else in the dtype of `x`; expert ids (T, k), the best first; expert
+            weights (T, k), fp32.
+        """
+        logits = self.logits(x)
+        scores = logits.to(accumulation_dtype(logits.dtype)).sigmoid()
+        with torch.no_grad():
+            groups = self.num_groups, self.num_selected_groups
+            selection = selection_scores(scores, self.e_score_correction_bias, *groups)
+            expert_ids = selection.topk(self.num_experts_per_token).indices
+        weights = scores.gather(1, expert_ids)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return logits, expert_ids, weights * self.scale
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E)."""
+        return linear_fp32(x, self.weight) if self.in_fp32 else F.linear(x, self.weight)
+
+    def routing(self, logits: Tensor, backend: Backend) -> Routing:
+        """See `Router.routing`."""
+        return route_sigmoid(
+            logits, self.e_score_correction_bias, self.num_experts_per_token, num_groups=self.num_groups,
+            num_selected_groups=self.num_selected_groups, renormalize=self.renormalize, scale=self.scale,
+            backend=backend,
+        )  # fmt: skip
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        converted = self.e_score_correction_bias
+        if accumulation_dtype(converted.dtype) != converted.dtype:
+            self.e_score_correction_bias = bias.to(converted.device)
+        return self
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size = self.weight.shape
+        options: dict[str, Any] = {"renormalize": self.renormalize, "scale": self.scale}
+        if self.num_groups > 1:
+            options |= {"num_groups": self.num_groups, "num_selected_groups": self.num_selected_groups}
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
+        return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, {shown}"
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
 """Model architectures, one file each, named after the Hugging Face `model_type`."""
 
 from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from ligerzoo.models.gemma import Gemma, GemmaConfig
 from ligerzoo.models.gemma2 import Gemma2, Gemma2Config
 from ligerzoo.models.gemma3 import Gemma3, Gemma3Config, Gemma3VisionConfig
 from ligerzoo.models.gemma3_text import Gemma3Text, Gemma3TextConfig
 from ligerzoo.models.glm import Glm, GlmConfig
 from ligerzoo.models.glm4 import Glm4, Glm4Config
+from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
+from ligerzoo.models.glm4_moe_lite import Glm4MoeLite, Glm4MoeLiteConfig
 from ligerzoo.models.gpt_oss import GptOss, GptOssConfig
 from ligerzoo.models.granite import Granite, GraniteConfig
 from ligerzoo.models.llama import Llama, LlamaConfig
+from ligerzoo.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 from ligerzoo.models.ministral import Ministral, MinistralConfig
 from ligerzoo.models.ministral3 import Ministral3, Ministral3Config
 from ligerzoo.models.mistral import Mistral, MistralConfig
@@ -24,7 +28,10 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisi
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
+from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText, Qwen3_5MoeTextConfig
+from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from ligerzoo.models.qwen3_vision import Qwen3VLVisionConfig
 from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe, Qwen3VLMoeConfig
@@ -34,6 +41,8 @@ from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 __all__ = [
     "CausalLM",
     "CausalLMOutput",
+    "DeepseekV3",
+    "DeepseekV3Config",
     "Gemma",
     "Gemma2",
     "Gemma2Config",
@@ -46,6 +55,10 @@ __all__ = [
     "Glm",
     "Glm4",
     "Glm4Config",
+    "Glm4Moe",
+    "Glm4MoeConfig",
+    "Glm4MoeLite",
+    "Glm4MoeLiteConfig",
     "GlmConfig",
     "GptOss",
     "GptOssConfig",
@@ -54,6 +67,8 @@ __all__ = [
     "Labels",
     "Llama",
     "LlamaConfig",
+    "MiniMaxM2",
+    "MiniMaxM2Config",
     "Ministral",
     "Ministral3",
     "Ministral3Config",
@@ -83,11 +98,17 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
     "Qwen3VL",
     "Qwen3VLConfig",
     "Qwen3VLMoe",
     "Qwen3VLMoeConfig",
     "Qwen3VLVisionConfig",
+    "Qwen3_5MoeText",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5Text",
+    "Qwen3_5TextConfig",
     "SequenceClassifier",
     "SequenceClassifierOutput",
     "SmolLM3",

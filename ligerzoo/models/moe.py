@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Context, Decoder, LMHead, load_balancing_loss
-from ligerzoo.models.causal_lm import CausalLM
+from ligerzoo.layers import (
+    Context,
+    Decoder,
+    DeepSeekMoE,
+    Experts,
+    GatedMLP,
+    LMHead,
+    SigmoidRouter,
+    load_balancing_loss,
+)
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.config import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(DecoderConfig):
-    """Configuration of a decoder with MoE layers in place of MLPs.
+class RoutedConfig(DecoderConfig):
+    """Configuration of a decoder with routed experts.
 
     Attributes:
-        sliding_window: tokens that a token attends to, including itself; None for full attention.
-        num_experts: experts per MoE layer.
+        num_experts: routed experts per MoE layer.
         num_experts_per_tok: experts selected for each token.
-        output_router_logits: return the router logits, and compute the load-balancing loss, `aux_loss`, and add it to
-            the loss. The argument of `forward` with this name takes precedence.
-        router_aux_loss_coef: factor of the load-balancing loss when it is added.
+        output_router_logits: return the router logits. The argument of `forward` with this name takes precedence.
     """
 
-    sliding_window: int | None = None
     num_experts: int = 8
     num_experts_per_tok: int = 2
     output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +46,80 @@ class MoEConfig(DecoderConfig):
                 got=self.num_experts_per_tok,
                 expected=f"at most num_experts, {self.num_experts}",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(RoutedConfig):
+    """Configuration of a decoder with MoE layers in place of MLPs, and a load-balancing loss.
+
+    With `output_router_logits`, the loss includes the load-balancing loss, `aux_loss`.
+
+    Attributes:
+        sliding_window: tokens that a token attends to, including itself; None for full attention.
+        router_aux_loss_coef: factor of the load-balancing loss when it is added.
+    """
+
+    sliding_window: int | None = None
+    router_aux_loss_coef: float = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekMoEConfig(RoutedConfig):
+    """Configuration of a decoder with sigmoid routers and shared experts (DeepSeek-V3), without load-balancing loss.
+
+    Attributes:
+        intermediate_size: intermediate features of a dense MLP.
+        moe_intermediate_size: intermediate features of each expert.
+        n_shared_experts: experts that process every token.
+        routed_scaling_factor: factor of the weights of the selected experts.
+        n_group: number of groups of consecutive routed experts.
+        topk_group: number of groups from which a token's experts are selected.
+        norm_topk_prob: divide a token's expert weights by their sum, before the factor.
+        first_k_dense_replace: number of layers at the beginning that use a dense MLP instead.
+    """
+
+    moe_intermediate_size: int = 2048
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    first_k_dense_replace: int = field(default=1, metadata={"least": 0})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts % self.n_group or (self.n_group > 1 and self.num_experts < 2 * self.n_group):
+            raise ConfigError(
+                "the experts do not form groups of equal size", where="n_group", got=self.n_group,
+                expected=f"1, or a divisor of the number of experts, {self.num_experts}, with two per group or more",
+            )  # fmt: skip
+        selectable = self.topk_group * (self.num_experts // self.n_group)
+        if self.topk_group > self.n_group or self.num_experts_per_tok > selectable:
+            raise ConfigError(
+                "more experts per token than the selected groups have, or more selected groups than there are",
+                where="topk_group", got=self.topk_group,
+                expected=f"at most n_group, {self.n_group}, and enough groups for {self.num_experts_per_tok} experts",
+            )  # fmt: skip
+
+    def has_mixture(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses MoE."""
+        return layer >= self.first_k_dense_replace
+
+    def feed_forward(self, layer: int, **factory_kwargs: Unpack[FactoryKwargs]) -> GatedMLP | DeepSeekMoE:
+        """Returns the dense MLP or the MoE of this layer, counted from 0."""
+        if not self.has_mixture(layer):
+            return GatedMLP(self.hidden_size, self.intermediate_size, **factory_kwargs)
+        router = SigmoidRouter(
+            self.hidden_size, self.num_experts, self.num_experts_per_tok, num_groups=self.n_group,
+            num_selected_groups=self.topk_group, renormalize=self.norm_topk_prob, scale=self.routed_scaling_factor,
+            **factory_kwargs,
+        )  # fmt: skip
+        shared_size = self.n_shared_experts * self.moe_intermediate_size
+        return DeepSeekMoE(
+            router,
+            Experts(self.hidden_size, self.moe_intermediate_size, self.num_experts, **factory_kwargs),
+            GatedMLP(self.hidden_size, shared_size, **factory_kwargs),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

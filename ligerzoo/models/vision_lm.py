@@ -291,7 +291,7 @@ def tower_parts(
 def patch_merger(
     config: VisionTowerConfig, norm: nn.Module, *, norm_merged: bool = False, **factory_kwargs: Unpack[FactoryKwargs]
 ) -> PatchMerger:
-    """Builds a merger from patches of a tower to tokens of the decoder; `norm` and `norm_merged` as in `PatchMerger`."""
+    """Builds a merger from patches of a tower to tokens of the decoder; `norm`, `norm_merged`: see `PatchMerger`."""
     merged = config.spatial_merge_size**2
     features = merged * config.patch_features
     mlp = MLP(features, features, config.token_features, **factory_kwargs)

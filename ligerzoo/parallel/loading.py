@@ -83,6 +83,8 @@ def initialize_sharded(model: LanguageModel, *, dtype: torch.dtype | None = None
             device = device_of(weight.device_mesh) if isinstance(weight, DTensor) else weight.device
             whole = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)
             module._parameters[name] = nn.Parameter(whole, weight.requires_grad)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
         module.init_weights(std)
         for name, weight in own.items():
             whole, box = module._parameters[name].detach(), shard_of(weight)

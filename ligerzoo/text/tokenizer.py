@@ -103,6 +103,17 @@ class Tokenizer(TextEncoder):
 
     # Chat templates
 
+    def set_chat_template(self, source: str, where: str) -> None:
+        """Replaces all chat templates by one, which `save_pretrained` writes.
+
+        Args:
+            source: the jinja source.
+            where: its file, for error messages.
+        """
+        self.chat_templates = {"default": ChatTemplate(source, where)}
+        others = {name: content for name, content in self._files.items() if not name.endswith(".jinja")}
+        self._files = {**others, "chat_template.jinja": source.encode()}
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],

@@ -19,40 +19,51 @@ LOW_BIT = ("adamw-8bit", "adamw-4bit", "adamw-fp8")
 
 _ADAPTER_OPTIONS = ("lora_alpha", "lora_dropout", "lora_targets", "dora")
 
-
-def check_common_combinations(options: Any) -> None:
-    """Refuses options that all recipes have and that exclude each other.
-
-    Raises:
-        ConfigError: Two options exclude each other.
-    """
-    if options.max_steps and options.epochs:
-        raise ConfigError("only one of them may be given", where="options max_steps and epochs")
-    if options.mixed_precision and options.dtype != "float32":
-        raise ConfigError("needs dtype float32", where="option mixed_precision", got=f"dtype {options.dtype}")
-    if not options.lora_rank and any(getattr(options, name, None) for name in _ADAPTER_OPTIONS):
-        raise ConfigError("is needed by the other options of adapters", where="option lora_rank")
+LARGEST_WARMUP_OF_WSD = 0.9
+"""The decay takes the last tenth of the steps."""
 
 
 def check_combinations(options: Any) -> None:
-    """Refuses options of the recipe for pretraining and fine-tuning that exclude each other.
+    """Refuses options of all recipes that exclude each other.
 
     Raises:
         ConfigError: Two options exclude each other.
     """
-    check_common_combinations(options)
     recomputes = options.mixed_precision or options.activation_checkpointing
-    in_backward = "option optimizer_in_backward"
-    for is_wrong, where, what, got in (
+    has_adapter_options = any(getattr(options, name, None) for name in _ADAPTER_OPTIONS)
+    _refuse(
+        (options.max_steps and options.epochs, "options max_steps and epochs", "only one of them may be given", None),
+        (options.mixed_precision and options.dtype != "float32", "option mixed_precision", "needs dtype float32",
+         f"dtype {options.dtype}"),
+        (has_adapter_options and not options.lora_rank, "option lora_rank",
+         "is needed by the other options of adapters", None),
         (options.lora_rank and options.train_only, "options lora_rank and train_only", "only one of them may be given",
          None),
+        (recomputes and options.activation_budget not in ("auto", "none"), "option activation_budget",
+         "excludes mixed_precision and activation_checkpointing", options.activation_budget),
+        (options.schedule == "wsd" and options.warmup > LARGEST_WARMUP_OF_WSD, "option warmup",
+         f"leaves no steps for the decay of schedule wsd; at most {LARGEST_WARMUP_OF_WSD} does", options.warmup),
+    )  # fmt: skip
+
+
+def check_batch_combinations(options: Any) -> None:
+    """Refuses options of `BatchOptions` that exclude each other.
+
+    Raises:
+        ConfigError: Two options exclude each other.
+    """
+    in_backward = "option optimizer_in_backward"
+    _refuse(
         (options.optimizer_in_backward and options.max_grad_norm, in_backward,
          "needs max_grad_norm 0, since gradients do not exist at one time", f"max_grad_norm {options.max_grad_norm}"),
         (options.optimizer_in_backward and options.accumulate > 1, in_backward, "needs accumulate 1",
          f"accumulate {options.accumulate}"),
-        (recomputes and options.activation_budget not in ("auto", "none"), "option activation_budget",
-         "excludes mixed_precision and activation_checkpointing", options.activation_budget),
-    ):  # fmt: skip
+    )  # fmt: skip
+
+
+def _refuse(*cases: tuple[Any, str, str, Any]) -> None:
+    """Raises ConfigError for the first case that is wrong: (whether it is wrong, where, what, got)."""
+    for is_wrong, where, what, got in cases:
         if is_wrong:
             raise ConfigError(what, where=where, got=got)
 

@@ -8,7 +8,7 @@ and the padding of rows do not reach the head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from ligerzoo.adapters import adapters_disabled
 from ligerzoo.kernels import token_logps
 from ligerzoo.losses import HeadLoss, LossOutput, sampler_correction
 from ligerzoo.models import CausalLM
-from ligerzoo.train.completions import SampledCompletion
+from ligerzoo.train.completions import SampledCompletion, without_labels
 from ligerzoo.train.data.packing import pack_best_fit
 from ligerzoo.train.data.samples import UNTRAINED
 
@@ -34,10 +34,10 @@ class CompletionBatch:
         completions: the completions, in the order of the rows.
         predictors: (S, L) int64, where in the flattened rows the token before each token of a completion is; 0 for
             padding.
-        targets: (S, L) int64, the tokens of the completions; -100 for padding.
+        targets: (S, L) int64, the tokens of the completions; -100 for padding and completions that are not trained.
         advantages: (S,) fp32.
         sampler_logps: (S, L) fp32, log-probabilities of the tokens when they were sampled; 0 for padding.
-        tokens: number of tokens of the rows without padding.
+        tokens: number of tokens of the rows without padding and completions that are not trained.
     """
 
     inputs: dict[str, Tensor]
@@ -65,21 +65,34 @@ class CompletionBatch:
 
 
 def pack_completions(
-    completions: Sequence[SampledCompletion], *, batch_size: int, seq_length: int, pad_token_id: int
+    completions: Sequence[SampledCompletion], *, batch_size: int, seq_length: int, pad_token_id: int, rank: int = 0,
+    world_size: int = 1,
 ) -> list[CompletionBatch]:  # fmt: skip
     """Packs prompts with their completions into batches, whose rows are as long as the longest one of the batch.
 
+    All processes get equally many batches, since a sharded model runs in all of them. A process for which the last
+    batch has no row gets a row that is not trained.
+
     Args:
-        completions: with advantages.
-        batch_size: B, largest number of rows of a batch.
+        completions: with advantages; those of all processes.
+        batch_size: B, largest number of rows of a batch of a process.
         seq_length: largest number of tokens of a row.
         pad_token_id: fills the end of a row; any token.
+        rank: number of this process, which gets each `world_size`-th row of a batch of all processes.
+        world_size: number of processes.
 
     Raises:
         DataError: a prompt with its completion is longer than a row.
     """
     rows = cast("list[list[SampledCompletion]]", pack_best_fit(completions, seq_length, True).rows)
-    return [_batch(rows[first : first + batch_size], pad_token_id) for first in range(0, len(rows), batch_size)]
+    size = batch_size * world_size
+    groups = [rows[first : first + size][rank::world_size] for first in range(0, len(rows), size)]
+    return [_batch(group or [[_untrained(completions)]], pad_token_id) for group in groups]
+
+
+def _untrained(completions: Sequence[SampledCompletion]) -> SampledCompletion:
+    """Returns the shortest completion, without labels and advantage."""
+    return replace(without_labels(min(completions, key=lambda one: len(one.input_ids))), advantage=0.0)
 
 
 def _batch(rows: list[list[SampledCompletion]], pad_token_id: int) -> CompletionBatch:
@@ -101,10 +114,14 @@ def _batch(rows: list[list[SampledCompletion]], pad_token_id: int) -> Completion
         {"input_ids": ids, "labels": labels, "position_ids": positions},
         completions,
         pad_sequence(predictors, batch_first=True),
-        pad_sequence([torch.tensor(one.tokens) for one in completions], batch_first=True, padding_value=UNTRAINED),
+        pad_sequence(
+            [torch.tensor(one.labels[-len(one.tokens) :]) for one in completions],
+            batch_first=True,
+            padding_value=UNTRAINED,
+        ),
         torch.tensor([one.advantage for one in completions]),
         pad_sequence([torch.tensor(one.logps) for one in completions], batch_first=True),
-        sum(lengths),
+        sum(len(one.input_ids) for one in completions if one.trained_tokens),
     )
 
 
@@ -143,7 +160,8 @@ def policy_constants(
     if recomputes:
         given["old_logps"] = completion_logps(model, batch, temperature=temperature)
         given["correction"] = sampler_correction(given["old_logps"], sampler_logps, mask)
-        metrics["sampler_difference"] = (given["old_logps"] - sampler_logps).abs().sum() / mask.sum()
+        differences = (given["old_logps"] - sampler_logps).abs() * mask
+        metrics["sampler_difference"] = differences.sum() / mask.sum().clamp(min=1)
     if reference is not None:
         with adapters_disabled(reference):
             given["ref_logps"] = completion_logps(reference, batch, temperature=temperature)

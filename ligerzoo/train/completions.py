@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.generate.stopping import token_ids
@@ -15,6 +18,7 @@ from ligerzoo.models import CausalLM
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.samples import UNTRAINED, PromptSample, Sample
 from ligerzoo.train.evaluation import evaluating
+from ligerzoo.train.starting import padding_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,41 +55,58 @@ def without_labels(completion: SampledCompletion) -> SampledCompletion:
 class CompletionSampler:
     """Samples completions of prompts, `num_samples` of each; they follow each other.
 
-    Each completion draws its random numbers with its own seed, which comes from torch's default generator of the
-    model's device. On a GPU, decode steps run as captured CUDA graphs, see `ligerzoo.generate.generate`.
+    On a GPU, decode steps run as captured CUDA graphs, see `ligerzoo.generate.generate`.
 
     Args:
         model: the model.
         tokenizer: decodes the completions. Its end-of-sequence token ends a completion, and so do those of the model.
         num_samples: completions of each prompt.
         max_new_tokens: largest number of tokens of a completion.
-        temperature: divides the logits.
+        temperature: divides the logits; None for the most likely tokens, with `num_samples=1`.
         batch_size: largest number of completions that are sampled at the same time, but at least `num_samples`.
         exact: see `generate`.
+
+    Attributes:
+        tokenizer: the tokenizer.
     """
 
     def __init__(
-        self, model: CausalLM, tokenizer: Tokenizer, *, num_samples: int, max_new_tokens: int, temperature: float,
-        batch_size: int, exact: bool,
+        self, model: CausalLM, tokenizer: Tokenizer, *, num_samples: int, max_new_tokens: int,
+        temperature: float | None, batch_size: int, exact: bool,
     ) -> None:  # fmt: skip
-        self._model, self._tokenizer, self._num_samples = model, tokenizer, num_samples
+        self._model, self.tokenizer, self._num_samples = model, tokenizer, num_samples
         self._prompts_at_once = max(1, batch_size // num_samples)
         ends = {*token_ids(model, "eos_token_id", None), tokenizer.eos_token_id} - {None}
         self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        padding = padding_token(tokenizer)
         self._padding, self._temperature = padding, temperature
-        self._options = {
-            "max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "exact": exact,
-            "num_return_sequences": num_samples, "eos_token_id": self._ends.tolist(), "pad_token_id": padding,
+        self._options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens, "exact": exact, "num_return_sequences": num_samples,
+            "eos_token_id": self._ends.tolist(), "pad_token_id": padding,
         }  # fmt: skip
+        if temperature is not None:
+            self._options |= {"do_sample": True, "temperature": temperature}
 
-    def __call__(self, prompts: Sequence[PromptSample]) -> list[SampledCompletion]:
-        """Returns the completions of the first prompt, then those of the second, and so on."""
-        groups = range(0, len(prompts), self._prompts_at_once)
+    def __call__(
+        self, prompts: Sequence[PromptSample], seeds: Sequence[int] | None = None
+    ) -> list[SampledCompletion]:  # fmt: skip
+        """Returns the completions of the first prompt, then those of the second, and so on.
+
+        Args:
+            prompts: the prompts.
+            seeds: a seed for each completion, such as those of `completion_seeds`. None draws them from torch's default
+                generator of the model's device.
+        """
+        at_once = self._prompts_at_once
+        completions: list[SampledCompletion] = []
         with evaluating(self._model):
-            return [one for first in groups for one in self._sample(prompts[first : first + self._prompts_at_once])]
+            for first in range(0, len(prompts), at_once):
+                group = slice(first * self._num_samples, (first + at_once) * self._num_samples)
+                own = {} if seeds is None else {"seeds": torch.tensor(seeds[group], dtype=torch.int64)}
+                completions += self._complete(prompts[first : first + at_once], own)
+        return completions
 
-    def _sample(self, prompts: Sequence[PromptSample]) -> Iterator[SampledCompletion]:
+    def _complete(self, prompts: Sequence[PromptSample], seeds: Mapping[str, Tensor]) -> Iterator[SampledCompletion]:
         longest = max(len(prompt.input_ids) for prompt in prompts)
         ids = torch.full((len(prompts), longest), self._padding)
         mask = torch.zeros_like(ids)
@@ -93,8 +114,10 @@ class CompletionSampler:
             ids[row, longest - len(prompt.input_ids) :] = torch.tensor(prompt.input_ids)
             mask[row, longest - len(prompt.input_ids) :] = 1
         device = self._model.device
-        out = self._model.generate(ids.to(device), mask.to(device), return_dict_in_generate=True, **self._options)
-        logps = out.logps if self._temperature == 1 else out.sampling_logps
+        out = self._model.generate(
+            ids.to(device), mask.to(device), return_dict_in_generate=True, **self._options, **seeds
+        )
+        logps = out.logps if self._temperature in (1, None) else out.sampling_logps
         tokens = out.sequences[:, longest:].cpu()
         is_end = torch.isin(tokens, self._ends)
         ends = is_end.int().argmax(1) + 1
@@ -104,9 +127,15 @@ class CompletionSampler:
             prompt, new = prompts[row // self._num_samples], all_tokens[:length]
             yield SampledCompletion(
                 input_ids=prompt.input_ids + new, labels=[UNTRAINED] * len(prompt.input_ids) + new,
-                source=prompt.source, prompt=prompt, text=self._tokenizer.decode(new, skip_special_tokens=True),
+                source=prompt.source, prompt=prompt, text=self.tokenizer.decode(new, skip_special_tokens=True),
                 logps=all_logps[:length], finish_reason=reason,
             )  # fmt: skip
+
+
+def completion_seeds(seed: int, step: int, count: int) -> list[int]:
+    """Returns the seeds of the completions of a step: they depend on neither processes nor earlier steps."""
+    source = random.Random(f"{seed}, {step}")
+    return [source.getrandbits(62) for _ in range(count)]
 
 
 def samples_exactly(model: CausalLM, choice: str, seq_length: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from ligerzoo.errors import LigerzooError
 from ligerzoo.models import CausalLM
@@ -16,6 +18,8 @@ from ligerzoo.train import processes
 from ligerzoo.train.log import CountedBatch
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 40
+
+B = TypeVar("B")
 
 
 class TokenLabels(Protocol):
@@ -61,8 +65,12 @@ def evaluation_loss(model: CausalLM, batches: Iterable[CountedBatch]) -> tuple[f
     return float(total) / tokens, tokens
 
 
+Prompt = Sequence[int] | Mapping[str, Tensor]
+"""Token ids of a prompt; or, with images, all model inputs of one row."""
+
+
 def continue_prompts(
-    model: CausalLM, tokenizer: Tokenizer, prompts: Iterable[Sequence[int]], max_new_tokens: int = NEW_TOKENS
+    model: CausalLM, tokenizer: Tokenizer, prompts: Iterable[Prompt], max_new_tokens: int = NEW_TOKENS
 ) -> list[dict[str, str]]:
     """Continues prompts greedily. Returns {"prompt": text, "continuation": text} for each.
 
@@ -72,15 +80,19 @@ def continue_prompts(
     gathered = unsharded(model) if processes.world_size() > 1 else contextlib.nullcontext()
     with evaluating(model), gathered:
         for prompt in prompts:
-            ids = torch.tensor([list(prompt)], device=model.device)
-            continued = model.generate(ids, max_new_tokens=max_new_tokens)[0, len(prompt) :]
-            shown.append({"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(continued)})
+            given = prompt if isinstance(prompt, Mapping) else {"input_ids": torch.tensor([list(prompt)])}
+            inputs: dict[str, Any] = {name: tensor.to(model.device) for name, tensor in given.items()}
+            ids = given["input_ids"][0].tolist()
+            continued = model.generate(**inputs, max_new_tokens=max_new_tokens)[0, len(ids) :]
+            # Of an image, one token is shown.
+            kept = [b for a, b in pairwise([None, *ids]) if a != b or b not in model.placeholders]
+            shown.append({"prompt": tokenizer.decode(kept), "continuation": tokenizer.decode(continued)})
     model.release_decode_graphs()
     return shown
 
 
 def evaluate(
-    model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompted: Iterable[Any]
+    model: CausalLM, tokenizer: Tokenizer, batches: Iterable[CountedBatch], prompts: Iterable[Prompt]
 ) -> dict[str, Any]:
     """Returns what a run logs of an evaluation: the loss, and greedy continuations. All processes must call it.
 
@@ -88,15 +100,40 @@ def evaluate(
         model: the model.
         tokenizer: its tokenizer.
         batches: held-out data, this process's part.
-        prompted: samples with token ids and labels, whose prompts are continued; the same in all processes.
+        prompts: prompts to continue, see `prompt_of`; the same in all processes.
     """
     loss, tokens = evaluation_loss(model, batches)
-    shown = continue_prompts(model, tokenizer, map(prompt_of, prompted))
-    return {"eval_loss": loss, "eval_tokens": tokens, "samples": shown}
+    return {"eval_loss": loss, "eval_tokens": tokens, "samples": continue_prompts(model, tokenizer, prompts)}
+
+
+def evaluate_method(
+    model: CausalLM, tokenizer: Tokenizer, loss_of: Callable[[list[B]], tuple[Tensor, dict[str, Tensor]]],
+    batches: Iterable[B], prompts: Iterable[Prompt],
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what a run logs of an evaluation: the loss and metrics of a method, and greedy continuations.
+
+    All processes must call it.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        loss_of: returns the loss of the micro-batches of a step and its metrics, without gradients if they are off.
+        batches: held-out data, this process's part.
+        prompts: token ids of prompts to continue; the same in all processes.
+    """
+    with evaluating(model):
+        loss, metrics = loss_of(list(batches))
+    values = {"loss": processes.mean(loss), **metrics}
+    numbers = {f"eval_{name}": value.item() for name, value in values.items()}
+    return {**numbers, "samples": continue_prompts(model, tokenizer, prompts)}
 
 
 def prompt_of(sample: TokenLabels) -> list[int]:
     """Returns the tokens before the first trained one; of a sample that is trained from its start, the first half."""
-    ids, labels = list(sample.input_ids), list(sample.labels)
-    first = next((index for index, label in enumerate(labels) if label != -100), len(labels))
-    return ids[: first if first > 1 else max(1, len(ids) // 2)][-PROMPT_TOKENS:]
+    return list(sample.input_ids)[: prompt_length(sample)][-PROMPT_TOKENS:]
+
+
+def prompt_length(sample: TokenLabels) -> int:
+    """Returns the number of tokens of the prompt of a sample, see `prompt_of`."""
+    first = next((index for index, label in enumerate(sample.labels) if label != -100), len(sample.labels))
+    return first if first > 1 else max(1, len(sample.input_ids) // 2)

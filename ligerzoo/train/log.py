@@ -11,7 +11,7 @@ A line of log.jsonl is a step, or an evaluation after it:
 `loss` is the mean over the trained tokens of the step, in nats. `padding` is a share of all positions. `mfu` is null if
 the peak of the device is not known. `seconds` leaves out saving and evaluation. All numbers but `memory_gib` are
 those of all processes. `skipped` is there if the update was skipped because gradients were not finite; `loss` and
-`grad_norm` are then null if they are not finite.
+`grad_norm` are then null if they are not finite. `images` is there if the step has any.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from ligerzoo.train.throughput import StepFlops, peak_flops, peak_memory_gib
 LOG_FILE = "log.jsonl"
 SECONDS_BETWEEN_LINES = 10
 """Without a terminal, the time between two printed lines."""
+
+STOPPED = 130
+"""Exit code of a run that Ctrl-C or SIGTERM has stopped, as a shell reports SIGINT."""
 
 MAX_SKIPPED = 10
 """Number of skipped steps in a row after which the run stops."""
@@ -167,17 +170,19 @@ class RunLog:
         self._write_pending()
         flops = sum(self._flops(batch.inputs["position_ids"], batch.tokens) for batch in batches)
         counts = (sum(getattr(batch, name) for batch in batches) for name in ("tokens", "trained_tokens", "padding"))
-        tokens, trained, padding, flops = processes.total(*counts, int(flops))
+        images = sum(getattr(batch, "images", 0) for batch in batches)
+        tokens, trained, padding, flops, images = processes.total(*counts, int(flops), images)
         entry = {
             "step": step, "loss": None, "lr": lr, **dict.fromkeys(copied), "tokens": tokens, "trained_tokens": trained,
-            "padding": padding / max(1, tokens + padding),
+            "padding": padding / max(1, tokens + padding), **({"images": images} if images else {}),
         }  # fmt: skip
         self._pending = entry, list(copied), copy, flops, batches
 
     def evaluation(self, step: int, **values: Any) -> None:
-        """Logs an evaluation after a step."""
+        """Logs an evaluation after a step. The first value is printed; its name begins with `eval_`."""
         self._write({"step": step, **values})
-        self.say(f"step {step}: loss on the evaluation data {values['eval_loss']:.4f}")
+        name, value = next(iter(values.items()))
+        self.say(f"step {step}: {name.removeprefix('eval_')} on the evaluation data {value:.4f}")
         for sample in values.get("samples", ()):
             self.say(f"  {sample['prompt']!r} -> {sample['continuation']!r}")
 
@@ -195,6 +200,11 @@ class RunLog:
         """Prints a line above the live line."""
         if processes.is_main():
             self._progress.write(line, file=sys.stderr)
+
+    def stopped(self, step: int, checkpoint: object) -> int:
+        """Prints that the run stopped after a step, and from which checkpoint it continues. Returns the exit code."""
+        self.say(f"Stopped after step {step}. --resume continues from {checkpoint}.")
+        return STOPPED
 
     def _write_pending(self) -> None:
         if self._pending is None:
@@ -261,6 +271,7 @@ class RunLog:
             *(f"{name} {entry[name]:.4g}" for name in self._shown),
             "loss not finite" if loss is None else f"loss {loss:.4f}", f"{entry['tokens_per_second']:,.0f} tokens/s",
             f"MFU {entry['mfu']:.1%}" if entry["mfu"] is not None else "", f"trained {entry['trained_tokens']:,}",
+            f"images {entry['images']:,}" if "images" in entry else "",
             f"padding {entry['padding']:.1%}", "" if norm is None else f"grad norm {norm:.2f}",
             f"lr {entry['lr']:.2e}", f"{entry['memory_gib']:.1f} GiB",
         ]  # fmt: skip

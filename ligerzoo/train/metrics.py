@@ -1,25 +1,53 @@
-"""Metrics of a step from those of its micro-batches."""
+"""Numbers of a step: the loss and metrics of its micro-batches together, in all processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ligerzoo.losses import LossOutput
 from ligerzoo.train import processes
+
+T = TypeVar("T")
+
+
+def forward_backward(
+    loss_of: Callable[[T], LossOutput], micro_batches: Sequence[T], sizes: Sequence[int], device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the sum of the losses of micro-batches, 0-d, and their mean metrics; adds up gradients if enabled.
+
+    Args:
+        loss_of: the forward of a micro-batch: its part of the loss of the step, and metrics.
+        micro_batches: those of this process.
+        sizes: weights of the metrics of each, see `mean_metrics`.
+        device: device of the loss.
+    """
+    loss, metrics = torch.zeros((), device=device), []
+    for micro_batch in micro_batches:
+        part = loss_of(micro_batch)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(part.loss)
+        loss += part.loss.detach()
+        metrics.append(part.metrics)
+    return loss, mean_metrics(metrics, sizes)
 
 
 def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> dict[str, Tensor]:
     """Averages the metrics of micro-batches over a step. All processes must call it with the same metrics.
 
     Args:
-        parts: the metrics of each micro-batch. Those of KTO are weighted by its "count/chosen" and "count/rejected".
-        sizes: number of samples of each micro-batch; the weights of other metrics.
+        parts: the metrics of each micro-batch, 0-d. Those of KTO are weighted by its "count/chosen" and
+            "count/rejected".
+        sizes: number of samples or tokens of each micro-batch; the weights of other metrics.
     """
+    if not parts or not parts[0]:
+        return {}
     weighted, weights = [], []
     for name in parts[0]:
-        values = torch.stack([part[name] for part in parts]).double()
+        values = torch.stack([part[name].detach() for part in parts]).double()
         count = f"count/{name.rpartition('/')[2]}"
         is_weighted_by_count = count in parts[0] and name != count
         weight = torch.stack([part[count] for part in parts]) if is_weighted_by_count else values.new_tensor(sizes)
@@ -33,3 +61,13 @@ def mean_metrics(parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) ->
     if "count/chosen" in means:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means
+
+
+def mean_of(updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the means of the numbers of several updates, 0-d; nothing without updates."""
+    return {name: torch.stack([one[name].double() for one in updates]).mean() for name in (updates or [{}])[0]}
+
+
+def on_device(numbers: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
+    """Returns numbers of a step as 0-d fp64 tensors, copied to the device together."""
+    return dict(zip(numbers, torch.tensor([*numbers.values()], dtype=torch.float64).to(device), strict=True))

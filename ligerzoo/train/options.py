@@ -3,12 +3,13 @@
 The dataclass is called `Options`, and a string below each field describes it:
 
     @dataclass(frozen=True, kw_only=True)
-    class Options:
-        lr: Positive = 1e-5
-        \"\"\"Peak learning rate.\"\"\"
+    class Options(RunOptions):
+        beta: Positive = 0.1
+        \"\"\"strength of the regularization\"\"\"
+        lr: Positive = 1e-6
 
-        def __post_init__(self) -> None:
-            check_options(self)
+It inherits the options that all recipes have from a class in run_options.py. A field that exists there has another
+default here, and the description of the other one unless it has its own.
 
 The command line derives its arguments from the source, without importing the recipe, since torch takes seconds to
 import. The annotations are the names of `VALUE_TYPES`, `Literal[...]`, or `tuple[str, ...]` for one or more values; a
@@ -38,6 +39,9 @@ T = TypeVar("T")
 
 CLASS = "Options"
 """The name of the dataclass in the source of a recipe."""
+
+COMMON = Path(__file__).with_name("run_options.py")
+"""The source of the classes that it may inherit from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,19 +141,19 @@ def value_type(annotation: str) -> ValueType:
 
 
 def read_options(source: str) -> list[Option]:
-    """Reads the options of a recipe from its source."""
-    body = _class_body(source)
-    described = zip(body, [*body[1:], None], strict=True)
-    return [
-        Option(
-            _name(field),
-            ast.unparse(field.annotation),
-            ast.literal_eval(field.value) if field.value else dataclasses.MISSING,
-            " ".join(description.value.value.split()),  # type: ignore[union-attr]
-        )
-        for field, description in described
-        if isinstance(field, ast.AnnAssign)
-    ]
+    """Reads the options of a recipe from its source, inherited ones first."""
+    options: dict[str, Option] = {}
+    for definition in _lineage(_class(source, CLASS)):
+        for field, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                name = _name(field)
+                options[name] = Option(
+                    name,
+                    ast.unparse(field.annotation),
+                    ast.literal_eval(field.value) if field.value else dataclasses.MISSING,
+                    _text(following) or options[name].description,
+                )
+    return list(options.values())
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
@@ -207,13 +211,19 @@ def parse_options(options_class: Callable[..., T], file: str, arguments: Sequenc
 
 def fill_in(source: str, values: Mapping[str, Any]) -> str:
     """Returns the source of a recipe with other defaults of the given options."""
-    lines = source.splitlines(keepends=True)
-    for field in _class_body(source):
-        if isinstance(field, ast.AnnAssign) and _name(field) in values:
-            line = field.lineno - 1
-            assert field.end_lineno == field.lineno  # a field is one line
-            annotated = f"{_name(field)}: {ast.unparse(field.annotation).replace(chr(39), chr(34))}"
-            lines[line] = f"    {annotated} = {values[_name(field)]!r}\n"
+    lines, body = source.splitlines(keepends=True), _class(source, CLASS).body
+    own = {_name(field): field for field in body if isinstance(field, ast.AnnAssign)}
+    last = max(statement.end_lineno or 0 for statement in body if not isinstance(statement, ast.FunctionDef))
+    inherited = []
+    for option in read_options(source):
+        if option.name in values:
+            line = f"    {option.name}: {option.annotation.replace(chr(39), chr(34))} = {values[option.name]!r}\n"
+            if option.name in own:
+                assert own[option.name].end_lineno == own[option.name].lineno  # a field is one line
+                lines[own[option.name].lineno - 1] = line
+            else:
+                inherited.append(line)
+    lines[last:last] = inherited
     return "".join(lines)
 
 
@@ -236,10 +246,23 @@ def check_options(options: Any) -> None:
             raise ConfigError("invalid value", where=f"option {field.name}", got=repr(value), expected=expected)
 
 
-def _class_body(source: str) -> list[ast.stmt]:
-    return next(node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == CLASS)
+def _class(source: str, name: str) -> ast.ClassDef:
+    return next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _lineage(definition: ast.ClassDef) -> list[ast.ClassDef]:
+    """Returns a class after those that it inherits from."""
+    bases = [_class(COMMON.read_text(encoding="utf-8"), ast.unparse(base)) for base in definition.bases]
+    return [*(one for base in bases for one in _lineage(base)), definition]
 
 
 def _name(field: ast.AnnAssign) -> str:
     assert isinstance(field.target, ast.Name)
     return field.target.id
+
+
+def _text(statement: ast.stmt | None) -> str:
+    """Returns the string that a statement consists of, on one line; an empty one for other statements."""
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+        return ""
+    return " ".join(str(statement.value.value).split())

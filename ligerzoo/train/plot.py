@@ -38,10 +38,16 @@ def plot_loss(output: Path, unit: str = "loss, nats per token") -> None:
 
 
 def plot_metric(output: Path, name: str) -> None:
-    """Draws a number of the steps of a run as OUTPUT/NAME.svg."""
-    points = [(entry["step"], entry[name]) for entry in read_log(output / LOG_FILE) if name in entry]
-    if points:
-        replace_files(output, {f"{name}.svg": draw({"training": points}, x="step", y=name).encode()}, [])
+    """Draws a number of the steps and evaluations of a run as OUTPUT/NAME.svg. Only the main process does."""
+    if not processes.is_main():
+        return
+    entries = read_log(output / LOG_FILE)
+    curves = {
+        label: [(entry["step"], entry[key]) for entry in entries if key in entry]
+        for label, key in (("training", name), ("evaluation", f"eval_{name}"))
+    }
+    if curves["training"]:
+        replace_files(output, {f"{name}.svg": draw(curves, x="step", y=name).encode()}, [])
 
 
 def draw(curves: Mapping[str, Points], *, x: str, y: str) -> str:

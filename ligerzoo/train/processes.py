@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligerzoo import parallel
-from ligerzoo.errors import LigerzooError
 from ligerzoo.parallel.processes import control_group
 
 
@@ -83,12 +82,3 @@ def divisor(count: int, device: torch.device) -> int | Tensor:
         device: device of the model.
     """
     return count if world_size() == 1 else torch.full((), count / world_size(), device=device)
-
-
-def refuse_several() -> None:
-    """Raises LigerzooError in a run of several processes, for recipes that train in one."""
-    if world_size() > 1:
-        raise LigerzooError(
-            "this recipe trains in one process", where="environment variable WORLD_SIZE", got=world_size(),
-            expected=1, remedy="Start it without torchrun.",
-        )  # fmt: skip

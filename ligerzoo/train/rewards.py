@@ -72,6 +72,8 @@ class RewardFunction:
             LigerzooError: the function names a field that a record lacks, raises an exception, or returns something
                 other than one finite number for each completion.
         """
+        if not completions:
+            return []
         try:
             result = self._function(**self._arguments(completions))
         except LigerzooError:

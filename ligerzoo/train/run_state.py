@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ from ligerzoo.parallel import (
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.optimizers import EMA
+from ligerzoo.vision.processor import Processor
 
 STATE_FILE, TENSORS_FILE = "state.json", "state.pt"
 OPTIMIZER, AVERAGES, TRAINED = "optimizer", "averages", "trained"
@@ -68,8 +70,9 @@ class RunState:
         step: number of steps done.
 
     Raises:
-        CheckpointError: `output` holds a run and `resume` is False, or it cannot be replaced by the model at the end.
-        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run.
+        CheckpointError: `output` holds a run and `resume` is False, or it cannot be created, or replaced at the end.
+        ConfigError: Options other than `may_change`, or the number of processes, differ from those of the run; or
+            `output` is the working directory or contains it.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class RunState:
         self.checkpoint: Path | None = None
         self.step = 0
         with failing_together(f"opening {output}"):
-            refuse_irreplaceable(self.output.resolve())
+            _refuse_output(self.output)
             if not resume:
                 _refuse_earlier_run(self.output)
             self.checkpoint = newest_checkpoint(self.output)
@@ -120,8 +123,8 @@ class RunState:
         set_random_state(own["random"])
 
     def save(
-        self, step: int, model: CausalLM, tokenizer: Tokenizer, optimizer: torch.optim.Optimizer, data: Stateful,
-        ema: EMA | None = None,
+        self, step: int, model: CausalLM, tokenizer: Tokenizer | Processor, optimizer: torch.optim.Optimizer,
+        data: Stateful, ema: EMA | None = None,
     ) -> None:  # fmt: skip
         """Saves a checkpoint, and deletes the oldest ones. All processes must call it.
 
@@ -158,7 +161,7 @@ class RunState:
             for old in checkpoints(self.output)[: -self.keep]:
                 delete_directory(old)
 
-    def finish(self, model: CausalLM, tokenizer: Tokenizer) -> None:
+    def finish(self, model: CausalLM, tokenizer: Tokenizer | Processor) -> None:
         """Saves the model and the tokenizer in the output directory itself. All processes must call it.
 
         Raises:
@@ -244,6 +247,22 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     for gpu, gpu_state in zip(_own_gpus(), state["cuda"], strict=False):
         torch.cuda.set_rng_state(gpu_state, gpu)
+
+
+def _refuse_output(output: Path) -> None:
+    """Refuses a directory that could not be created or replaced at the end of the run."""
+    path = output.resolve()
+    if Path.cwd().is_relative_to(path):
+        raise ConfigError(
+            "is the working directory or contains it, and would be replaced", where="option output", got=output,
+            expected="a new directory", remedy="Such as --output run.",
+        )  # fmt: skip
+    existing = next(one for one in (path, *path.parents) if one.exists())
+    if not existing.is_dir():
+        raise CheckpointError(f"{existing} is a file", where="option output", got=output, expected="a new directory")
+    if existing != path and not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{existing} is not writable", where="option output", got=output)
+    refuse_irreplaceable(path)
 
 
 def _refuse_earlier_run(output: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run begins with: the model, its memory plan, the number of steps, and what is printed."""
+"""What a run begins with: a model in one or several processes, batches, the number of steps, and what is printed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from ligerzoo.errors import LigerzooError
 from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
-from ligerzoo.memory import ActivationPlan, plan_activations
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import initialize_sharded, load_sharded, shard_model
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train import processes
 from ligerzoo.train.data import PackedBatches, PaddedBatches, SampleStream
+from ligerzoo.train.run_options import BatchOptions
+from ligerzoo.vision.processor import Processor
 
 
 def checkpoint_directory(model: str | Path) -> str:
@@ -74,31 +75,9 @@ def open_model(
     return load_sharded(model, dtype=dtype, param_dtype=param_dtype).train()
 
 
-def plan_memory(
-    model: CausalLM, budget: str, *, device: torch.device, optimizer: str, batch_size: int, seq_length: int,
-    accumulate: int, ema: bool,
-) -> ActivationPlan | None:  # fmt: skip
-    """Plans what backward recomputes, see `plan_activations`.
-
-    Args:
-        model: the model as it will be trained, on the meta device.
-        budget: "auto", a number of GiB, or "none" for no plan.
-        device: where the model will be trained.
-        optimizer: name of the optimizer.
-        batch_size: rows of a micro-batch of a process.
-        seq_length: tokens of a row.
-        accumulate: micro-batches in a step.
-        ema: whether trained weights are averaged, in fp32.
-    """
-    if budget == "none":
-        return None
-    count = processes.world_size()
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return plan_activations(
-        model, batch_size=batch_size, seq_length=seq_length, budget="auto" if budget == "auto" else float(budget),
-        optimizer=optimizer, accumulate=accumulate > 1, gpus=count, device=device,
-        reserved=4 * trained // count if ema else 0,
-    )  # fmt: skip
+def tokenizer_of(processor: Processor | Tokenizer) -> Tokenizer:
+    """Returns the tokenizer of a processor; a tokenizer unchanged."""
+    return processor.tokenizer if isinstance(processor, Processor) else processor
 
 
 def has_weights(directory: Path) -> bool:
@@ -106,23 +85,30 @@ def has_weights(directory: Path) -> bool:
     return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
 
+def padding_token(tokenizer: Tokenizer) -> int:
+    """Returns the token that fills rows and is not trained: for padding, or else the end of a sequence, or 0."""
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+
+
 def make_batches(
-    stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool
-) -> PackedBatches | PaddedBatches:
+    stream: SampleStream, tokenizer: Tokenizer, *, packing: str, batch_size: int, seq_length: int, pin_memory: bool,
+    read_images: bool = True,
+) -> PackedBatches | PaddedBatches:  # fmt: skip
     """Returns batches of this process.
 
     Args:
         stream: samples; the same in all processes.
-        tokenizer: its padding token fills rows, or else its end-of-sequence token; they are not trained.
+        tokenizer: see `padding_token`.
         packing: "none" for a sample in each row; "separate" or "whole" see `PackedBatches`; "auto" for its default.
         batch_size: rows of this process.
         seq_length: tokens of a row.
         pin_memory: whether the tensors are in pinned memory, to copy them to a GPU.
+        read_images: whether batches have the pixels of images; False to count batches.
     """
-    padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    padding = padding_token(tokenizer)
     rows: dict[str, Any] = {
         "batch_size": batch_size, "pad_token_id": padding, "rank": processes.rank(),
-        "world_size": processes.world_size(), "pin_memory": pin_memory,
+        "world_size": processes.world_size(), "pin_memory": pin_memory, "read_images": read_images,
     }  # fmt: skip
     if packing == "none":
         return PaddedBatches(stream, **rows)
@@ -143,26 +129,25 @@ def count_steps(batches: Iterable[object], accumulate: int) -> int:
     return -(-count // accumulate)
 
 
-def describe_run(
-    model: CausalLM, *, first_step: int, steps: int, micro_batches: int, batch_size: int, seq_length: int,
-    device: torch.device | None = None, more: Iterable[object] = (),
-) -> str:  # fmt: skip
-    """Returns the plan of a run: sizes of the model and of a step, the number of steps, and `more` that is not None.
-
-    `device` is that of the run, if the model is on the meta device.
-    """
+def describe_model(model: CausalLM, device: torch.device) -> str:
+    """Returns a line with the size of a model, which may be on the meta device, and where it is trained."""
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     world = processes.world_size()
-    positions = world * micro_batches * batch_size * seq_length
     dtypes = " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
-    done = f"; {first_step:,} steps are done" if first_step else ""
-    device = model.device if device is None else device
     where = f"{device}" if world == 1 else f"{world} processes ({device.type})"
-    shape = f"{micro_batches} x {batch_size} x {seq_length}" + (f" x {world} processes" if world > 1 else "")
-    lines = (
-        f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {where}\n"
-        f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all{done}"
-    )
-    return "\n".join([lines, *(str(one) for one in more if one is not None)])
+    return f"{type(model).__name__}: {count:,} parameters in {dtypes}, {trained:,} of them trained, on {where}"
+
+
+def describe_run(
+    model: CausalLM, options: BatchOptions, device: torch.device, *, first_step: int, steps: int,
+    more: Iterable[object] = (),
+) -> str:  # fmt: skip
+    """Returns the plan of a run: sizes of the model and of a step, the number of steps, and `more` that is not None."""
+    world, rows = processes.world_size(), f"{options.accumulate} x {options.batch_size} x {options.seq_length}"
+    positions = world * options.accumulate * options.batch_size * options.seq_length
+    done = f"; {first_step:,} steps are done" if first_step else ""
+    shape = rows + (f" x {world} processes" if world > 1 else "")
+    tokens = f"{steps:,} steps of {shape} = {positions:,} tokens with padding; {steps * positions:,} in all{done}"
+    return "\n".join([describe_model(model, device), tokens, *(str(one) for one in more if one is not None)])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.models import CausalLM
+from ligerzoo.models.config import DecoderConfig
 
 _PEAK_TFLOPS = {
     "GB200": 2500, "B200": 2250, "B100": 1750, "H200": 989, "H100": 989, "H800": 989, "GH200": 989, "H20": 148,
@@ -51,7 +52,10 @@ class StepFlops:
         weights[id(head)] = head
         matrices = sum(weight.numel() * (used if weight.dim() == 3 else 1) for weight in weights.values())
         heads = getattr(config, "num_attention_heads", 0)
-        head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+        if isinstance(config, DecoderConfig):
+            head_dim = (config.key_size + config.value_size) / 2
+        else:
+            head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
         self.per_token = 6 * matrices
         self.per_attended_token = 12 * heads * head_dim * getattr(config, "num_hidden_layers", 0)
 

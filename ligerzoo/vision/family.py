@@ -52,6 +52,14 @@ class ProcessorFamily(ABC):
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None: ...
 
     @abstractmethod
+    def image_text(self, height: int, width: int, where: str = "image") -> str:
+        """Returns the text that replaces the placeholder of an image of this size in pixels.
+
+        Raises:
+            ImageError: the family does not support images of this size.
+        """
+
+    @abstractmethod
     def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
         """Preprocesses the images of a batch.
 
@@ -76,7 +84,10 @@ class ProcessorFamily(ABC):
         return text
 
     def derived_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns further model inputs that are computed from the token ids and the other inputs."""
+        """Returns further model inputs that are computed from the token ids and the other inputs.
+
+        `position_ids`, if given, begin at 0 in each segment of a packed row.
+        """
         return {}
 
 

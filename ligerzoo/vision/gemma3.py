@@ -77,16 +77,25 @@ class Gemma3Preprocessor:
 
     def crops(self, image: Tensor) -> list[Tensor]:
         """Returns the pan-and-scan crops of an image along its long side; an empty list if it gets none."""
-        short, long = sorted(image.shape[1:])
-        if not self.do_pan_and_scan or long / short < self.min_ratio:
+        height, width = image.shape[1:]
+        if (length := self._crop_length(height, width)) is None:
             return []
+        return list(torch.split(image, length, dim=2 if width >= height else 1))
+
+    def num_crops(self, height: int, width: int) -> int:
+        """Returns the number of crops of an image of this size in pixels."""
+        length = self._crop_length(height, width)
+        return 0 if length is None else math.ceil(max(height, width) / length)
+
+    def _crop_length(self, height: int, width: int) -> int | None:
+        """Returns the length of a crop along the long side in pixels; None if the image gets no crops."""
+        short, long = sorted((height, width))
+        if not self.do_pan_and_scan or long / short < self.min_ratio:
+            return None
         number = min(long // self.min_crop_size, math.floor(long / short + 0.5))
         number = min(max(2, number), self.max_num_crops)
         length = math.ceil(long / number)
-        if min(length, short) < self.min_crop_size:
-            return []
-        long_axis = 2 if image.shape[2] >= image.shape[1] else 1
-        return list(torch.split(image, length, dim=long_axis))
+        return None if min(length, short) < self.min_crop_size else length
 
 
 class Gemma3ProcessorFamily(ProcessorFamily):
@@ -105,6 +114,9 @@ class Gemma3ProcessorFamily(ProcessorFamily):
         self._soft_id = media_token_id(soft, tokenizer)
         length = files.processor_config.integer("image_seq_length", 256, at_most=2**14)
         self._square = f"\n\n{begin}{soft * length}{end}\n\n"
+
+    def image_text(self, height: int, width: int, where: str = "image") -> str:
+        return self._replacement(self.images.num_crops(height, width))
 
     def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
         squares = [self.images(image) for group in images for image in group]

@@ -26,11 +26,12 @@ from ligerzoo.errors import ImageError
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
-ImageInput: TypeAlias = "str | Path | PILImage | Tensor | np.ndarray[Any, Any]"
+ImageInput: TypeAlias = "str | Path | bytes | PILImage | Tensor | np.ndarray[Any, Any]"
 VideoInput: TypeAlias = "Sequence[ImageInput] | Tensor | np.ndarray[Any, Any]"
 
 MAX_PIXELS = 89_478_485  # of one image: a quarter of a GiB in RGB; Pillow warns above it
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")  # Pillow's pixel modes
+_ORIENTATION, _ROTATED = 0x0112, (5, 6, 7, 8)  # the EXIF entry, and its values that exchange height and width
 _FILE_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no formats for which Pillow runs another program
 
@@ -42,7 +43,7 @@ def read_image(image: ImageInput, where: str = "image") -> Tensor:
         image: one of
 
             - a file name, with or without "file://"; the image is rotated as its EXIF data say;
-            - a string "data:image/png;base64,...";
+            - a string "data:image/png;base64,...", or the bytes of an image file;
             - a Pillow image; its EXIF data are ignored;
             - a uint8 tensor or array (C, H, W), (H, W, C) or (H, W) with C = 1, 3 or 4 channels. The fourth channel is
               opacity. If the first and the last dimension could both be channels, the first is.
@@ -57,8 +58,12 @@ def read_image(image: ImageInput, where: str = "image") -> Tensor:
         ImageError: the argument is none of these; the file does not exist or cannot be decoded; or the image has no
             pixels or more than `MAX_PIXELS`.
     """
-    if isinstance(image, (str, Path)):
-        return _from_pillow(_open(image, where), where)
+    if isinstance(image, (str, Path, bytes)):
+        with _opened(image, where) as opened:
+            opened.load()
+            from PIL import ImageOps
+
+            return _from_pillow(ImageOps.exif_transpose(opened), where)
     if isinstance(image, (Tensor, np.ndarray)):
         return _from_array(image, where)
     if isinstance(image, pillow().Image):
@@ -67,8 +72,30 @@ def read_image(image: ImageInput, where: str = "image") -> Tensor:
         "not an image",
         where=where,
         got=type(image).__name__,
-        expected="a file name, a Pillow image, a tensor or an array",
+        expected="a file name, the bytes of a file, a Pillow image, a tensor or an array",
     )
+
+
+def image_size(image: ImageInput, where: str = "image") -> tuple[int, int]:
+    """Returns the height and width that `read_image` gives, of files from their header alone.
+
+    Args:
+        image: see `read_image`.
+        where: the name of the image in error messages.
+
+    Raises:
+        ImageError: as `read_image`, apart from errors of the pixels' data.
+    """
+    if isinstance(image, (str, Path, bytes)):
+        with _opened(image, where) as opened:
+            # Pillow exchanges the sides of TIFF files itself.
+            is_rotated = opened.format != "TIFF" and opened.getexif().get(_ORIENTATION, 1) in _ROTATED
+            return (opened.width, opened.height) if is_rotated else (opened.height, opened.width)
+    if not isinstance(image, (Tensor, np.ndarray)) and isinstance(image, pillow().Image):
+        check_size(image.height, image.width, where)
+        return image.height, image.width
+    height, width = read_image(image, where).shape[1:]
+    return height, width
 
 
 def read_video(video: VideoInput, where: str = "video") -> Tensor:
@@ -134,34 +161,39 @@ def check_size(height: int, width: int, where: str) -> None:
         )
 
 
-def _open(name: str | Path, where: str) -> PILImage:
-    """Opens the image in a file or a "data:" string, and rotates it as its EXIF data say."""
-    text = str(name)
-    where = f"{where} ({text[:100]})"
-    if text.startswith(("http://", "https://")):
-        raise ImageError("images are not downloaded", where=where, remedy="Download it first, and pass the file name.")
-    source: Any = Path(text.removeprefix("file://"))
-    if text.startswith("data:"):
-        try:
-            source = io.BytesIO(base64.b64decode(text.partition(";base64,")[2], validate=True))
-        except binascii.Error as error:
-            raise ImageError("the image data is not valid base64", where=where, got=error) from error
+@contextmanager
+def _opened(image: str | Path | bytes, where: str) -> Iterator[PILImage]:
+    """Opens an image in a file, in a "data:" string or in bytes, and checks its size; decodes no pixels.
+
+    Every exception in the block becomes an ImageError.
+    """
+    source: Any
+    if isinstance(image, bytes):
+        source = io.BytesIO(image)
+    else:
+        text = str(image)
+        where = f"{where} ({text[:100]})"
+        if text.startswith(("http://", "https://")):
+            remedy = "Download it first, and pass the file name."
+            raise ImageError("images are not downloaded", where=where, remedy=remedy)
+        source = Path(text.removeprefix("file://"))
+        if text.startswith("data:"):
+            try:
+                source = io.BytesIO(base64.b64decode(text.partition(";base64,")[2], validate=True))
+            except binascii.Error as error:
+                raise ImageError("the image data is not valid base64", where=where, got=error) from error
 
     images = pillow()
-    from PIL import ImageOps
-
     with _reading(where):
         if isinstance(source, Path) and not stat.S_ISREG(mode := source.stat().st_mode):
             kind = _FILE_KINDS.get(stat.S_IFMT(mode), "a device")  # opening a pipe or a device may block forever
             raise ImageError("cannot read this kind of file", where=where, got=kind, expected="a regular file")
         with warnings.catch_warnings():  # check_size raises instead, and names the image
             warnings.simplefilter("ignore", images.DecompressionBombWarning)
-            image = images.open(source, formats=_FORMATS)
-        with image:
-            check_size(image.height, image.width, where)
-            image.load()
-            upright: PILImage = ImageOps.exif_transpose(image)
-            return upright
+            opened = images.open(source, formats=_FORMATS)
+        with opened:
+            check_size(opened.height, opened.width, where)
+            yield opened
 
 
 @contextmanager

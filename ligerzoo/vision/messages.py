@@ -46,12 +46,16 @@ def _normalize_message(message: Any) -> dict[str, Any]:
         raise TokenizerError("not a message", where="messages", got=type(message).__name__, expected="a dictionary")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        return {**message, "content": [_normalize_part(part) for part in content]}
+        return {**message, "content": [normalize_part(part) for part in content]}
     return dict(message)
 
 
-def _normalize_part(part: Any) -> Any:
-    """Returns the part with its image or video under the key "image" or "video"."""
+def normalize_part(part: Any) -> Any:
+    """Returns the part of a message with its image or video, if any, under the key "image" or "video".
+
+    Raises:
+        ImageError: the part has more than one image or video, or another type.
+    """
     match part:
         case {"type": "image_url", "image_url": {"url": url}} | {"type": "image_url", "image_url": url}:
             return {"type": "image", "image": url}

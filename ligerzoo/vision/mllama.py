@@ -128,6 +128,9 @@ class MllamaProcessorFamily(ProcessorFamily):
             rest = rest[len(token) :]
         return text[: len(text) - len(rest)] + self._bos + rest
 
+    def image_text(self, height: int, width: int, where: str = "image") -> str:
+        return self.placeholders["image"]
+
     def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
         """Preprocesses the images of B prompts, padded to N images for each prompt and M = max_image_tiles tiles.
 
@@ -153,18 +156,32 @@ class MllamaProcessorFamily(ProcessorFamily):
     def derived_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns `cross_attention_mask`, int64 (B, T, N, M): 1 where a token attends to a tile.
 
-        Text attends to the image before it; after several consecutive images, to all of them.
+        Text attends to the image before it in its segment; after several consecutive images, to all of them.
         """
         if "aspect_ratio_mask" not in inputs:
             return {}
         ids, tiles = inputs["input_ids"], inputs["aspect_ratio_mask"]
         mask = torch.zeros(*ids.shape, *tiles.shape[1:], dtype=torch.int64)
+        segment_ends = _segment_ends(inputs.get("position_ids"), ids)
         for row in range(len(ids)):
             starts = torch.nonzero(torch.eq(ids[row], self._image_id)).flatten().tolist()
-            end = following = ids.shape[1]
+            ends = segment_ends[row, starts].tolist()
+            end = following = -1
             for i in reversed(range(len(starts))):
+                if i == len(starts) - 1 or ends[i] != ends[i + 1]:
+                    end = following = ends[i]
                 if starts[i] + 1 != following:
                     end = following
                 mask[row, starts[i] : end, i] = tiles[row, i]
                 following = starts[i]
         return {"cross_attention_mask": mask}
+
+
+def _segment_ends(position_ids: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Returns the index after the last token of each token's segment, int64 (B, T)."""
+    tokens = input_ids.shape[1]
+    if position_ids is None:
+        return torch.full(input_ids.shape, tokens)
+    starts = torch.arange(tokens).masked_fill(position_ids != 0, tokens)
+    following = torch.cat([starts[:, 1:], torch.full((len(starts), 1), tokens)], 1)
+    return following.flip(1).cummin(1).values.flip(1)

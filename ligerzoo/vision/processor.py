@@ -71,6 +71,11 @@ class Processor:
             media_token_id(token, tokenizer)  # a missing token is an error now, not at the first image
         self._soft_ids = {kind: media_token_id(token, tokenizer) for kind, token in family.soft_tokens.items()}
 
+    @property
+    def image_token_id(self) -> int:
+        """Id of the token whose embeddings the model replaces by those of an image."""
+        return self._soft_ids["image"]
+
     @classmethod
     def from_pretrained(
         cls,

@@ -166,6 +166,11 @@ class Qwen2VLProcessorFamily(ProcessorFamily):
         }
         self.soft_tokens = self.placeholders
 
+    def image_text(self, height: int, width: int, where: str = "image") -> str:
+        tall, wide = self.images.resized(height, width, where)
+        patch = self.images.patch_size
+        return self.soft_tokens["image"] * self.images.num_tokens((1, tall // patch, wide // patch))
+
     def preprocess_images(self, images: list[list[Tensor]]) -> PreprocessedMedia:
         clips = [image[None] for group in images for image in group]
         patches, grids, replacements = self._preprocess(self.images, clips, "image")

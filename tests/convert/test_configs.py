@@ -23,13 +23,14 @@ from tests.models.zoo import CHECKPOINTS
 
 every_type = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
-RENAMED = {"num_experts": ("num_experts", "num_local_experts")}
+RENAMED = {"num_experts": ("num_experts", "num_local_experts", "n_routed_experts")}
 """Our fields with other names in some configs of transformers."""
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 256}},  # the default does not give 256 tokens
+    "glm4_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # the default does not match the decoder
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
@@ -95,6 +96,7 @@ def test_missing_entries_have_the_defaults_of_transformers(model_type: str) -> N
         "rope_scaling",
         "rope_local_base_freq",
         "no_rope_layers",
+        "mlp_layer_types",
     }
     for field in dataclasses.fields(ours):
         if field.name in elsewhere or not has(theirs, field.name):
@@ -191,21 +193,24 @@ def test_invalid_values_of_entries(model_type: str) -> None:
 FALSY: list[Any] = [[], {}, "", 0, 0.0, False]
 POSSIBLE: dict[str, list[Any]] = {
     "pad_token_id": [0],
+    "bos_token_id": [0],
     "eos_token_id": [0],
     "embedding_multiplier": [0.0],
     "rope_scaling": [{}],
     "mlp_only_layers": [[]],
+    "shared_intermediate_size": [0.0],
 }
 """Valid falsy values of another type than that in the tested config.json."""
 IGNORED = {
     # Entries without effect: of training, of other software, or of unused parts.
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
-    "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "spatial_patch_size",
-    "transformers_version", "use_cache", "vision_use_head",
+    "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",
+    "resid_pdrop", "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha",
+    "ep_size", "num_nextn_predict_layers", "seq_aux",
     # Entries without effect in some architectures, as in transformers.
     "attention_bias", "experts_per_token", "hidden_act", "hidden_activation", "initial_context_length",
-    "max_window_layers", "partial_rotary_factor", "rope_theta",
+    "max_window_layers", "mrope_interleaved", "mrope_section", "partial_rotary_factor", "rope_theta",
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",

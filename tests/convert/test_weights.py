@@ -74,7 +74,9 @@ def from_disk(layout: Layout, theirs: Mapping[str, Tensor], ours: Tensors, dtype
         return theirs[piece.stored_name][piece.stored_index]
 
     shapes = shapes_of(ours)
-    return assemble(layout.slices(shapes), shapes, read, dtype=dtype, device=torch.device("cpu"))
+    return assemble(
+        layout.slices(shapes), shapes, read, dtypes=dict.fromkeys(shapes, dtype), device=torch.device("cpu")
+    )
 
 
 # Each rule

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from ligerzoo.generate import captured, slot_sequences, slots
 from ligerzoo.generate.captured import can_capture, release_decode_graphs
 from ligerzoo.models import (
+    DeepseekV3,
+    DeepseekV3Config,
     Gemma2,
     Gemma2Config,
     Gemma3Text,
     Gemma3TextConfig,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     Mistral,
@@ -26,23 +30,33 @@ from ligerzoo.models import (
     Phi3Config,
     Qwen3Moe,
     Qwen3MoeConfig,
+    Qwen3Next,
+    Qwen3NextConfig,
 )
 from tests.covering import covering
 from tests.generate.graphs import replace_graphs
-from tests.generate.models import NO_END, TINY, VOCAB
+from tests.generate.models import HYBRID, NO_END, TINY, VOCAB
 
 SIZES: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
 MOE: dict[str, Any] = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK: dict[str, Any] = {
+    **TINY, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "num_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 FACTORS = [1.0 + i for i in range(8)]
 LONGROPE = {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1]}
 PHI3: dict[str, Any] = {**TINY, "rope_scaling": LONGROPE, "original_max_position_embeddings": 50}
 BUILD: dict[str, Callable[[], nn.Module]] = {
+    "deepseek_v3": lambda: DeepseekV3(DeepseekV3Config(**DEEPSEEK)),
     "llama": lambda: Llama(LlamaConfig(**SIZES)),
     "mistral": lambda: Mistral(MistralConfig(**SIZES, sliding_window=7)),
     "gemma2": lambda: Gemma2(Gemma2Config(**SIZES, sliding_window=7)),
     "gemma3_text": lambda: Gemma3Text(Gemma3TextConfig(**SIZES, sliding_window=7)),
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
+    "qwen3_next": lambda: Qwen3Next(Qwen3NextConfig(**SIZES, **HYBRID)),
+    "gpt_oss": lambda: GptOss(GptOssConfig(**SIZES, num_experts=4, num_experts_per_tok=2, sliding_window=7)),
     "phi3": lambda: Phi3(Phi3Config(**{**PHI3, "hidden_size": 96})),  # the longest prompts end beyond 50 tokens
 }
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}

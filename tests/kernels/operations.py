@@ -214,6 +214,34 @@ def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
     return [*_rms_norm_inputs(batch, dtype, device), numbers(33, dtype=dtype, device=device)]
 
 
+def _delta_rule_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+    return [
+        *(numbers(batch, 3, 1, 8, dtype=dtype, device=device) for _ in range(2)),
+        numbers(batch, 3, 2, 5, dtype=dtype, device=device),
+        (-torch.rand(batch, 3, 2, device=device)).to(dtype).requires_grad_(),
+        torch.rand(batch, 3, 2, device=device).to(dtype).requires_grad_(),
+    ]
+
+
+def _delta_rule_oracle(*inputs: Tensor) -> Tensor:
+    return kernel_file("delta_rule").reference(*inputs)[0].to(inputs[2].dtype)  # type: ignore[no-any-return]
+
+
+def _delta_gates_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    rows = [numbers(batch, 3, 5, dtype=dtype, device=device) for _ in range(2)]
+    return [*rows, *(numbers(5, dtype=dtype, device=device) for _ in range(2))]
+
+
+def _causal_conv_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = (batch, 7, 33), (33, 4), (33,)
+    return [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def _gated_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
+
+
 GEMMA = {"weight_offset": 1.0, "round_before_scale": False}
 """The options of `rms_norm` for Gemma."""
 
@@ -244,6 +272,20 @@ OPERATIONS = [
             ("add_rms_norm-gemma", GEMMA, _add_rms_norm_inputs),
             ("add_rms_norm-weightless", {"weight": None}, _weightless(_add_rms_norm_inputs)),
         )
+    ),
+    Operation("gated_delta_rule", kernels.gated_delta_rule, _delta_rule_oracle, _delta_rule_inputs),
+    Operation("delta_gates", kernels.delta_gates, kernel_file("delta_gates").reference, _delta_gates_inputs),
+    *(
+        Operation(
+            name,
+            partial(kernels.causal_conv1d, activation=activation),
+            partial(kernel_file("causal_conv").reference, activation=activation),
+            _causal_conv_inputs,
+        )
+        for name, activation in (("causal_conv1d", None), ("causal_conv1d-silu", "silu"))
+    ),
+    Operation(
+        "gated_rms_norm", kernels.gated_rms_norm, kernel_file("gated_rms_norm").reference, _gated_rms_norm_inputs
     ),
     Operation("residual_rms_norm", kernels.residual_rms_norm, _residual_rms_norm_oracle, _rms_norm_inputs),
     Operation(
@@ -364,6 +406,7 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
+    "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm",
     "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "apply_sinks",
 }  # fmt: skip

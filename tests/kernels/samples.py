@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels import ClampedSwiGLU, route
+from ligerzoo.kernels.causal_conv import ConvInputs
+from ligerzoo.kernels.delta_chunks import Prepared, Tokens
 from ligerzoo.kernels.experts import _Needs
 from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.lora_experts import Projection
+from ligerzoo.kernels.registration import OPS
 from ligerzoo.kernels.weighted_glu import Biases
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import angles, numbers
@@ -351,6 +354,116 @@ def _sink_gradients(device: str) -> Samples:
     return [{"y": sample.pop("out"), **sample} for sample in samples]
 
 
+def _delta_tokens(device: str, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tokens:
+    t = partial(new, device=device, dtype=dtype)
+    fused = t(batch, 5, 24)  # the tokens are views of it
+    q, k = (fused[..., start : start + 4].unflatten(-1, (1, 4)) for start in (0, 4))
+    return Tokens(q, k, fused[..., 8:18].unflatten(-1, (2, 5)))
+
+
+def _delta_rule_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    segment_start = torch.tensor([[0, 0, 2, 2, 2]], device=device)
+    common = {"tokens": _delta_tokens(device), "g": -t(1, 5, 2).abs(), "beta": t(1, 5, 2).sigmoid()}
+    common |= {"initial_state": None, "segment_start": None, "scale": 0.5, "normalize": True, "needs_final": True}
+    halves = {"tokens": _delta_tokens(device, dtype=torch.float16), "beta": half(1, 5, 2).sigmoid()}
+    empty = {"tokens": _delta_tokens(device, batch=0), "g": t(0, 5, 2), "beta": t(0, 5, 2)}
+    return [
+        common,
+        common | halves | {"initial_state": t(1, 2, 4, 5), "segment_start": segment_start, "needs_final": False},
+        common | {"normalize": False},
+        common | empty,
+    ]
+
+
+def _delta_rule_backward(device: str) -> Samples:
+    t = partial(new, device=device)
+
+    def sample(dtype: torch.dtype, normalize: bool, **others: Any) -> dict[str, Any]:
+        tokens = _delta_tokens(device, dtype=dtype)
+        gates = -t(1, 5, 2).abs(), t(1, 5, 2).sigmoid()
+        state, segment_start = others["initial_state"], others["segment_start"]
+        forward = OPS["delta_rule_forward"](tokens, *gates, state, segment_start, 0.5, normalize, False)
+        prepared = Prepared(*forward[2:])
+        options = {"scale": 0.5, "g_dtype": torch.float32, "beta_dtype": dtype}
+        return {"do": t(1, 5, 2, 5).to(dtype), "tokens": tokens, "prepared": prepared, **options, **others}
+
+    segment_start = torch.tensor([[0, 0, 2, 2, 2]], device=device)
+    return [
+        sample(
+            torch.float32, True, initial_state=t(1, 2, 4, 5), segment_start=segment_start, dfinal=t(1, 2, 4, 5),
+            needs_initial=True,
+        ),
+        sample(torch.float16, False, initial_state=None, segment_start=None, dfinal=None, needs_initial=False),
+    ]  # fmt: skip
+
+
+def _conv_inputs(device: str, **others: Any) -> ConvInputs:
+    t = partial(new, device=device)
+    arguments = {"x": t(2, 5, 8)[..., :7], "weight": t(7, 4), "bias": t(7), "initial_state": t(2, 3, 7)}
+    return ConvInputs(**{**arguments, "segment_start": torch.tensor([[0, 0, 2, 2, 2]], device=device), **others})
+
+
+def _causal_conv_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    plain: dict[str, Any] = {"bias": None, "initial_state": None, "segment_start": None}
+    return [
+        {"inputs": _conv_inputs(device), "silu": True},
+        {"inputs": _conv_inputs(device, x=half(2, 5, 7), weight=t(7, 2), **plain), "silu": False},
+        {"inputs": _conv_inputs(device, x=t(0, 5, 7), **plain), "silu": True},
+    ]
+
+
+def _causal_conv_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    plain: dict[str, Any] = {"bias": None, "initial_state": None, "segment_start": None}
+    needs = {"needs_x": True, "needs_weight": True, "needs_state": True}
+    weight_only = {"needs_x": False, "needs_weight": True, "needs_state": False}
+    x_only = {"needs_x": True, "needs_weight": False, "needs_state": False}
+    halves = _conv_inputs(device, x=half(2, 5, 7), weight=t(7, 2), **plain)
+    return [
+        {"dy": t(2, 5, 7), "inputs": _conv_inputs(device), "silu": True, **needs},
+        {"dy": transposed(half(2, 5, 7)), "inputs": halves, "silu": False, **x_only},
+        {"dy": t(0, 5, 7), "inputs": _conv_inputs(device, x=t(0, 5, 7), **plain), "silu": True, **weight_only},
+    ]
+
+
+def _gated_rms_norm_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    return [
+        {"x": t(5, 33), "z": t(5, 33), "weight": t(33), "eps": 1e-6},
+        {"x": half(2, 3, 33), "z": transposed(half(2, 3, 33)), "weight": t(33), "eps": 1e-6},
+        {"x": t(0, 33), "z": t(0, 33), "weight": t(33), "eps": 1e-6},
+    ]
+
+
+def _gated_rms_norm_backward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 33), "x": t(5, 33), "z": t(5, 33), "weight": t(33), "rstd": t(5).abs()}
+    common |= {"needs_x": True, "needs_z": True, "needs_weight": True}
+    return [
+        common,
+        common | {"x": half(5, 33), "z": half(5, 33), "needs_x": False, "needs_weight": False},
+        common | {"needs_z": False},
+        common | {"dy": t(0, 33), "x": t(0, 33), "z": t(0, 33), "rstd": t(0)},
+    ]
+
+
+def _delta_gates_forward(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    return [
+        {"a": t(2, 3, 5), "b": t(2, 3, 5), "a_log": t(5), "dt_bias": t(5)},
+        {"a": half(2, 3, 10)[..., :5], "b": half(2, 3, 10)[..., 5:], "a_log": t(5), "dt_bias": half(5)},
+        {"a": t(0, 5), "b": t(0, 5), "a_log": t(5), "dt_bias": t(5)},
+    ]
+
+
+def _delta_gates_backward(device: str) -> Samples:
+    forward = _delta_gates_forward(device)
+    t = partial(new, device=device)
+    return [{"dg": t(*f["a"].shape), "dbeta": t(*f["a"].shape).to(f["b"].dtype), **f} for f in forward]
+
+
 SAMPLES: dict[str, Callable[[str], Samples]] = {
     "rms_norm_forward": _rms_norm_forward,
     "add_rms_norm_forward": _add_rms_norm_forward,
@@ -379,5 +492,13 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "apply_sinks_backward": _apply_sinks_backward,
     "sink_gradients": _sink_gradients,
     "decode_experts": _decode_experts,
+    "delta_rule_forward": _delta_rule_forward,
+    "delta_rule_backward": _delta_rule_backward,
+    "causal_conv_forward": _causal_conv_forward,
+    "causal_conv_backward": _causal_conv_backward,
+    "gated_rms_norm_forward": _gated_rms_norm_forward,
+    "gated_rms_norm_backward": _gated_rms_norm_backward,
+    "delta_gates_forward": _delta_gates_forward,
+    "delta_gates_backward": _delta_gates_backward,
 }
 """Op name -> its samples on a device, by the parameter names of the registered function."""

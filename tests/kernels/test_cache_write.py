@@ -106,5 +106,19 @@ def test_arguments_are_checked() -> None:
         (3, torch.ones(2, 2, 3, 4)), (3, torch.ones(2, 1, 3, 4).half()), (4, torch.ones(2, 2).long()),
         (1, torch.ones(2, 3, 20, 4).to(FP8)), (0, torch.ones(2, 3, 20, 4).bfloat16()),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"^write_to_cache: caches are .*; expected \(B, K, S, D\) twice"):
+        with pytest.raises(
+            ValueError, match=r"^write_to_cache: caches are .*; expected \(B, K, S, D\), \(B, K, S, E\)"
+        ):
             write_to_cache(*caches_and_new[:index], wrong, *caches_and_new[index + 1 :])
+
+
+@needs_triton
+def test_values_of_another_size(device: str) -> None:
+    """As of latent attention."""
+    tensors = [numbers(2, 1, 9, n, device=device).detach() for n in (20, 6)]
+    tensors += [numbers(2, 3, 1, n, device=device).detach() for n in (20, 6)]
+    positions = torch.tensor([[4, 5, 6], [0, 1, 2]], device=device)
+    expected = [t.clone() for t in tensors]
+    reference(*expected, positions)
+    write_to_cache(*tensors, positions, backend="triton")
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))

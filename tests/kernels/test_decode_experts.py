@@ -213,6 +213,8 @@ def test_it_compiles(
         routing = route(logits, k, backend="torch")
         decode_experts(x, routing, gate_up, down, residual=x, backend="triton")
         decode_experts(x, routing, gate_up, down, activation="gelu_tanh", backend="triton")
+        biases = gate_up[:, :, 0].contiguous(), down[:, :, 0].contiguous()
+        decode_experts(x, routing, gate_up, down, *biases, activation=ClampedSwiGLU(), backend="triton")
 
 
 def test_shapes_are_checked() -> None:

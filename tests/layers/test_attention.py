@@ -160,6 +160,21 @@ def test_long_sequences_on_a_gpu(kind: str, window: int | None, softcap: float |
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_grows_with_the_tokens_on_a_gpu(dtype: torch.dtype) -> None:
+    """Forward and backward of grouped queries keep no T x S matrix."""
+    tokens, heads = 4096, 8
+    q, k, v = (
+        torch.randn(1, tokens, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (heads, 2, 2)
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(q, k, v).sum().backward()
+    scores = heads * tokens * tokens * dtype.itemsize
+    assert torch.cuda.max_memory_allocated() - before < scores / 4
+
+
+@pytest.mark.gpu
 def test_decode_step_in_a_cuda_graph() -> None:
     """A step with a static cache is captured once and replayed for the next tokens."""
     torch.manual_seed(0)

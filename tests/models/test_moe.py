@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ligerzoo import AutoModel
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Router, load_balancing_loss
+from ligerzoo.layers import Router, SigmoidRouter, load_balancing_loss
 from ligerzoo.models import Mixtral, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from ligerzoo.models.moe import MoECausalLM, MoEConfig
 from tests.models.tiny import Tiny
@@ -57,7 +57,7 @@ def test_loss_matches_transformers(models: tuple[MoECausalLM, Any], side: str | 
 def balance_of(model: MoECausalLM, run: Callable[[], object], padding_mask: Tensor | None = None) -> Tensor:
     """Returns the load-balancing loss of the last tokens, from the router logits of a forward."""
     logits: list[Tensor] = []
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = [module for module in model.modules() if isinstance(module, Router | SigmoidRouter)]
     hooks = [router.register_forward_hook(lambda _, __, out: logits.append(out[0]) and None) for router in routers]
     run()
     for hook in hooks:

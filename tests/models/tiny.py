@@ -60,7 +60,11 @@ class Tiny:
         return self.name.replace(" ", "-")
 
     def write(self, directory: Path) -> None:
-        model = random_model(self.config).to(self.stored_dtype)
+        model = random_model(self.config)
+        biases = fp32_buffers(model)
+        model.to(self.stored_dtype)
+        for name, bias in biases.items():  # as on the hub; `to` rounds them
+            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = bias
         directory.mkdir(parents=True, exist_ok=True)
         if self.by_transformers:
             size = sum(parameter.nbytes for parameter in model.parameters())
@@ -81,13 +85,40 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     model = auto_class.from_config(AutoConfig.for_model(**copied), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    is_recurrent = any(name.endswith("A_log") for name, _ in model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if is_recurrent and (values := well_conditioned(name, noise)) is not None:
+                parameter.copy_(values)
+                continue
             is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
+        for bias in fp32_buffers(model).values():
+            bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     return model
+
+
+def fp32_buffers(model: PreTrainedModel) -> Tensors:
+    """Returns the tensors that stay in fp32 in checkpoints of any dtype."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def well_conditioned(name: str, noise: Tensor) -> Tensor | None:
+    """Returns random weights of a hybrid with which rounding is not amplified from layer to layer; None for others.
+
+    Decay rates are moderate, matrices keep the size of their inputs, and norms scale by about 1.
+    """
+    if name.endswith("A_log"):
+        return -1.2 + 0.5 * noise
+    if name.endswith("dt_bias"):
+        return -0.3 + 0.4 * noise
+    if name.endswith("norm.weight") and "linear_attn" not in name:  # the scale is 1 plus the weight
+        return 0.2 * noise
+    if noise.ndim > 1:
+        return noise * math.prod(noise.shape[2 if noise.ndim == 3 and noise.shape[1] > 1 else 1 :]) ** -0.5
+    return None
 
 
 def write_shards(directory: Path, tensors: Tensors, shards: int = 1) -> None:
@@ -125,6 +156,13 @@ def with_rotary_buffers(tensors: Tensors) -> Tensors:
 def with_another_layer(tensors: Tensors) -> Tensors:
     last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
     return {**tensors, **{name.replace("layers.1.", "layers.12."): tensor.clone() for name, tensor in last.items()}}
+
+
+def with_an_mtp_layer(tensors: Tensors) -> Tensors:
+    """Adds a layer for multi-token prediction, whose index is the number of layers."""
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    names = ("self_attn.o_proj", "mlp.gate", "mlp.experts.1.up_proj", "eh_proj", "enorm", "shared_head.norm")
+    return {**tensors, **{f"model.layers.{layers}.{name}.weight": torch.rand(3, i + 1) for i, name in enumerate(names)}}
 
 
 def of_the_base_model(tensors: Tensors) -> Tensors:

@@ -39,5 +39,4 @@ def labelled(count: int = 40) -> list[dict[str, Any]]:
 
 def options(checkpoint: Path, data: Path, output: Path, /, **changes: Any) -> dict[str, Any]:
     """Returns options of a run of the preference and distillation recipes."""
-    given = {"seq_length": 128, **changes}
-    return {k: v for k, v in tiny_run.options(checkpoint, data, output, **given).items() if k != "activation_budget"}
+    return tiny_run.options(checkpoint, data, output, **{"seq_length": 128, **changes})

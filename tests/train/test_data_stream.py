@@ -387,7 +387,10 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
         ),
         ({"messages": [{"rol": "user", "content": "a"}]}, r"messages\[0\] lacks a field.*Did you mean 'rol'"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\]: content has a wrong type"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type 'image' is not supported"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "the record has images, which this run cannot train",
+        ),
         (chat("Hello", " "), r"messages\[1\]: the assistant's content is empty"),
         ({"prompt": "a", "completion": "b", "label": 1}, "label: wrong type; got a number"),
         ({"prompt": "a", "chosen": "b", "rejected": 4}, "rejected: wrong type"),

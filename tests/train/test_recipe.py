@@ -18,6 +18,7 @@ from ligerzoo.errors import ConfigError, LigerzooError
 from ligerzoo.models import Mixtral, MixtralConfig
 from ligerzoo.train import tracking
 from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
+from ligerzoo.train.data import PackedBatches
 from ligerzoo.train.log import read_log
 from ligerzoo.train.options import fill_in, read_options
 from ligerzoo.train.recipes import RECIPES, recipe_source, sft
@@ -122,9 +123,10 @@ def test_the_printed_recipe_gives_the_same_weights(
 
 def test_filled_in_options_are_defaults() -> None:
     values = {"model": 'a "b"', "data": ("x", "y"), "lr": 1e-4, "resume": True, "epochs": 3, "method": "pretrain"}
-    filled = {option.name: option.default for option in read_options(fill_in(recipe_source("sft"), values))}
-    plain = {option.name: option.default for option in read_options(recipe_source("sft"))}
-    assert filled == {**plain, **values}
+    for method in ("sft", "dpo", "distill", "grpo"):
+        filled = {option.name: option.default for option in read_options(fill_in(recipe_source(method), values))}
+        plain = {option.name: option.default for option in read_options(recipe_source(method))}
+        assert filled == {**plain, **values}
 
 
 # The step
@@ -239,8 +241,8 @@ def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, 
 def test_a_step_without_trained_tokens_is_refused(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    packed = sft.PackedBatches.__next__
-    monkeypatch.setattr(sft.PackedBatches, "__next__", lambda self: dataclasses.replace(packed(self), trained_tokens=0))
+    packed = PackedBatches.__next__
+    monkeypatch.setattr(PackedBatches, "__next__", lambda self: dataclasses.replace(packed(self), trained_tokens=0))
     with pytest.raises(LigerzooError, match=rf"step 1, {data}:\d+.*: no token is trained"):
         train(options(checkpoint, data, tmp_path / "run"))
 

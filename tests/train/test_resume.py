@@ -152,11 +152,18 @@ def test_an_earlier_run_is_not_overwritten(checkpoint: Path, data: Path, tmp_pat
 
 
 def test_an_output_that_cannot_be_replaced_is_refused_before_training(
-    checkpoint: Path, data: Path, tmp_path: Path
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="is a file"):
-        train(options(checkpoint, data, tmp_path / "file"))
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):  # before the model is loaded, which does not exist
+        expected = re.escape(f"option output: {tmp_path}/file is a file; got {output}")
+        with pytest.raises(CheckpointError, match=expected):
+            train(options(tmp_path / "no model", data, output))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    for directory in (Path(), tmp_path):
+        with pytest.raises(ConfigError, match="option output: is the working directory or contains it"):
+            train(options(checkpoint, data, directory))
 
 
 # Failed saves

@@ -220,6 +220,7 @@ def test_the_packing_changes_the_rows(checkpoint: Path, data: Path, tmp_path: Pa
         ({"activation_budget": "-1"}, "option activation_budget: invalid value"),
         ({"activation_budget": "4", "activation_checkpointing": True}, "option activation_budget: excludes"),
         ({"ema": 1.5}, "option ema: invalid value"),
+        ({"schedule": "wsd", "warmup": 1.0}, "option warmup: leaves no steps for the decay of schedule wsd.*got 1.0"),
     ],
 )
 def test_options_that_exclude_each_other(

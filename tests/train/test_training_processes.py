@@ -21,6 +21,7 @@ from ligerzoo.train.run_state import checkpoints
 from tests.parallel.spawning import on_all_processes
 from tests.train.test_resume import environment, train, untimed_log
 from tests.train.tiny_run import arguments, options
+from tests.train.tiny_vision import write_conversations, write_vision_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns differently in each version
 
@@ -115,3 +116,18 @@ def test_a_killed_torchrun_continues_bit_for_bit(checkpoint: Path, data: Path, t
     for file in ("model.safetensors", "config.json"):
         assert (killed / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert untimed_log(killed) == untimed_log(tmp_path / "whole")
+
+
+def test_two_processes_train_images_as_one(tmp_path: Path) -> None:
+    """Also in steps in which only one of them has images."""
+    checkpoint, data = write_vision_checkpoint(tmp_path / "tiny", "qwen2_vl"), write_conversations(tmp_path / "chats")
+    variant = {"packing": "none", "eval_data": (str(data),), "seq_length": 128}
+    assert train(options(checkpoint, data, tmp_path / "one", batch_size=2, **variant)) == 0
+    train_in_two(options(checkpoint, data, tmp_path / "two", batch_size=1, **variant))
+    for column in ("loss", "eval_loss"):
+        assert numbers(tmp_path / "two", column) == pytest.approx(numbers(tmp_path / "one", column), abs=1e-5)
+    for column in ("tokens", "trained_tokens", "images"):
+        assert numbers(tmp_path / "two", column) == numbers(tmp_path / "one", column)
+    single, shared = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
+    for key, weight in single.items():
+        torch.testing.assert_close(shared[key], weight, atol=2e-5, rtol=2e-3)

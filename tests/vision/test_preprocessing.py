@@ -32,6 +32,7 @@ from ligerzoo.vision import (
     read_image,
     read_video,
 )
+from ligerzoo.vision.io import image_size
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"),
@@ -305,7 +306,7 @@ def test_kinds_of_videos() -> None:
     "image, message",
     [
         (3, "not an image; got int"),
-        (b"\x89PNG", "not an image; got bytes; expected a file name"),
+        (b"\x89PNG", "cannot read the image"),
         (None, "not an image; got NoneType"),
         (np.zeros((3, 4, 4), dtype=np.uint16), "got torch.uint16; expected uint8"),
         (np.zeros((3, 4, 4), dtype=np.float32), "got torch.float32; expected uint8"),
@@ -448,3 +449,19 @@ def test_settings_for_too_many_pixels_are_refused() -> None:
     image = read_image(picture(1, 200))
     with pytest.raises(ImageError, match="too many pixels"):
         qwen(min_pixels=89_000_000, max_pixels=89_000_000, patch_size=256, merge_size=16)(image[None])
+
+
+@pytest.mark.parametrize("suffix", ["jpeg", "png", "tiff", "webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_size_of_a_file_is_that_of_the_image(suffix: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    picture(20, 30).save(buffer, suffix, exif=exif)
+    assert image_size(buffer.getvalue()) == read_image(buffer.getvalue()).shape[1:]
+
+
+def test_the_size_of_other_images() -> None:
+    assert image_size(picture(20, 30)) == image_size(np.array(picture(20, 30))) == (20, 30)
+    with pytest.raises(ImageError, match="not an image; got int"):
+        image_size(3)  # type: ignore[arg-type]

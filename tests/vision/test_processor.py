@@ -580,3 +580,14 @@ P = picture(30, 30)
 def test_invalid_calls_are_refused(qwen: Path, args: list[Any], kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(LigerzooError, match=message):
         Processor.from_pretrained(qwen)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_text_of_an_image_follows_from_its_size(tmp_path: Path, kind: str) -> None:
+    checkpoint(tmp_path, kind)
+    crops = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16} if kind == "gemma3" else {}
+    write_json(tmp_path / "preprocessor_config.json", {**SETTINGS[kind], **crops})
+    family = Processor.from_pretrained(tmp_path).family
+    sizes = [(30, 40), (40, 30), (20, 100), (121, 33), (17, 16), (64, 64)]
+    tensors = [torch.zeros(3, *size, dtype=torch.uint8) for size in sizes]
+    assert family.preprocess_images([tensors]).replacements == [family.image_text(*size) for size in sizes]

@@ -14,7 +14,7 @@ from ligerzoo.convert.weights import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.names import apply_names
-from ligerzoo.layers import LayerNorm, RMSNorm
+from ligerzoo.layers import LatentAttention, LayerNorm, RMSNorm
 from ligerzoo.models.inputs import tokens_or_embeddings
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.output import layer_outputs
@@ -164,10 +164,12 @@ def _sharing_weights(model: Model) -> Model:
 def _order_as_transformers(decoder: nn.Module) -> None:
     """Moves norms after the other parts of their block, and down projections after gate and up, in place.
 
+    The norms of latent attention stay between its projections.
+
     Optimizer states and TRL's synchronization of reference models match parameters by their position.
     """
     for module in decoder.modules():
-        parts = module._modules
+        parts = {} if isinstance(module, LatentAttention) else module._modules
         for name in [
             name for name, part in parts.items() if isinstance(part, RMSNorm | LayerNorm) or name == "down_proj"
         ]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ligerzoo.errors import DataError, first_names
 from ligerzoo.train.data.background import Background
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.packing import (
     Packed,
     Row,
@@ -44,7 +45,8 @@ class Batch:
     Attributes:
         inputs: int64 tensors (B, T) on the CPU: `input_ids`, `labels` (unshifted, -100 for tokens that are not trained)
             and `position_ids`, which begin at 0 in each segment. Padding follows the last segment. Each padding token
-            is a segment, has position 0 and is not trained.
+            is a segment, has position 0 and is not trained. With images also the inputs of the model's processor, such
+            as `pixel_values`, for the images in the order of their tokens.
         rows: the samples of each row, in order.
         tokens: number of tokens without padding.
         trained_tokens: number of tokens that the loss counts.
@@ -59,6 +61,11 @@ class Batch:
     def padding(self) -> int:
         """Number of padding tokens."""
         return self.inputs["input_ids"].numel() - self.tokens
+
+    @property
+    def images(self) -> int:
+        """Number of images."""
+        return sum(len(segment.images) for row in self.rows for segment in _segments(row))
 
     @property
     def sources(self) -> list[str]:
@@ -83,6 +90,7 @@ class _Producer:
     rank: int
     world_size: int
     pin_memory: bool
+    images: SampleImages | None
 
     def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Yields batches, each with the position after it."""
@@ -90,7 +98,7 @@ class _Producer:
         while step := list(itertools.islice(rows, self.batch_size * self.world_size)):
             own = [row for row, _ in step[self.rank * self.batch_size :][: self.batch_size]]
             own += [[] for _ in range(self.batch_size - len(own))]  # after the last sample
-            yield self._batch(own), step[-1][1]
+            yield self._batch(own, [row for row, _ in step]), step[-1][1]
 
     def _rows(self, state: dict[str, Any]) -> Iterator[tuple[Row, dict[str, Any]]]:
         """Yields rows, each with the position after it: that of its window, and the number of rows taken from it."""
@@ -111,13 +119,21 @@ class _Producer:
                 yield packed.rows[index], {**start, "rows": index + 1}
             taken, rest = 0, packed.rest
 
-    def _batch(self, rows: list[Row]) -> Batch:
+    def _batch(self, rows: list[Row], rows_of_step: list[Row]) -> Batch:
         """Returns the batch of these rows, some of which may be empty.
+
+        If only other processes have images, a row without trained tokens follows, with an image of theirs: all
+        processes take part in the collective operations of a sharded vision tower.
 
         Raises:
             DataError: nothing is trained, although there are samples.
         """
-        batch = collate(rows, *self.layout(rows), self.pad_token_id)
+        layout, length = self.layout(rows)
+        batch = collate(rows, layout, length, self.pad_token_id, self.images)
+        if self.images is not None and not batch.images and (other := _first_with_image(rows_of_step)) is not None:
+            layout, length = [*layout, [other]], max(length, len(other.input_ids))
+            inputs = collate(rows, layout, length, self.pad_token_id, self.images).inputs
+            batch = replace(batch, inputs=inputs)
         if batch.tokens and not batch.trained_tokens:
             raise DataError("nothing in the batch would be trained", where=first_names(batch.sources))
         if self.pin_memory:
@@ -125,7 +141,9 @@ class _Producer:
         return batch
 
 
-def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_id: int) -> Batch:
+def collate(
+    rows: list[Row], layout: list[list[Sample]], length: int, pad_token_id: int, images: SampleImages | None = None
+) -> Batch:
     """Returns the batch of samples.
 
     Args:
@@ -133,7 +151,14 @@ def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_
         layout: the segments of each row of the tensors.
         length: T.
         pad_token_id: fills the end of a row.
+        images: reads the images of the samples; None to leave them out.
+
+    Raises:
+        DataError: an image cannot be read.
     """
+    has_images = {any(segment.images for segment in row) for row in layout}
+    if len(has_images) == 2 and all(len(row) == 1 and len(row[0].input_ids) == length for row in layout):
+        length += 1  # Llama 3.2 Vision ignores images of other rows in packed rows only: the padding is a segment
     shape = len(layout), length
     ids = torch.full(shape, pad_token_id)
     labels = torch.full(shape, UNTRAINED)
@@ -148,7 +173,10 @@ def collate(rows: list[Row], layout: list[list[Sample]], length: int, pad_token_
             positions[index, piece] = torch.arange(len(segment.input_ids))
             trained += segment.trained_tokens
         tokens += first
-    return Batch({"input_ids": ids, "labels": labels, "position_ids": positions}, rows, tokens, trained)
+    inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    if images is not None:
+        inputs |= images.inputs(layout, {"input_ids": ids, "position_ids": positions})
+    return Batch(inputs, rows, tokens, trained)
 
 
 class _Batches:
@@ -214,6 +242,7 @@ class PackedBatches(_Batches):
         rank: index of this process.
         world_size: number of processes; their batches of a step are world_size * B successive rows.
         pin_memory: whether the tensors are in pinned memory.
+        read_images: whether batches have the pixels of images; False to count batches.
 
     Raises:
         DataError: an option has an unsupported value. While the batches are used: see `open_data`; or nothing in a
@@ -233,6 +262,7 @@ class PackedBatches(_Batches):
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool = False,
+        read_images: bool = True,
     ) -> None:
         if documents not in get_args(Documents):
             expected = ", ".join(get_args(Documents))
@@ -252,8 +282,9 @@ class PackedBatches(_Batches):
             return segments, seq_length
 
         window = seq_length * (window_rows or max(8, min(256, 2**19 // seq_length)))
+        images = stream.images if read_images else None
         super().__init__(
-            _Producer(stream, batch_size, pad_token_id, pack, window, layout, rank, world_size, pin_memory)
+            _Producer(stream, batch_size, pad_token_id, pack, window, layout, rank, world_size, pin_memory, images)
         )
 
 
@@ -270,6 +301,7 @@ class PaddedBatches(_Batches):
         rank: index of this process.
         world_size: number of processes; their batches of a step are world_size * B successive samples.
         pin_memory: whether the tensors are in pinned memory.
+        read_images: whether batches have the pixels of images; False to count batches.
 
     Raises:
         DataError: as `PackedBatches`.
@@ -285,6 +317,7 @@ class PaddedBatches(_Batches):
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool = False,
+        read_images: bool = True,
     ) -> None:
         def layout(rows: list[Row]) -> tuple[list[list[Sample]], int]:
             columns = itertools.zip_longest(*map(_segments, rows))
@@ -292,13 +325,23 @@ class PaddedBatches(_Batches):
             length = max((len(one.input_ids) for row in segments for one in row), default=1)
             return segments or [[] for _ in rows], -(-length // pad_to_multiple_of) * pad_to_multiple_of
 
+        images = stream.images if read_images else None
         super().__init__(
-            _Producer(stream, batch_size, pad_token_id, one_per_row, 1, layout, rank, world_size, pin_memory)
+            _Producer(stream, batch_size, pad_token_id, one_per_row, 1, layout, rank, world_size, pin_memory, images)
         )
 
 
 def _segments(row: Row) -> list[Sample]:
     return [segment for sample in row for segment in sample.segments]
+
+
+def _first_with_image(rows: Sequence[Row]) -> Sample | None:
+    """Returns the beginning of the first sample with images, up to the end of one image and without labels."""
+    for segment in itertools.chain.from_iterable(map(_segments, rows)):
+        if segment.images:
+            short = segment.cut(segment.images[0].last)
+            return replace(short, labels=[UNTRAINED] * len(short.labels))
+    return None
 
 
 def _joined(segments: Sequence[Sample]) -> Sample:

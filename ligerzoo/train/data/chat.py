@@ -10,14 +10,16 @@ An answer includes the token that ends it, or else the model would not learn to 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ligerzoo.errors import DataError, TokenizerError, quote
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.encoding import TextEncoder
 from ligerzoo.train.data.fields import Messages
-from ligerzoo.train.data.samples import UNTRAINED, Sample, Source
+from ligerzoo.train.data.images import Edit, ImageEncoder, Size
+from ligerzoo.train.data.samples import UNTRAINED, ImageTokens, Sample, Source
 
 TrainAnswers = Literal["all", "last"]
 
@@ -45,6 +47,7 @@ class ChatEncoder:
             appended after the last answer.
         chat_template: name or source of the template; None for the tokenizer's.
         template_variables: further variables of the template, such as `{"enable_thinking": False}`.
+        images: encodes images; None for text only.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class ChatEncoder:
         end_of_answer: str | None = None,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
+        self._images = images
         self._encoder, self._train_answers, self._end_of_answer = encoder, train_answers, end_of_answer
         self._chat_template, self._variables = chat_template, dict(template_variables or {})
         if end_of_answer is not None and encoder.tokenizer.token_to_id(end_of_answer) is None:
@@ -69,8 +74,9 @@ class ChatEncoder:
         prompt_length: int = 0,
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        sizes: Sequence[Size] = (),
     ) -> Sample:
-        """Encodes a conversation with labels for its answers.
+        """Encodes a conversation with labels for its answers. Tokens of images have none.
 
         Args:
             messages: the conversation.
@@ -78,17 +84,23 @@ class ChatEncoder:
             prompt_length: number of messages whose answers are not trained.
             tools: see `Tokenizer.apply_chat_template`.
             variables: further variables of the template for this conversation.
+            sizes: sizes of its images, in the order of their placeholders.
 
         Raises:
-            DataError: the template refuses the conversation, or no answer is found; see `find_answers`.
+            DataError: the template refuses the conversation, or no answer is found; see `find_answers`. Or the images
+                cannot be encoded; see `ImageEncoder`.
         """
         template = self._bind(tools, variables)
-        messages = self._mark_special(messages, source)
+        messages = self._mark_special([_without_images(message) for message in messages], source)
         try:
             rendered = _without_marks(*find_answers(template, messages, prompt_length, self._train_answers))
         except TokenizerError as error:
             raise DataError(str(error), where=source) from error
         rendered = self._with_ends(rendered, source)
+        edits: list[Edit] = []
+        if self._images is not None:
+            edits = self._images.edits(rendered.text, rendered.literal, sizes, source)
+            rendered = _edited(rendered, edits)
         tokens = self._encoder.encode_conversation(
             rendered.text, [start for start, _ in rendered.answers], rendered.literal
         )
@@ -100,7 +112,15 @@ class ChatEncoder:
                 start, end = following
             if last > start and first < end:
                 labels[index] = tokens.ids[index]
-        return Sample(tokens.ids, labels, source)
+        if self._images is not None:
+            self._images.check_tokens(tokens.ids, edits, source)
+        images = tuple(
+            ImageTokens(first, last, *size)
+            for (first, last), size in zip(_tokens_of(edits, tokens.offsets), sizes, strict=True)
+        )
+        for image in images:
+            labels[image.first : image.last] = [UNTRAINED] * (image.last - image.first)
+        return Sample(tokens.ids, labels, source, images)
 
     def encode_prompt(
         self,
@@ -268,3 +288,40 @@ def _without_marks(text: str, spans: list[Span]) -> _Rendered:
         return position - len(_MARK) * sum(mark < position for mark in marks)
 
     return _Rendered(text.replace(_MARK, ""), [(moved(a), moved(b)) for a, b in spans], frozenset(map(moved, marks)))
+
+
+def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message with placeholders instead of images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}
+
+
+def _edited(rendered: _Rendered, edits: Sequence[Edit]) -> _Rendered:
+    """Replaces ranges of the text, none of which a span begins or ends within."""
+    ends, moves, text, position = [], [0], "", 0
+    for edit in edits:
+        text += rendered.text[position : edit.first] + edit.text
+        position = edit.last
+        ends.append(edit.last)
+        moves.append(len(text) - edit.last)
+    text += rendered.text[position:]
+
+    def moved(character: int) -> int:
+        return character + moves[bisect_right(ends, character)]
+
+    return _Rendered(text, [(moved(a), moved(b)) for a, b in rendered.answers], frozenset(map(moved, rendered.literal)))
+
+
+def _tokens_of(edits: Sequence[Edit], offsets: Sequence[Span]) -> list[Span]:
+    """Returns the tokens (first, last + 1) of each replacement in the edited text."""
+    starts, ends = [first for first, _ in offsets], [last for _, last in offsets]
+    move, end, found = 0, 0, []
+    for edit in edits:
+        first = edit.first + move
+        start = max(bisect_right(ends, first), end)  # neighbours may share a token
+        end = max(bisect_left(starts, first + len(edit.text)), start)
+        found.append((start, end))
+        move += len(edit.text) - (edit.last - edit.first)
+    return found

@@ -11,7 +11,8 @@ from tqdm import tqdm
 from ligerzoo.errors import DataError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.train.data.open import open_data
-from ligerzoo.train.data.samples import AnySample, PromptSample
+from ligerzoo.train.data.samples import AnySample, PromptSample, Sample
+from ligerzoo.vision.processor import Processor
 
 _MAX_PROBLEMS = 20
 
@@ -27,6 +28,7 @@ class DataReport:
         tokens: number of tokens of all samples.
         trained_tokens: number of tokens that the loss counts; 0 for prompts.
         longest: tokens of the longest sequence.
+        images: number of images.
         problems: the first 20 problems, each with file and line.
         num_problems: number of all problems.
         first_samples: the first three samples.
@@ -38,6 +40,7 @@ class DataReport:
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
+    images: int = 0
     problems: list[str] = field(default_factory=list)
     num_problems: int = 0
     first_samples: list[AnySample] = field(default_factory=list)
@@ -50,7 +53,8 @@ class DataReport:
     def __str__(self) -> str:
         lines = [
             f"{self.samples:,} samples of kind {self.kind!r}, {self.tokens:,} tokens, {self.trained_tokens:,} of them "
-            f"trained; longest sequence {self.longest:,} tokens; {self.dropped:,} records without a sample"
+            f"trained; {f'{self.images:,} images; ' if self.images else ''}longest sequence {self.longest:,} tokens; "
+            f"{self.dropped:,} records without a sample"
         ]
         if self.num_problems:
             lines += [
@@ -70,14 +74,15 @@ class DataReport:
         else:
             lengths = [len(segment.input_ids) for segment in sample.segments]
             self.trained_tokens += sum(segment.trained_tokens for segment in sample.segments)
+            self.images += sum(len(segment.images) for segment in sample.segments)
         self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
 
 
 def check_data(
-    data: Any, kind: Any, tokenizer: Tokenizer, *, progress: bool | None = None, **options: Any
+    data: Any, kind: Any, tokenizer: Tokenizer | Processor, *, progress: bool | None = None, **options: Any
 ) -> DataReport:
-    """Reads and encodes all records once, and reports what is wrong with them.
+    """Reads and encodes all records once, images included, and reports what is wrong with them.
 
     Args:
         data: see `open_data`.
@@ -94,10 +99,16 @@ def check_data(
     hidden = not (sys.stderr.isatty() if progress is None else progress)
     with tqdm(stream.results(), "checking data", unit=" records", disable=hidden) as results:
         for _, result in results:
-            if isinstance(result, DataError):
+            try:
+                if isinstance(result, DataError):
+                    raise result
+                for sample in result:
+                    if stream.images is not None and isinstance(sample, Sample):
+                        stream.images.read([sample])  # all pixels: files may be truncated
+            except DataError as error:
                 report.num_problems += 1
                 if len(report.problems) < _MAX_PROBLEMS:
-                    report.problems.append(str(result))
+                    report.problems.append(str(error))
                 continue
             report.dropped += not result
             for sample in result:

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from ligerzoo.errors import DataError, did_you_mean, first_names, quote
+from ligerzoo.errors import DataError, ImageError, did_you_mean, first_names, quote
 from ligerzoo.train.data.samples import Source
+from ligerzoo.vision.messages import normalize_part
 
 Kind = Literal["text", "completion", "chat", "preference", "labelled", "prompt"]
 """What a record is; see `FIELDS`."""
@@ -35,8 +36,8 @@ class _Names(NamedTuple):
 FIELDS: dict[Kind, _Names] = {
     "preference": _Names(("chosen", "rejected"), ("prompt", *_TEMPLATE_FIELDS)),
     "labelled": _Names(("prompt", "completion", "label"), _TEMPLATE_FIELDS),
-    "chat": _Names(("messages",), _TEMPLATE_FIELDS),
-    "completion": _Names(("prompt", "completion"), _TEMPLATE_FIELDS),
+    "chat": _Names(("messages",), (*_TEMPLATE_FIELDS, "images")),
+    "completion": _Names(("prompt", "completion"), (*_TEMPLATE_FIELDS, "images")),
     "text": _Names(("text",)),
     "prompt": _Names(("prompt",), _TEMPLATE_FIELDS),
 }
@@ -98,7 +99,18 @@ def check_fields(record: Fields, kind: Kind, source: Source) -> dict[str, Any]:
                 f"the field {name!r} is missing", where=source, got=f"fields {first_names(list(record))}",
                 expected=" and ".join(names.required), remedy=did_you_mean(name, record),
             )  # fmt: skip
+    if record.get("images") and "images" not in accepted:
+        raise refused_images(kind, source)
     return record
+
+
+def refused_images(kind: Kind, source: Source) -> DataError:
+    """Returns the error of a record with images whose kind cannot have any."""
+    return DataError(
+        f"images are not supported in records of kind {kind!r}", where=source,
+        expected="kind 'chat', or 'completion' with messages",
+        remedy="Images are trained with --method sft; the methods dpo, kto, orpo, simpo, cpo and grpo train text only.",
+    )  # fmt: skip
 
 
 def _refuse_misspelled(record: Fields, accepted: Sequence[str], source: Source) -> None:
@@ -135,6 +147,8 @@ def flag_field(record: Fields, name: str, source: Source) -> bool:
 
 def messages_field(record: Fields, name: str, source: Source) -> Messages:
     """Returns a field that is a list of messages, with only the fields that are not None.
+
+    Parts with an image become `{"type": "image", "image": ...}`, or `{"type": "image"}` if the image is elsewhere.
 
     Raises:
         DataError: the list is empty, or a message is malformed.
@@ -173,19 +187,13 @@ def _checked_message(message: object, where: str, source: Source) -> dict[str, A
             f"{where}: unknown role", where=source, got=quote(role), expected=", ".join(ROLES),
             remedy=did_you_mean(str(role), ROLES),
         )  # fmt: skip
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        match part:
-            case {"type": "text", "text": str()}:
-                pass
-            case {"type": str(kind)} if kind != "text":
-                raise DataError(f"{where}: content of type {quote(kind)} is not supported", where=source)
-            case _:
-                expected = 'a string, or a list of {"type": "text", "text": ...}'
-                raise DataError(
-                    f"{where}: content has a wrong type", where=source, got=_described(content), expected=expected
-                )
-    if role == "assistant" and not present.get("tool_calls") and not any(part["text"].strip() for part in parts):
+    if isinstance(content, list):
+        present["content"] = [_checked_part(part, where, source) for part in content]
+    elif not isinstance(content, str):
+        raise _wrong_content(content, where, source)
+    parts = present.get("content", [])
+    texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts if part["type"] == "text"]
+    if role == "assistant" and not present.get("tool_calls") and not any(text.strip() for text in texts):
         raise DataError(f"{where}: the assistant's content is empty", where=source, got=quote(content))
     if not isinstance(present.get("tool_calls", []), list):
         raise DataError(
@@ -193,6 +201,31 @@ def _checked_message(message: object, where: str, source: Source) -> dict[str, A
             expected="a list",
         )  # fmt: skip
     return present
+
+
+def _checked_part(part: object, where: str, source: Source) -> dict[str, Any]:
+    """Returns a part of a message, a text or an image."""
+    if not isinstance(part, Mapping):
+        raise _wrong_content(part, where, source)
+    try:
+        normalized: dict[str, Any] = normalize_part({name: value for name, value in part.items() if value is not None})
+    except ImageError as error:
+        raise DataError(f"{where}: {error}", where=source) from error
+    match normalized:
+        case {"type": "text", "text": str()}:
+            return normalized
+        case {"type": "image", "image": image}:
+            return {"type": "image", "image": image}
+        case {"type": "image"}:
+            return {"type": "image"}
+        case {"type": str(kind)} if kind != "text":
+            raise DataError(f"{where}: content of type {quote(kind)} is not supported", where=source)
+    raise _wrong_content(part, where, source)
+
+
+def _wrong_content(content: object, where: str, source: Source) -> DataError:
+    expected = 'a string, or a list of {"type": "text", "text": ...} and {"type": "image", "image": ...}'
+    return DataError(f"{where}: content has a wrong type", where=source, got=_described(content), expected=expected)
 
 
 def template_fields(record: Fields, source: Source) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:

@@ -16,9 +16,11 @@ from ligerzoo.train.data.fields import (
     flag_field,
     is_messages,
     messages_field,
+    refused_images,
     template_fields,
     text_field,
 )
+from ligerzoo.train.data.images import ImageEncoder, has_images, images_of
 from ligerzoo.train.data.json_lines import decode_text, parse_line
 from ligerzoo.train.data.packing import row_length
 from ligerzoo.train.data.records import Record
@@ -46,6 +48,7 @@ class SampleEncoder:
         seq_length: the most tokens of a sequence. Documents of kind "text" may be longer.
         train_on_prompt: whether the prompts of kind "completion" are trained, too.
         too_long: what happens to longer samples: "error", "truncate" (removes the last tokens) or "drop".
+        images: encodes images; None for text only.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class SampleEncoder:
         seq_length: int,
         train_on_prompt: bool = False,
         too_long: TooLong = "error",
+        images: ImageEncoder | None = None,
     ) -> None:
+        self._images = images
         self._kind, self._encoder, self._chat = kind, encoder, chat
         self._seq_length, self._train_on_prompt, self._too_long = seq_length, train_on_prompt, too_long
 
@@ -106,9 +111,13 @@ class SampleEncoder:
         """Encodes the prompt and a completion, both texts or both messages."""
         if is_messages(fields["prompt"]) or is_messages(fields[name]):
             prompt = messages_field(fields, "prompt", source)
-            return self._conversation(
-                prompt + messages_field(fields, name, source), fields, source, 0 if train_on_prompt else len(prompt)
-            )
+            messages = prompt + messages_field(fields, name, source)
+            return self._conversation(messages, fields, source, 0 if train_on_prompt else len(prompt))
+        if fields.get("images"):
+            raise DataError(
+                "images need messages, not texts", where=source, got=quote(fields["prompt"]),
+                expected='{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}',
+            )  # fmt: skip
         prompt_text = text_field(fields, "prompt", source, may_be_blank=True)
         text = text_field(fields, name, source)
         first, both = self._encoder.encode_ids([prompt_text, prompt_text + text])
@@ -119,7 +128,30 @@ class SampleEncoder:
 
     def _conversation(self, messages: Messages, fields: Fields, source: Source, prompt_length: int = 0) -> Sample:
         tools, variables = template_fields(fields, source)
-        return self._chat.encode(messages, source, prompt_length=prompt_length, tools=tools, variables=variables)
+        self._check_images(messages, fields, source)
+        sizes = [] if self._images is None else self._images.sizes(images_of(messages, fields, source), source)
+        return self._chat.encode(
+            messages, source, prompt_length=prompt_length, tools=tools, variables=variables, sizes=sizes
+        )
+
+    def _check_images(self, messages: Messages, fields: Fields, source: Source) -> None:
+        """Refuses images where they are not supported."""
+        if not has_images(messages, fields):
+            return
+        if self._kind not in ("chat", "completion"):
+            raise refused_images(self._kind, source)
+        if self._images is None:
+            raise DataError(
+                "the record has images, which this run cannot train", where=source, expected="text only",
+                remedy="Images need --method sft and a vision-language model whose directory has "
+                "its preprocessor_config.json.",
+            )  # fmt: skip
+
+    def images_of(self, fields: Fields, source: Source) -> list[Any]:
+        """Returns the images of a record in order."""
+        fields = check_fields(fields, self._kind, source)
+        names = ("messages",) if self._kind == "chat" else ("prompt", "completion")
+        return images_of([one for name in names for one in messages_field(fields, name, source)], fields, source)
 
     def _preference(self, fields: Fields, source: Source) -> PreferenceSample:
         chosen, rejected = fields["chosen"], fields["rejected"]
@@ -153,6 +185,7 @@ class SampleEncoder:
         if is_messages(fields["prompt"]):
             tools, variables = template_fields(fields, source)
             messages = messages_field(fields, "prompt", source)
+            self._check_images(messages, fields, source)
             return self._chat.encode_prompt(messages, source, tools=tools, variables=variables)
         text = text_field(fields, "prompt", source)
         return self._encoder.bos + self._encoder.plain(self._encoder.encode_ids([text])[0], text, source)
@@ -181,18 +214,15 @@ class SampleEncoder:
         return len(sample.input_ids) if isinstance(sample, PromptSample) else row_length(sample)
 
     def _truncated(self, sample: TrainedSample) -> TrainedSample:
-        def cut(one: Sample, length: int = self._seq_length) -> Sample:
-            return Sample(one.input_ids[:length], one.labels[:length], one.source)
-
         match sample:
             case Sample():
-                return cut(sample)
+                return sample.cut(self._seq_length)
             case PreferenceSample():
                 shorter = min(len(segment.input_ids) for segment in sample.segments)
                 longest = max(self._seq_length - shorter, self._seq_length // 2)
-                return PreferenceSample(cut(sample.chosen, longest), cut(sample.rejected, longest))
+                return PreferenceSample(sample.chosen.cut(longest), sample.rejected.cut(longest))
             case LabelledSample():
-                return LabelledSample(cut(sample.sample), sample.is_desirable)
+                return LabelledSample(sample.sample.cut(self._seq_length), sample.is_desirable)
 
     @staticmethod
     def _checked(sample: AnySample) -> AnySample:

@@ -13,12 +13,15 @@ from ligerzoo.train.data.chat import ChatEncoder, TrainAnswers
 from ligerzoo.train.data.encoding import SpecialTokens, TextEncoder
 from ligerzoo.train.data.fields import KINDS, Fields, Kind, kind_of
 from ligerzoo.train.data.find import FORMATS, Paths, find_files
+from ligerzoo.train.data.images import ImageEncoder, SampleImages
 from ligerzoo.train.data.kinds import SampleEncoder, TooLong, encode_tokens, parse_json, parse_row, parse_text
 from ligerzoo.train.data.order import Order, Position
 from ligerzoo.train.data.records import LineReader, Record, RecordReader, RowReader
 from ligerzoo.train.data.rows import as_rows, is_saved_dataset
+from ligerzoo.train.data.samples import Source
 from ligerzoo.train.data.stream import Encode, SampleStream
 from ligerzoo.train.data.token_files import TokenReader
+from ligerzoo.vision.processor import Processor
 
 TextUnit = Literal["file", "line"]
 
@@ -28,7 +31,7 @@ _TEXT_BLOCK = 2**16  # bytes of a part of a long text file
 def open_data(
     data: Paths | Sequence[Mapping[str, Any]],
     kind: Kind | Literal["auto"],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | Processor,
     *,
     seq_length: int,
     seed: int = 0,
@@ -56,7 +59,7 @@ def open_data(
             dictionaries.
         kind: what a record is: "text", "completion" (a prompt and its completion), "chat", "preference", "labelled"
             (for KTO) or "prompt" (for GRPO). "auto" decides by the fields of the first record.
-        tokenizer: encodes the texts.
+        tokenizer: encodes the texts. A processor also encodes images in messages, which a tokenizer refuses.
         seq_length: the most tokens of a sample, both sequences of a pair together; documents of kind "text" may be
             longer. Token files are read in samples of this many tokens.
         seed: selects the order.
@@ -94,23 +97,27 @@ def open_data(
             raise DataError(
                 "not a valid number", where=name, got=repr(number), expected=f"an integer of {least} or more"
             )
+    processor, tokenizer = (tokenizer, tokenizer.tokenizer) if isinstance(tokenizer, Processor) else (None, tokenizer)
     reader, parse = open_records(data, seq_length, len(tokenizer), text_unit)
     kind = _check_kind(reader, parse, kind)
     identity: dict[str, Any] = {"seq_length": seq_length}
     encode: Encode
+    images: SampleImages | None = None
     if parse is None:
         encode = encode_tokens
     else:
         text_encoder = TextEncoder(tokenizer, special_tokens, eos_token_id)
+        image_encoder = None if processor is None else ImageEncoder(processor)
         chat = ChatEncoder(
             text_encoder, train_answers=train_answers, end_of_answer=end_of_answer, chat_template=chat_template,
-            template_variables=template_variables,
+            template_variables=template_variables, images=image_encoder,
         )  # fmt: skip
         if kind != "prompt":
             _ = text_encoder.eos  # raises before the training begins
         samples = SampleEncoder(
-            kind, text_encoder, chat, seq_length=seq_length, train_on_prompt=train_on_prompt, too_long=too_long
-        )
+            kind, text_encoder, chat, seq_length=seq_length, train_on_prompt=train_on_prompt, too_long=too_long,
+            images=image_encoder,
+        )  # fmt: skip
         fields = parse
         identity |= {
             "too_long": too_long, "train_on_prompt": train_on_prompt, "train_answers": train_answers,
@@ -121,9 +128,16 @@ def open_data(
         def encode(records: Sequence[Record]) -> list[Any]:
             return samples.encode(records, fields)
 
+        def images_of_record(source: Source) -> list[Any]:
+            found = fields(reader.read_again(source))
+            return [] if found is None else samples.images_of(found, source)
+
+        images = None if processor is None else SampleImages(processor, images_of_record)
+
     return SampleStream(
-        reader, encode, kind=kind, identity=identity, seed=seed, shuffle=shuffle, epochs=epochs, workers=workers
-    )
+        reader, encode, kind=kind, identity=identity, seed=seed, shuffle=shuffle, epochs=epochs, workers=workers,
+        images=images,
+    )  # fmt: skip
 
 
 Parse = Callable[[Record], Fields | None]

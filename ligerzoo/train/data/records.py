@@ -67,6 +67,14 @@ class RecordReader(ABC):
             DataError: the record cannot be read.
         """
 
+    @abstractmethod
+    def read_again(self, source: Source) -> Record:
+        """Returns a record that was read before.
+
+        Raises:
+            DataError: the record cannot be read.
+        """
+
 
 class LineReader(RecordReader):
     """The lines of files, without blank ones; or, for text, blocks of lines.
@@ -152,6 +160,12 @@ class LineReader(RecordReader):
         data = self._open.read(name, start, end - start + (self._joined and not is_end))
         return Record(source, data, not self._joined or is_end)
 
+    def read_again(self, source: Source) -> Record:
+        """Returns a line again."""
+        file = self._files.index(source.name)
+        size = self._sizes[file]
+        return self.read((file, source.start, self._line_end(source.name, source.start, source.start, size)))
+
 
 def fingerprint(file: str | os.PathLike[str]) -> str:
     """Returns a hash of the first and the last 64 KiB of a file, to notice that it was replaced."""
@@ -190,6 +204,10 @@ class RowReader(RecordReader):
     def read(self, location: Any) -> Record:
         """Returns a row."""
         return Record(Source(self._name, location, "row"), self._rows[location])
+
+    def read_again(self, source: Source) -> Record:
+        """Returns a row again."""
+        return self.read(source.start)
 
 
 class _OpenFiles:

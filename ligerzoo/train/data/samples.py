@@ -47,6 +47,27 @@ def _line_number(file: str, offset: int) -> int:
     return line
 
 
+class ImageTokens(NamedTuple):
+    """The tokens of an image in a sample.
+
+    Attributes:
+        first: index of the first one.
+        last: index after the last one.
+        height: pixels of the image, before it is resized.
+        width: likewise.
+    """
+
+    first: int
+    last: int
+    height: int
+    width: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.height, self.width
+
+
 @dataclass(frozen=True)
 class Sample:
     """A sequence of tokens.
@@ -55,11 +76,13 @@ class Sample:
         input_ids: token ids.
         labels: for each token its id, or -100 if it is not trained. Unshifted, as `model(labels=...)` takes them.
         source: the record it comes from.
+        images: the images in it, in order.
     """
 
     input_ids: list[int]
     labels: list[int]
     source: Source
+    images: tuple[ImageTokens, ...] = ()
 
     @property
     def segments(self) -> tuple[Sample, ...]:
@@ -70,6 +93,13 @@ class Sample:
     def trained_tokens(self) -> int:
         """Number of tokens that the loss counts. The first token has no prediction."""
         return len(self.labels) - self.labels.count(UNTRAINED) - (self.labels[:1] not in ([], [UNTRAINED]))
+
+    def cut(self, length: int) -> Sample:
+        """Returns the first `length` tokens, or fewer: an image is kept as a whole or removed."""
+        kept = tuple(image for image in self.images if image.last <= length)
+        if len(kept) < len(self.images):
+            length = min(length, self.images[len(kept)].first)
+        return Sample(self.input_ids[:length], self.labels[:length], self.source, kept)
 
 
 @dataclass(frozen=True)
@@ -133,7 +163,8 @@ def as_state(sample: TrainedSample) -> list[Any]:
     """Returns a sample as JSON values; see `from_state`."""
     match sample:
         case Sample():
-            return ["sample", sample.input_ids, sample.labels, list(sample.source)]
+            images = list(map(list, sample.images))
+            return ["sample", sample.input_ids, sample.labels, list(sample.source), *images]
         case PreferenceSample():
             return ["preference", as_state(sample.chosen), as_state(sample.rejected)]
         case LabelledSample():
@@ -143,8 +174,9 @@ def as_state(sample: TrainedSample) -> list[Any]:
 def from_state(state: list[Any]) -> TrainedSample:
     """Returns the sample of `as_state`."""
     match state:
-        case ["sample", input_ids, labels, source]:
-            return Sample(list(input_ids), list(labels), Source(*source))
+        case ["sample", input_ids, labels, source, *images]:
+            spans = tuple(ImageTokens(*image) for image in images)
+            return Sample(list(input_ids), list(labels), Source(*source), spans)
         case ["preference", chosen, rejected]:
             first, second = from_state(chosen), from_state(rejected)
             assert isinstance(first, Sample)

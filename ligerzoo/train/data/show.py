@@ -5,10 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.train.data.samples import UNTRAINED, AnySample, LabelledSample, PreferenceSample, PromptSample, Sample
+from ligerzoo.train.data.samples import (
+    UNTRAINED,
+    AnySample,
+    ImageTokens,
+    LabelledSample,
+    PreferenceSample,
+    PromptSample,
+    Sample,
+)
 
 _TRAINED, _UNTRAINED, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -31,7 +40,8 @@ def format_sample(
         case Sample():
             trained = [label != UNTRAINED for label in sample.labels]
             count = f"{len(sample.input_ids)} tokens, {sample.trained_tokens} trained"
-            return f"{sample.source}: {count}\n{_text(sample.input_ids, trained, tokenizer, color, max_tokens)}"
+            text = _text(sample.input_ids, trained, tokenizer, color, max_tokens, sample.images)
+            return f"{sample.source}: {count}\n{text}"
         case PreferenceSample():
             parts = {"chosen": sample.chosen, "rejected": sample.rejected}
             options: dict[str, Any] = {"color": color, "max_tokens": max_tokens}
@@ -45,17 +55,26 @@ def format_sample(
             return f"{sample.source}: {len(ids)} tokens\n{text}"
 
 
-def _text(ids: list[int], trained: list[bool], tokenizer: Tokenizer, color: bool, max_tokens: int | None) -> str:
+def _text(
+    ids: list[int], trained: list[bool], tokenizer: Tokenizer, color: bool, max_tokens: int | None,
+    images: Sequence[ImageTokens] = (),
+) -> str:  # fmt: skip
     decoder = tokenizer.stream()
-    shown = list(zip(ids, trained, strict=True))[:max_tokens]
-    parts = []
-    for is_trained, tokens in itertools.groupby(shown, key=lambda token: token[1]):
-        text = _printable("".join(decoder.push(token_id) for token_id, _ in tokens))
+    tokens: list[tuple[int | ImageTokens, bool]] = list(zip(ids, trained, strict=True))
+    for image in reversed(images):  # an image counts as one token
+        tokens[image.first : image.last] = [(image, False)]
+    shown, parts = tokens[:max_tokens], []
+    for is_trained, group in itertools.groupby(shown, key=lambda token: token[1]):
+        text = "".join(
+            f"[image {one.width} x {one.height}, {one.last - one.first} tokens]"
+            if isinstance(one, ImageTokens) else _printable(decoder.push(one))
+            for one, _ in group
+        )  # fmt: skip
         if color:
             parts.append(f"{_TRAINED if is_trained else _UNTRAINED}{text}{_RESET}")
         else:
             parts.append(f"[[{text}]]" if is_trained else text)
-    more = f" ... and {len(ids) - len(shown)} more tokens" if len(ids) > len(shown) else ""
+    more = f" ... and {len(tokens) - len(shown)} more tokens" if len(tokens) > len(shown) else ""
     return "".join(parts) + _printable(decoder.flush()) + more
 
 

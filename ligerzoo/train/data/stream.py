@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ligerzoo.errors import DataError
 from ligerzoo.train.data.fields import Kind
+from ligerzoo.train.data.images import SampleImages
 from ligerzoo.train.data.kinds import Result
 from ligerzoo.train.data.order import Order, Position
 from ligerzoo.train.data.records import Record, RecordReader
@@ -32,9 +33,11 @@ class SampleStream:
         shuffle: whether the order is random.
         epochs: how often the data is read; None for no end.
         workers: threads that encode records.
+        images: reads the images of samples; None for text only.
 
     Attributes:
         kind: the kind of the records.
+        images: as given.
     """
 
     def __init__(
@@ -48,8 +51,9 @@ class SampleStream:
         shuffle: bool,
         epochs: int | None,
         workers: int,
+        images: SampleImages | None = None,
     ) -> None:
-        self.kind = kind
+        self.kind, self.images = kind, images
         self._order = Order(reader, seed=seed, shuffle=shuffle, epochs=epochs)
         self._encode, self._workers = encode, workers
         self._identity = {**reader.identity, "kind": kind, "seed": seed, "shuffle": shuffle, **identity}

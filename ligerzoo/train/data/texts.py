@@ -57,6 +57,6 @@ def _texts(fields: Fields, kind: Kind, source: Source) -> Iterator[str]:
         if name == "messages" or is_messages(fields[name]):
             for message in messages_field(fields, name, source):
                 content = message.get("content", "")
-                yield content if isinstance(content, str) else "".join(part["text"] for part in content)
+                yield content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         else:
             yield text_field(fields, name, source, may_be_blank=name == "prompt")

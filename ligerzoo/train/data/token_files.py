@@ -67,6 +67,11 @@ class TokenReader(RecordReader):
             )  # fmt: skip
         return Record(source, ids.tolist())
 
+    def read_again(self, source: Source) -> Record:
+        """Returns the ids of a record again."""
+        file = self._files.index(source.name)
+        return self.read(int(self._first[file]) + source.start // self._length)
+
 
 def map_tokens(file: str | os.PathLike[str]) -> NDArray[Any]:
     """Maps a token file into memory, read-only.

@@ -11,7 +11,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -19,43 +18,37 @@ import torch
 from torch import Tensor
 
 from ligerzoo import Tokenizer
-from ligerzoo.adapters import add_lora
 from ligerzoo.errors import ConfigError, LigerzooError
-from ligerzoo.losses import Distillation
-from ligerzoo.models import CausalLM
-from ligerzoo.train import processes
-from ligerzoo.train.checks import check_common_combinations, check_model, trains_bfloat16, warn_of_rounding
-from ligerzoo.train.data import Batch, PackedBatches, PaddedBatches, SampleStream, check_data, format_sample, open_data
-from ligerzoo.train.evaluation import continue_prompts, evaluating, prompt_of
+from ligerzoo.losses import Distillation, LossOutput
+from ligerzoo.train import processes, run_model
+from ligerzoo.train.data import Batch
+from ligerzoo.train.due import due_after
+from ligerzoo.train.evaluation import evaluate_method, prompt_of
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog, first_sources
-from ligerzoo.train.metrics import mean_metrics
-from ligerzoo.train.optimizers import SkipNonFinite, clip_grad_norm, make_optimizer, schedule, set_lr
-from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
+from ligerzoo.train.metrics import forward_backward
+from ligerzoo.train.options import Fraction, NotNegative, Positive, parse_options
 from ligerzoo.train.plot import plot_loss
+from ligerzoo.train.run_data import RunData
+from ligerzoo.train.run_options import MAY_CHANGE, BatchOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, count_steps, describe_run, make_batches, open_model
+from ligerzoo.train.starting import describe_run
 from ligerzoo.train.teacher import check_same_tokens, load_teacher
 from ligerzoo.train.tracking import open_tracker
+from ligerzoo.train.update import Update, describe_update
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a run. A field's type is checked, and the text below it is its description in `--help`."""
+class Options(BatchOptions):
+    """Options of this recipe, in addition to those that all recipes have."""
 
     model: str
     """checkpoint of the student in Hugging Face format: a directory or a hub id; also a config.json, or a
     directory without weights, for random weights"""
     teacher: str
     """checkpoint of the teacher, with the same tokenizer"""
-    data: tuple[str, ...]
-    """file with training data; several are one data set"""
-    output: str
-    """directory for checkpoints, the log and the trained model or adapter"""
     method: Literal["distill"] = "distill"
     """learns from a teacher, on completions, assistant turns or all tokens of texts"""
-    tokenizer: str | None = None
-    """checkpoint of the tokenizer (default: MODEL)"""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine"] = "jsd"
     """divergence of the student from the teacher: forward_kl covers the teacher's modes, reverse_kl seeks
     them, jsd is between"""
@@ -65,74 +58,10 @@ class Options:
     """divides the logits of both models (default: 1)"""
     hard_weight: NotNegative = 0.0
     """weight of the cross entropy with the data's tokens, which is added"""
-    seq_length: Count = 2048
-    """tokens in a row; shorter samples are packed into one row"""
-    too_long: Literal["error", "truncate", "drop"] = "error"
-    """what happens to samples of more than --seq-length tokens"""
-    batch_size: Count = 4
-    """rows in a micro-batch of a process"""
-    accumulate: Count = 1
-    """micro-batches in a step, to train large batches in little memory"""
-    max_steps: Count | None = None
-    """number of steps; the data is repeated as needed (default: as --epochs)"""
-    epochs: Count | None = None
-    """times that the data is read, without --max-steps (default: 1)"""
-    lora_rank: Count | None = None
-    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter"""
-    lora_alpha: Positive | None = None
-    """the updates are scaled by this number / rank (default: twice the rank)"""
-    lora_targets: tuple[str, ...] | None = None
-    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
-    optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
-    """name of the optimizer"""
-    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
-    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
-    lr: Positive = 1e-5
-    """peak learning rate"""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """learning rate after the warmup"""
-    warmup: Fraction = 0.03
-    """share of the steps in which the learning rate rises"""
-    weight_decay: NotNegative = 0.0
-    """decoupled weight decay"""
-    max_grad_norm: NotNegative = 1.0
-    """norm to which the gradients of a step are clipped; 0 clips nothing"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the weights (default: as stored)"""
-    mixed_precision: bool = False
-    """compute in bfloat16 with weights in float32"""
-    activation_checkpointing: bool = False
-    """recompute each block in backward instead of keeping its activations: less memory, more time"""
-    eval_data: tuple[str, ...] | None = None
-    """file with evaluation data"""
-    eval_every: Count = 100
-    """steps between evaluations"""
-    save_every: Count = 500
-    """steps between checkpoints; the last step is always saved"""
-    keep: Count = 2
-    """number of checkpoints to keep"""
-    resume: bool = False
-    """continue the run in the output directory, if any, bit for bit"""
-    seed: Number = 0
-    """seed of the order of the data and of random weights"""
-    device: str | None = None
-    """cpu, cuda or cuda:1 (default: the first GPU, else cpu)"""
-    tracker: Literal["tensorboard", "wandb"] | None = None
-    """also send the log to TensorBoard or Weights & Biases"""
-    dry_run: bool = False
-    """read all data, print the plan and three samples with the trained tokens in colour, and train nothing"""
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_common_combinations(self)
+        super().__post_init__()
         make_loss(self)
-
-
-MAY_CHANGE = {
-    "resume", "dry_run", "output", "max_steps", "epochs", "save_every", "keep", "eval_data", "eval_every", "device",
-    "tracker", "activation_checkpointing",
-}  # fmt: skip
-"""Options that may differ when a run is resumed."""
 
 
 def make_loss(options: Options) -> Distillation:
@@ -153,112 +82,71 @@ def main(options: Options) -> int:
 
 def train(options: Options, device: torch.device) -> int:
     """Trains in this process."""
-    torch.manual_seed(options.seed)
     run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
-    tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
+    tokenizer = run_model.open_tokenizer(options, run)
     check_same_tokens(tokenizer, Tokenizer.from_pretrained(options.teacher), options.teacher)
-
-    def adapt(model: CausalLM) -> None:
-        if options.lora_rank:
-            add_lora(model, options.lora_rank, options.lora_alpha or 2 * options.lora_rank, options.lora_targets)
-
-    source = options.model if options.lora_rank else run.checkpoint or options.model
-    opening: dict[str, Any] = {"dtype": options.dtype, "new": True}
-    opening["adapt"] = adapt if options.lora_rank else None
-    outline = open_model(source, device=torch.device("meta"), **opening)  # shapes alone, for checks
-    check_model(outline, tokenizer, options.optimizer)
-
-    epochs = None if options.max_steps else options.epochs or 1
-    sizes = {"batch_size": options.batch_size, "seq_length": options.seq_length}
-    encoding: dict[str, Any] = {"seq_length": options.seq_length, "too_long": options.too_long}
-
-    def samples(paths: tuple[str, ...], **given: Any) -> SampleStream:
-        return open_data(paths, "auto", tokenizer, seed=options.seed, **encoding, **given)
-
-    def packed(stream: SampleStream) -> PackedBatches | PaddedBatches:
-        return make_batches(stream, tokenizer, packing="auto", pin_memory=device.type == "cuda", **sizes)
-
-    batches = packed(samples(options.data, epochs=epochs))
-    steps = options.max_steps or count_steps(packed(samples(options.data, epochs=epochs)), options.accumulate)
-    about: dict[str, Any] = {"first_step": run.step, "steps": steps, "micro_batches": options.accumulate, **sizes}
-    processes.say(describe_run(outline, device=device, **about))
-    for sample in islice(samples(options.data, epochs=1), 3):
-        processes.say(format_sample(sample, tokenizer, max_tokens=500))
+    outline = run_model.open_outline(options, run, tokenizer, new=True)  # shapes alone, for checks and plans
+    dtypes: dict[str, Any] = {"dtype": options.dtype, "param_dtype": run_model.compute_dtype(options)}
+    frozen = load_teacher(options.teacher, outline, device=torch.device("meta"), **dtypes)
+    data = RunData(options, tokenizer, "auto", pin_memory=device.type == "cuda")
+    batches, steps = data.training(), data.count_steps()
+    plan = run_model.plan_memory(options, outline, device, frozen=frozen, accumulate=options.accumulate > 1)
+    more = (describe_update(options, outline), plan)
+    processes.say(describe_run(outline, options, device, first_step=run.step, steps=steps, more=more))
+    data.show()
     if options.dry_run:
-        report = check_data(options.data, "auto", tokenizer, **encoding)
-        report.raise_if_bad()
-        processes.say(report)
+        data.check()
         return 0
 
-    param_dtype = torch.bfloat16 if options.mixed_precision else None
-    model = open_model(source, device=device, param_dtype=param_dtype, **opening)
-    if options.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-    is_stochastic = {"on": True, "off": False, "auto": trains_bfloat16(outline)}[options.stochastic_rounding]
-    rounding: dict[str, Any] = {"stochastic_rounding": is_stochastic}
-    optimizer = make_optimizer(model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, **rounding)
-    factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
-    warn_of_rounding(optimizer, options.lr)
-    skip = SkipNonFinite(optimizer)  # a gradient that is not finite changes no weight
-    run.load(optimizer, batches, model=model)
-
+    model = run_model.open_trained_model(options, run, device, plan, new=True)
+    teacher = load_teacher(options.teacher, model, device=device, **dtypes)
+    update = Update(model, options, steps)
+    run.load(update.optimizer, batches, model=model, ema=update.ema)
     distillation = make_loss(options)
-    teacher = load_teacher(options.teacher, model, device=device, dtype=options.dtype, param_dtype=param_dtype)
 
     def loss_of(micro_batches: Sequence[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss and metrics of a step; accumulates gradients, if they are enabled."""
-        (trained_tokens,) = processes.total(sum(batch.trained_tokens for batch in micro_batches))
+        tokens = [batch.trained_tokens for batch in micro_batches]
+        (trained_tokens,) = processes.total(sum(tokens))
         if not trained_tokens:
             raise LigerzooError("no token is trained", where=first_sources(micro_batches))
         items = processes.divisor(trained_tokens, device)
-        loss, metrics = torch.zeros((), device=device), []
-        for batch in micro_batches:
+
+        def forward(batch: Batch) -> LossOutput:
             inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.inputs.items()}
-            with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
-                part = distillation.of_teacher(
+            with run_model.autocast(options, device):
+                return distillation.of_teacher(
                     model, teacher, inputs["input_ids"], inputs["labels"], num_items=items,
                     model_inputs={"position_ids": inputs["position_ids"]}, aux_loss_share=1 / len(micro_batches),
                 )  # fmt: skip
-            if torch.is_grad_enabled():
-                part.loss.backward()  # type: ignore[no-untyped-call]
-            loss += part.loss.detach()
-            metrics.append(part.metrics)
-        return loss, mean_metrics(metrics, [batch.trained_tokens for batch in micro_batches])
+
+        return forward_backward(forward, micro_batches, tokens, device)
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     with StopRequest() as stop, RunLog(run.output, model, first_step=run.step, steps=steps, report=tracker) as log:
         for step in range(run.step + 1, steps + 1):
             micro_batches = list(islice(batches, options.accumulate))
+            update.set_lr(step)
             loss, metrics = loss_of(micro_batches)
-            norm = clip_grad_norm(model.parameters(), options.max_grad_norm or None)
-            skip(norm)
-            set_lr(optimizer, factor(step - 1))
-            optimizer.step()
-            optimizer.zero_grad()
-            shown: dict[str, Any] = {"lr": options.lr * factor(step - 1), "batches": micro_batches}
-            log.step(step, loss=loss, grad_norm=norm, skipped=skip.count, metrics=metrics, **shown)
+            norm = update()
+            log.step(
+                step, loss=loss, grad_norm=norm, lr=update.lr, batches=micro_batches, skipped=update.skip.count,
+                metrics=metrics,
+            )  # fmt: skip
 
-            is_last, is_stopped = step == steps, any(processes.total(stop.requested))
-            if options.eval_data and (step % options.eval_every == 0 or is_last):
+            due = due_after(step, steps, options, stop)
+            if due.evaluation and options.eval_data:
+                with log.paused(), update.averaged():
+                    held_out, shown = data.once(options.eval_data), data.first_samples(options.eval_data, 2)
+                    log.evaluation(step, **evaluate_method(model, tokenizer, loss_of, held_out, map(prompt_of, shown)))
+            if due.save:
                 with log.paused():
-                    held_out = partial(samples, options.eval_data, epochs=1, shuffle=False)
-                    with evaluating(model):
-                        eval_loss, metrics = loss_of(list(packed(held_out())))
-                    first: Any = islice(held_out(), 2)
-                    prompts = map(prompt_of, first)
-                    values = {"loss": processes.mean(eval_loss), **metrics}
-                    log.evaluation(
-                        step, **{f"eval_{name}": value.item() for name, value in values.items()},
-                        samples=continue_prompts(model, tokenizer, prompts),
-                    )  # fmt: skip
-            if step % options.save_every == 0 or is_last or is_stopped:
-                with log.paused():
-                    run.save(step, model, tokenizer, optimizer, batches)
+                    run.save(step, model, tokenizer, update.optimizer, batches, update.ema)
                     plot_loss(run.output, unit=f"{options.divergence} from the teacher")
-            if is_stopped and not is_last:
-                log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
-                return 130
-    run.finish(model, tokenizer)
+            if due.stop:
+                return log.stopped(step, run.checkpoint)
+    with update.averaged():
+        run.finish(model, tokenizer)
     processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, log.jsonl and loss.svg")
     return 0
 

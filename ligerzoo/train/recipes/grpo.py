@@ -1,65 +1,65 @@
 """Group relative policy optimization (GRPO): reinforcement learning with a reward function.
 
 `ligerzoo train MODEL --method grpo --data PROMPTS --reward FILE.py --output DIR` runs this file; with --print-recipe it
-prints it with these options as defaults. Change what you like and run it with `python`; options of the command line
-replace the defaults.
+prints it with these options as defaults. Change what you like and run it with `python`, or with
+`torchrun --nproc-per-node N` on several GPUs; options of the command line replace the defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from ligerzoo import Tokenizer
-from ligerzoo.adapters import add_lora
-from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError
-from ligerzoo.losses import GRPO
+from ligerzoo.losses import GRPO, LossOutput
 from ligerzoo.losses.policy import VARIANTS
-from ligerzoo.models import CausalLM
-from ligerzoo.train import processes
-from ligerzoo.train.averages import Averages
-from ligerzoo.train.checks import check_common_combinations, check_model, trains_bfloat16, warn_of_rounding
-from ligerzoo.train.completion_batches import completion_loss, pack_completions, policy_constants
-from ligerzoo.train.completions import CompletionSampler, samples_exactly, without_labels
+from ligerzoo.train import processes, run_model
+from ligerzoo.train.completion_batches import CompletionBatch, completion_loss, pack_completions, policy_constants
+from ligerzoo.train.completions import (
+    CompletionSampler,
+    SampledCompletion,
+    completion_seeds,
+    samples_exactly,
+    without_labels,
+)
 from ligerzoo.train.data import check_data, format_sample, open_data
+from ligerzoo.train.due import due_after
 from ligerzoo.train.interrupt import StopRequest
 from ligerzoo.train.log import RunLog
-from ligerzoo.train.optimizers import clip_grad_norm, make_optimizer, schedule, set_lr
-from ligerzoo.train.options import Count, Fraction, NotNegative, Number, Positive, check_options, parse_options
+from ligerzoo.train.metrics import forward_backward, mean_of, on_device
+from ligerzoo.train.options import Budget, Count, Fraction, NotNegative, Positive, parse_options
 from ligerzoo.train.plot import plot_loss, plot_metric
 from ligerzoo.train.rewards import RewardFunction, summarize, with_advantages
+from ligerzoo.train.rollouts import Rollouts
+from ligerzoo.train.run_options import MAY_CHANGE, RunOptions
 from ligerzoo.train.run_state import RunState
 from ligerzoo.train.sample_log import SampleLog
-from ligerzoo.train.sampling_copy import SamplingCopy
-from ligerzoo.train.starting import checkpoint_directory, count_steps, open_model
+from ligerzoo.train.sampling_model import SamplingModel
+from ligerzoo.train.starting import count_steps, describe_model, padding_token
 from ligerzoo.train.stopwatch import Stopwatch
 from ligerzoo.train.tracking import open_tracker
+from ligerzoo.train.update import Update, describe_update
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a run. A field's type is checked, and the text below it is its description in `--help`."""
+class Options(RunOptions):
+    """Options of this recipe, in addition to those that all recipes have."""
 
-    model: str
-    """checkpoint in Hugging Face format: a directory or a hub id"""
     data: tuple[str, ...]
     """file with prompts; several are one data set"""
     reward: str
     """Python file with a function `reward`, or FILE.py:NAME; see ligerzoo.train.rewards"""
-    output: str
-    """directory for checkpoints, the log, samples and the trained model or adapter"""
     method: Literal["grpo"] = "grpo"
     """name of the recipe"""
-    tokenizer: str | None = None
-    """checkpoint of the tokenizer (default: MODEL)"""
     prompts: Count = 8
-    """prompts in a step"""
+    """prompts in a step, of all processes"""
     num_samples: Count = 8
     """completions that are sampled of each prompt, at least 2"""
     max_new_tokens: Count = 512
@@ -67,7 +67,7 @@ class Options:
     temperature: Positive = 1.0
     """temperature of sampling, which the loss takes into account"""
     sampling_batch: Count = 256
-    """largest number of completions that are sampled at the same time"""
+    """largest number of completions that a process samples at the same time"""
     exact: Literal["auto", "on", "off"] = "auto"
     """whether sampling computes the log-probabilities of training bit for bit; auto: where the model supports it"""
     old_logps: Literal["sampler", "recomputed"] = "sampler"
@@ -87,63 +87,16 @@ class Options:
     """do not train completions that reach --max-new-tokens"""
     iterations: Count = 1
     """updates with the completions of a step"""
-    seq_length: Count = 2048
-    """tokens in a row; prompts with their completions are packed into one row"""
-    batch_size: Count = 4
-    """rows in a micro-batch"""
-    max_steps: Count | None = None
-    """number of steps; the prompts are repeated as needed (default: as --epochs)"""
-    epochs: Count | None = None
-    """times that the prompts are read, without --max-steps (default: 1)"""
-    lora_rank: Count | None = None
-    """train low-rank updates of this rank (LoRA) of the frozen weights; --output is a PEFT adapter, and
-    the reference of --beta needs no second copy of MODEL"""
-    lora_alpha: Positive | None = None
-    """the updates are scaled by this number / rank (default: twice the rank)"""
-    lora_targets: tuple[str, ...] | None = None
-    """part of the names of the weights to update, such as q_proj (default: all linear layers of blocks)"""
-    dora: bool = False
-    """also train the norms of the updated weights' rows (DoRA)"""
-    optimizer: Literal["adamw", "adamw-8bit", "adamw-4bit", "adamw-fp8", "muon"] = "adamw"
-    """name of the optimizer"""
-    stochastic_rounding: Literal["auto", "on", "off"] = "auto"
-    """round bfloat16 weights stochastically, so that no update is lost (default: on for such weights)"""
-    lr: Positive = 1e-6
-    """peak learning rate"""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """learning rate after the warmup"""
-    warmup: Fraction = 0.03
-    """share of the steps in which the learning rate rises"""
-    weight_decay: NotNegative = 0.0
-    """decoupled weight decay"""
-    max_grad_norm: Positive = 1.0
-    """norm to which the gradients of an update are clipped"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the weights (default: as stored)"""
-    mixed_precision: bool = False
-    """compute in bfloat16 with weights in float32; a copy of the weights in bfloat16 samples"""
-    activation_checkpointing: bool = False
-    """recompute each block in backward instead of keeping its activations: less memory, more time"""
     sample_every: Count = 10
     """steps between samples in samples.jsonl; those of the first step are always there"""
+    lr: Positive = 1e-6
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     save_every: Count = 100
-    """steps between checkpoints; the last step is always saved"""
-    keep: Count = 2
-    """number of checkpoints to keep"""
-    resume: bool = False
-    """continue the run in the output directory, if any, bit for bit"""
-    seed: Number = 0
-    """seed of the order of the prompts and of sampling"""
-    device: str | None = None
-    """cpu, cuda or cuda:1 (default: the first GPU, else cpu)"""
-    tracker: Literal["tensorboard", "wandb"] | None = None
-    """also send the log to TensorBoard or Weights & Biases"""
-    dry_run: bool = False
-    """read all prompts, print the plan, three prompts and completions with rewards, and train nothing"""
+    activation_budget: Budget = "none"
+    """memory of an update in GiB, within which activations are kept; auto: what the GPU has; none: all are kept"""
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_common_combinations(self)
+        super().__post_init__()
         if self.num_samples < 2:
             remedy = "An advantage compares the completions of a prompt."
             raise ConfigError("too few", where="option num_samples", got=1, expected="at least 2", remedy=remedy)
@@ -172,79 +125,104 @@ class Options:
             raise ConfigError(str(error), where="option loss_type") from None
 
 
-MAY_CHANGE = {
-    "resume", "dry_run", "output", "max_steps", "epochs", "save_every", "keep", "sample_every", "device", "tracker",
-    "activation_checkpointing",
-}  # fmt: skip
-"""Options that may differ when a run is resumed."""
-
-
 def main(options: Options) -> int:
-    """Trains. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
-    processes.refuse_several()
-    torch.manual_seed(options.seed)
-    run = RunState(options.output, options, resume=options.resume, may_change=MAY_CHANGE, keep=options.keep)
+    """Trains, in each process of torchrun. Returns the exit code: 0, or 130 if Ctrl-C ended the run."""
+    return processes.run_together(lambda device: train(options, device), options.device)
+
+
+def train(options: Options, device: torch.device) -> int:
+    """Trains in this process."""
+    may_change = {*MAY_CHANGE, "sample_every"}
+    run = RunState(options.output, options, resume=options.resume, may_change=may_change, keep=options.keep)
     reward = RewardFunction(options.reward)
-    tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
-    device = available_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-    def adapt(model: CausalLM) -> None:
-        assert options.lora_rank is not None
-        alpha = options.lora_alpha or 2 * options.lora_rank
-        add_lora(model, options.lora_rank, alpha, options.lora_targets, dora=options.dora)
-
-    source = options.model if options.lora_rank else run.checkpoint or options.model
-    model = open_model(source, dtype=options.dtype, device=device, adapt=adapt if options.lora_rank else None)
-    check_model(model, tokenizer, options.optimizer)
-    reference = None
-    if options.beta and options.lora_rank:
-        reference = model  # without its adapters
-    elif options.beta:
-        reference = open_model(options.model, dtype=options.dtype, device=device).requires_grad_(False)
-    if options.activation_checkpointing:
-        model.gradient_checkpointing_enable()
+    tokenizer = run_model.open_tokenizer(options, run)
+    outline = run_model.open_outline(options, run, tokenizer)  # shapes alone, for checks and plans
 
     epochs = None if options.max_steps else options.epochs or 1
     longest_prompt = options.seq_length - options.max_new_tokens
 
-    def prompts(epochs: int | None) -> Any:
-        return open_data(options.data, "prompt", tokenizer, seq_length=longest_prompt, seed=options.seed, epochs=epochs)
+    def prompts(paths: tuple[str, ...], **given: Any) -> Any:
+        return open_data(paths, "prompt", tokenizer, seq_length=longest_prompt, seed=options.seed, **given)
 
-    stream = prompts(epochs)
-    steps = options.max_steps or count_steps(prompts(epochs), options.prompts)
-    rounding = {"on": True, "off": False, "auto": trains_bfloat16(model)}[options.stochastic_rounding]
-    optimizer = make_optimizer(
-        model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay, stochastic_rounding=rounding
-    )
-    factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
-    warn_of_rounding(optimizer, options.lr)
-    run.load(optimizer, stream, model=model)
-
-    sampling_copy = SamplingCopy(model) if options.mixed_precision else None
-    sampling_model = sampling_copy.model if sampling_copy else model
-    is_exact = samples_exactly(sampling_model, options.exact, options.seq_length)
-    sample = CompletionSampler(
-        sampling_model, tokenizer, num_samples=options.num_samples, max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature, batch_size=options.sampling_batch, exact=is_exact,
-    )  # fmt: skip
-    grpo = options.loss()
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    rows = {"batch_size": options.batch_size, "seq_length": options.seq_length, "pad_token_id": padding}
-
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    total, updated = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    print(f"{type(model).__name__}: {total:,} parameters in {model.dtype}, {updated:,} of them trained, on {device}")
-    print(f"{steps:,} steps of {options.prompts} prompts x {options.num_samples} completions; {run.step:,} are done")
-    print(f"Log-probabilities of sampling are {'exact' if is_exact else 'not exact: --exact off, or not supported'}")
-    for prompt in islice(prompts(1), 3):
-        print(format_sample(prompt, tokenizer, max_tokens=500))
-    samples = SampleLog(run.output, tokenizer)
+    stream = prompts(options.data, epochs=epochs)
+    steps = options.max_steps or count_steps(prompts(options.data, epochs=epochs), options.prompts)
+    needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
+    plan = run_model.plan_memory(options, outline, device, frozen=outline if needs_copy else None, accumulate=True)
+    shape = f"{steps:,} steps of {options.prompts} prompts x {options.num_samples} completions"
+    for line in (describe_model(outline, device), f"{shape}; {run.step:,} are done", describe_update(options, outline)):
+        processes.say(line)
+    if plan is not None:
+        processes.say(plan)
+    for prompt in islice(prompts(options.data, epochs=1), 3):
+        processes.say(format_sample(prompt, tokenizer, max_tokens=500))
     if options.dry_run:
         report = check_data(options.data, "prompt", tokenizer, seq_length=longest_prompt)
         report.raise_if_bad()
-        print(report)
-        print(samples.describe(reward(sample(list(islice(prompts(1), 1))))))
+        processes.say(report)
+
+    model = run_model.open_trained_model(options, run, device, plan)
+    sampling_model = SamplingModel(model, mixed_precision=options.mixed_precision)
+    is_exact = samples_exactly(sampling_model.model, options.exact, options.seq_length)
+    why = "exact" if is_exact else "not exact: --exact off, or not supported"
+    processes.say(f"Log-probabilities of sampling are {why}")
+
+    def rollouts(num_samples: int, temperature: float | None) -> Rollouts:
+        sample = CompletionSampler(
+            sampling_model.model, tokenizer, num_samples=num_samples, max_new_tokens=options.max_new_tokens,
+            temperature=temperature, batch_size=options.sampling_batch, exact=is_exact,
+        )  # fmt: skip
+        return Rollouts(sampling_model, sample, reward, num_samples)
+
+    roll_out, roll_out_greedily = rollouts(options.num_samples, options.temperature), rollouts(1, None)
+    samples = SampleLog(run.output, tokenizer)
+    if options.dry_run:
+        seeds = completion_seeds(options.seed, 1, options.num_samples)
+        processes.say(samples.describe(roll_out(list(islice(prompts(options.data, epochs=1), 1)), seeds)))
         return 0
+
+    update = Update(model, options, steps)
+    run.load(update.optimizer, stream, model=model, ema=update.ema)
+    reference = run_model.open_reference(options, device) if needs_copy else model if options.beta else None
+    grpo = options.loss()
+
+    def constants_of(batch: CompletionBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the constants of the loss before the first update with a batch, and metrics."""
+        with run_model.autocast(options, device):
+            return policy_constants(
+                model, batch, recomputes=options.old_logps == "recomputed", reference=reference,
+                temperature=options.temperature,
+            )  # fmt: skip
+
+    def train_on(completions: Sequence[SampledCompletion]) -> tuple[list[CompletionBatch], dict[str, Tensor]]:
+        """Updates the weights with the completions of a step. Returns the batches, and what the log shows."""
+        items = len(completions)
+        if VARIANTS[options.loss_type].divided_by == "tokens":
+            items = sum(one.trained_tokens for one in completions)
+        # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
+        used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
+        batches = pack_completions(
+            used, batch_size=options.batch_size, seq_length=options.seq_length, pad_token_id=padding_token(tokenizer),
+            rank=processes.rank(), world_size=processes.world_size(),
+        )  # fmt: skip
+        step: dict[str, Any] = {
+            "num_items": processes.divisor(items, device),
+            "aux_loss_share": 1 / max(1, len(batches)),
+        }
+        given = [(batch, *constants_of(batch)) for batch in batches]
+
+        def loss_of(part: tuple[CompletionBatch, dict[str, Tensor], dict[str, Tensor]]) -> LossOutput:
+            batch, constants, differences = part
+            with run_model.autocast(options, device):
+                out = completion_loss(model, batch, grpo, **{**step, **constants})
+            return LossOutput(out.loss, {**out.metrics, **differences})
+
+        results = []
+        for _ in range(options.iterations if batches else 0):
+            loss, metrics = forward_backward(loss_of, given, [batch.trained_tokens for batch in batches], device)
+            norm = update()
+            assert norm is not None  # this recipe has no optimizer in backward
+            results.append({"loss": loss, "grad_norm": norm, **metrics})
+        return batches * options.iterations, mean_of(results)
 
     tracker = open_tracker(options.tracker, run.output, dataclasses.asdict(options))
     shown: dict[str, Any] = {"shown": ("reward", "completion_length"), "may_be_zero": True}
@@ -254,66 +232,41 @@ def main(options: Options) -> int:
     ):
         samples.cut(run.step)
         for step in range(run.step + 1, steps + 1):
-            watch, averages = Stopwatch(device), Averages(device)
-            with watch.time("sampling"):
-                completions = sample(list(islice(stream, options.prompts)))
-            with watch.time("reward"):
-                completions = with_advantages(reward(completions), options.num_samples, options.scale_rewards)
-            averages.update(summarize(completions, options.num_samples))
+            watch, asked = Stopwatch(device), list(islice(stream, options.prompts))
+            seeds = completion_seeds(options.seed, step, len(asked) * options.num_samples)
+            completions = with_advantages(roll_out(asked, seeds, watch), options.num_samples, options.scale_rewards)
+            numbers = summarize(completions, options.num_samples)
             if step == 1 or step % options.sample_every == 0:
                 samples.write(step, completions)
                 log.say(samples.describe(completions[: options.num_samples]))
             if options.mask_truncated:
                 completions = [without_labels(one) if one.finish_reason == "length" else one for one in completions]
-
+            update.set_lr(step)
             with watch.time("update"):
-                items = len(completions)
-                if VARIANTS[options.loss_type].divided_by == "tokens":
-                    items = sum(one.trained_tokens for one in completions)
-                # Without a KL term, the gradient of a completion with an advantage of 0 is 0.
-                used = [one for one in completions if one.trained_tokens and (options.beta or one.advantage)]
-                batches = pack_completions(used, **rows)
-                with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
-                    constants = [
-                        policy_constants(
-                            model, batch, recomputes=options.old_logps == "recomputed", reference=reference,
-                            temperature=options.temperature,
-                        )
-                        for batch in batches
-                    ]  # fmt: skip
-                loss, grad_norm = torch.zeros(2, device=device)
-                for _ in range(options.iterations if batches else 0):
-                    for batch, (given, differences) in zip(batches, constants, strict=True):
-                        with torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision):
-                            part = completion_loss(
-                                model, batch, grpo, num_items=items, aux_loss_share=1 / len(batches), **given
-                            )
-                        torch.autograd.backward(part.loss)
-                        loss += part.loss.detach() / options.iterations
-                        averages.add({**part.metrics, **differences}, batch.trained_tokens)
-                    grad_norm += clip_grad_norm(model.parameters(), options.max_grad_norm) / options.iterations
-                    set_lr(optimizer, factor(step - 1))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if sampling_copy is not None:
-                    sampling_copy.update()
-            averages.update(watch.seconds)
+                batches, results = train_on(completions)
+            none = torch.zeros((), device=device)  # if all groups have equal rewards
+            loss, norm = results.pop("loss", none), results.pop("grad_norm", none)
             log.step(
-                step, loss=loss, grad_norm=grad_norm, lr=options.lr * factor(step - 1),
-                batches=batches * options.iterations, metrics=averages.means(),
+                step, loss=loss, grad_norm=norm, lr=update.lr, batches=batches, skipped=update.skip.count,
+                metrics={**on_device({**numbers, **watch.seconds}, device), **results},
             )  # fmt: skip
 
-            if step % options.save_every == 0 or step == steps or stop.requested:
+            due = due_after(step, steps, options, stop)
+            if due.evaluation and options.eval_data:
+                with log.paused(), update.averaged():
+                    held_out = list(prompts(options.eval_data, epochs=1, shuffle=False))
+                    log.evaluation(step, **roll_out_greedily.evaluate(held_out))
+            if due.save:
                 with log.paused():
-                    run.save(step, model, tokenizer, optimizer, stream)
+                    run.save(step, model, tokenizer, update.optimizer, stream, update.ema)
                     plot_loss(run.output)
                     plot_metric(run.output, "reward")
-            if stop.requested and step < steps:
-                log.say(f"Stopped after step {step}. --resume continues from {run.checkpoint}.")
-                return 130
-    run.finish(model, tokenizer)
-    trained = "adapter" if options.lora_rank else "model"
-    print(f"{run.output} holds the {trained}, log.jsonl, samples.jsonl, reward.svg and loss.svg")
+            if due.stop:
+                return log.stopped(step, run.checkpoint)
+    with update.averaged():
+        run.finish(model, tokenizer)
+    files = "log.jsonl, samples.jsonl, reward.svg and loss.svg"
+    processes.say(f"{run.output} holds the {'adapter' if options.lora_rank else 'model'}, {files}")
     return 0
 
 

@@ -1,0 +1,36 @@
+"""Converter for DeepSeek-V3 checkpoints, and those of Kimi-K2, which has another `model_type`.
+
+Experts are stored as in Qwen2-MoE. config.json calls our `num_experts` `n_routed_experts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ligerzoo.convert import glm4_moe
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.qwen2_moe import LAYOUTS
+from ligerzoo.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
+
+
+def write_entries(config: DeepseekV3Config, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config.
+
+    Readers have other defaults of the number of key-value heads, which is that of the heads.
+    """
+    return {**glm4_moe.write_entries(config, entries), "num_key_value_heads": config.num_attention_heads}
+
+
+ARCHITECTURE = Architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    DeepseekV3,
+    DeepseekV3Config,
+    aliases=("kimi_k2",),
+    accepted=glm4_moe.ROUTER_ENTRIES,
+    read_entries=glm4_moe.read_entries,
+    write_entries=write_entries,
+    layouts=LAYOUTS,
+    keeps_extra_layers=True,
+    quantized_formats=frozenset({"fp8"}),
+)

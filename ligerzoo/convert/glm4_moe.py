@@ -1,0 +1,45 @@
+"""Converter for GLM-4.5 checkpoints, whose experts are stored as in Qwen2-MoE.
+
+config.json calls our `num_experts` `n_routed_experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import first_given
+from ligerzoo.convert.glm import read_rope
+from ligerzoo.convert.qwen2_moe import LAYOUTS
+from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
+from ligerzoo.models.moe import DeepSeekMoEConfig
+
+ROUTER_ENTRIES: dict[str, tuple[object, ...]] = {
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)
+}  # fmt: skip
+"""Entries of DeepSeek's code, with the only values that transformers and we compute."""
+
+
+def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json; `n_routed_experts` takes precedence over `num_local_experts`."""
+    return {**raw, "num_experts": first_given(raw, "n_routed_experts", "num_local_experts")}
+
+
+def write_entries(config: DeepSeekMoEConfig, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    return {"n_routed_experts": entries.pop("num_experts"), **entries}
+
+
+ARCHITECTURE = Architecture(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    Glm4Moe,
+    Glm4MoeConfig,
+    accepted=ROUTER_ENTRIES,
+    read_entries=read_entries,
+    read_rope=read_rope,
+    write_entries=write_entries,
+    layouts=LAYOUTS,
+    keeps_extra_layers=True,
+)

@@ -1,0 +1,80 @@
+"""Converter for MiniMax-M2 checkpoints, whose tensors are stored as in Mixtral, with biases of routers.
+
+config.json gives the number of rotated features, `rotary_dim`, or their fraction, `partial_rotary_factor`. transformers
+ignores entries for linear attention, shared experts and other norms, which are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligerzoo.convert import mixtral
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
+from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.errors import ConfigError
+from ligerzoo.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
+
+_BIAS = "mlp.gate.e_score_correction_bias"
+
+
+def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json under the names of our fields. There is no sliding window.
+
+    Raises:
+        ConfigError: A layer uses linear attention, or `rotary_dim` is invalid.
+    """
+    types = raw.get("attn_type_list")
+    if types is not None and not (isinstance(types, list) and all(kind == 1 for kind in types)):
+        raise ConfigError(
+            "linear attention is not supported", where="attn_type_list", got=repr(types)[:200], expected="ones only"
+        )
+    return {**mixtral.read_entries(raw), "sliding_window": None}
+
+
+def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    """Reads the fields of the rotary embedding; `partial_rotary_factor` takes precedence over `rotary_dim`."""
+    rotary_dim, head_dim = raw.get("rotary_dim"), raw.get("head_dim") or MiniMaxM2Config.head_dim
+    rotated = 1.0
+    if rotary_dim is not None:
+        if not (type(rotary_dim) is int and type(head_dim) is int and 0 < rotary_dim <= head_dim):
+            raise ConfigError(
+                "invalid value", where="rotary_dim", got=repr(rotary_dim)[:200], expected="an integer, 1 to head_dim"
+            )
+        rotated = rotary_dim / head_dim
+    return {**rope_fields(raw, default_theta), "partial_rotary_factor": partial_rotary_factor(raw, rotated)}
+
+
+def write_entries(config: MiniMaxM2Config, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    del entries["sliding_window"]
+    if entries["partial_rotary_factor"] == 1:
+        del entries["partial_rotary_factor"]
+    else:
+        entries["rotary_dim"] = config.rotary_size
+    return mixtral.write_entries(config, entries)
+
+
+ARCHITECTURE = Architecture(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    MiniMaxM2,
+    MiniMaxM2Config,
+    accepted={
+        "qk_norm_type": ("per_layer",),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    },
+    read_entries=read_entries,
+    read_rope=read_rope,
+    write_entries=write_entries,
+    layouts=(
+        Layout((Rename("block_sparse_moe.e_score_correction_bias", _BIAS), *mixtral.RULES)),
+        Layout((Rename("mlp.e_score_correction_bias", _BIAS),)),
+    ),
+    keeps_extra_layers=True,
+    quantized_formats=frozenset({"fp8"}),
+)

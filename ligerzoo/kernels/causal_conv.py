@@ -1,0 +1,505 @@
+"""Causal depthwise convolution along the tokens, with an activation.
+
+    y_t = act(bias + sum over j of weight[:, k - 1 - j] * x_(t-j)),   j = 0 to k - 1
+
+Zeros, or the inputs of a given state, precede the first token. In packed rows, zeros precede each segment. Sums and
+activation are in fp32; the result is rounded once.
+
+Backward, with dz_t = dy_t * act'(z_t), z the sum above, over the tokens t + j of the same segment:
+
+    dx_t = sum over j of weight[:, k - 1 - j] * dz_(t+j);   dweight[:, k - 1 - j] = sum over t of dz_t * x_(t-j)
+
+Saved: the inputs. z is recomputed in backward. A program holds some tokens of some channels, and reads the k - 1 tokens
+around them again, from the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.kernels.dispatch import (
+    Backend,
+    accumulation_dtype,
+    cdiv,
+    empty_gradient,
+    multiprocessors,
+    next_power_of_2,
+    uses_triton,
+)
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.math import sigmoids
+from ligerzoo.kernels.registration import needs_dispatch, register
+from ligerzoo.kernels.tiling import column_sums_
+
+ConvActivation = Literal["silu"]
+
+MAX_TAPS = 8
+"""Wider kernels run in plain torch."""
+
+TOKENS, CHANNELS, WARPS = 16, 128, 4
+"""Tokens and channels per program, and warps. To be tuned on a GPU."""
+
+STEP_CHANNELS = 256
+"""Channels per program of `causal_conv1d_step`."""
+
+BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 8
+"""A backward program loops over tokens and sums its part of the weight gradient."""
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    segment_start: Tensor | None = None,
+    activation: ConvActivation | None = None,
+) -> Tensor:
+    """`causal_conv1d` in plain torch: the specification, the CPU path and the test oracle."""
+    dtype = accumulation_dtype(x.dtype)
+    tokens, reach = x.shape[1], weight.shape[1] - 1
+    before = x.new_zeros(len(x), reach, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
+    padded = torch.cat([before, x], 1)
+    index = torch.arange(tokens, device=x.device)
+    wide, wide_weight = padded.to(dtype), weight.to(dtype)
+    y = wide.new_zeros(x.shape)
+    for j in range(reach, -1, -1):
+        shifted = wide[:, reach - j : reach - j + tokens]
+        if segment_start is not None and j > 0:
+            shifted = shifted.masked_fill(_is_before_segment(index - j, segment_start)[..., None], 0.0)
+        y = y + shifted * wide_weight[:, reach - j]
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if activation == "silu":
+        y = F.silu(y)
+    return y.to(x.dtype)
+
+
+def final_state(x: Tensor, reach: int, initial_state: Tensor | None, segment_start: Tensor | None) -> Tensor:
+    """The last `reach` inputs of the last segment of each row, (B, reach, C)."""
+    tokens = x.shape[1]
+    if tokens < reach:
+        before = x.new_zeros(len(x), reach, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
+        state = torch.cat([before[:, tokens:], x], 1)
+    else:
+        state = x[:, tokens - reach :].clone()  # a view would keep all inputs
+    if segment_start is not None and tokens > 0:
+        index = torch.arange(tokens - reach, tokens, device=x.device)
+        state = state.masked_fill(_is_before_segment(index, segment_start[:, -1:])[..., None], 0.0)
+    return state
+
+
+def _is_before_segment(index: Tensor, segment_start: Tensor) -> Tensor:
+    """Whether the inputs precede the segments. The first segment of a row includes the inputs of the initial state."""
+    return (index < segment_start) & (segment_start > 0)
+
+
+class ConvInputs(NamedTuple):
+    """The inputs of the convolution, with adjacent channels.
+
+    Attributes:
+        x: (B, T, C).
+        weight: (C, k).
+        bias: (C,), or None.
+        initial_state: (B, k - 1, C) in the dtype of x, or None.
+        segment_start: (B or 1, T) int64, or None.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    initial_state: Tensor | None
+    segment_start: Tensor | None
+
+
+@jit
+def _load_inputs(x_ptr, state_ptr, batch, tokens, first_of_segment, channels, n_tokens, n_channels, x_batch_stride,
+                 x_token_stride, mask, TAPS: tl.constexpr):  # fmt: skip
+    """The inputs at these tokens, in fp32: zeros before the segment, and those of the state before the row."""
+    visible = mask & (tokens >= first_of_segment)[:, None]
+    in_row = (tokens >= 0) & (tokens < n_tokens)
+    offsets = batch * x_batch_stride + tokens[:, None] * x_token_stride + channels[None, :]
+    x = tl.load(x_ptr + offsets, mask=visible & in_row[:, None], other=0.0).to(tl.float32)
+    if state_ptr is not None:
+        in_state = (tokens < 0) & (tokens > -TAPS) & (first_of_segment == 0)
+        offsets = (batch * (TAPS - 1) + TAPS - 1 + tokens[:, None]) * n_channels + channels[None, :]
+        x += tl.load(state_ptr + offsets, mask=mask & in_state[:, None], other=0.0).to(tl.float32)
+    return x
+
+
+@jit
+def _first_of_segment(segment_start_ptr, segment_stride, batch, tokens, n_tokens):
+    if segment_start_ptr is not None:
+        in_row = (tokens >= 0) & (tokens < n_tokens)
+        first = tl.load(segment_start_ptr + batch * segment_stride + tokens, mask=in_row, other=0).to(tl.int64)
+    else:
+        first = tokens * 0
+    return first
+
+
+@jit
+def _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, tokens, first_of_segment, channels, n_tokens, n_channels,
+              x_batch_stride, x_token_stride, mask, TAPS: tl.constexpr):  # fmt: skip
+    """The sums z at these tokens."""
+    z = tl.zeros(mask.shape, dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        weight = tl.load(weight_ptr + channels * TAPS + tap, mask=channels < n_channels, other=0.0).to(tl.float32)
+        z += weight[None, :] * _load_inputs(
+            x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first_of_segment, channels, n_tokens, n_channels,
+            x_batch_stride, x_token_stride, mask, TAPS,
+        )  # fmt: skip
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + channels, mask=channels < n_channels, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
+@kernel
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, segment_start_ptr, y_ptr, x_batch_stride, x_token_stride, segment_stride,
+    n_tokens, n_channels, n_token_blocks, n_channel_blocks,
+    TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    channels = program % n_channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
+    tokens = program // n_channel_blocks % n_token_blocks * TOKENS + tl.arange(0, TOKENS)
+    batch = program // n_channel_blocks // n_token_blocks
+    mask = (tokens < n_tokens)[:, None] & (channels < n_channels)[None, :]
+    first = _first_of_segment(segment_start_ptr, segment_stride, batch, tokens, n_tokens)
+    y = _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, tokens, first, channels, n_tokens, n_channels,
+                  x_batch_stride, x_token_stride, mask, TAPS)  # fmt: skip
+    if SILU:
+        sigmoid, _ = sigmoids(y, EXACT)
+        y *= sigmoid
+    offsets = (batch * n_tokens + tokens[:, None]) * n_channels + channels[None, :]
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, segment_start_ptr, dx_ptr, dstate_ptr, dweight_ptr,
+    dy_batch_stride, dy_token_stride, x_batch_stride, x_token_stride, segment_stride,
+    n_tokens, n_channels, n_batches, n_token_blocks, n_channel_blocks, n_shares, first_token,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    channels = program % n_channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
+    share = program // n_channel_blocks
+    rows = tl.arange(0, ROWS)
+    sums = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)  # of each tap, and of the bias
+    for block in range(share, n_batches * n_token_blocks, n_shares):
+        batch = tl.cast(block, tl.int64) // n_token_blocks
+        tokens = first_token + tl.cast(block, tl.int64) % n_token_blocks * TOKENS + tl.arange(0, TOKENS)
+        in_channels = (channels < n_channels)[None, :]
+        own_mask = (tokens < n_tokens)[:, None] & in_channels
+        dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+        for j in range(TAPS):  # not unrolled: that takes most of a minute to compile
+            later = tokens + j
+            first = _first_of_segment(segment_start_ptr, segment_stride, batch, later, n_tokens)
+            is_output = ((later >= 0) & (later < n_tokens))[:, None] & in_channels
+            offsets = batch * dy_batch_stride + later[:, None] * dy_token_stride + channels[None, :]
+            dz = tl.load(dy_ptr + offsets, mask=is_output, other=0.0).to(tl.float32)
+            if SILU:
+                z = _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, later, first, channels, n_tokens,
+                              n_channels, x_batch_stride, x_token_stride, is_output, TAPS)  # fmt: skip
+                sigmoid, complement = sigmoids(z, EXACT)
+                dz *= sigmoid * (1.0 + z * complement)
+            weight = tl.load(weight_ptr + channels * TAPS + TAPS - 1 - j, mask=channels < n_channels, other=0.0)
+            reads = (tokens >= first) | (first == 0)
+            dx += tl.where(reads[:, None], dz * weight.to(tl.float32)[None, :], 0.0)
+            if dweight_ptr is not None:  # noqa: SIM102 (known at compile time, unlike the other condition)
+                if j == 0:
+                    for tap in tl.static_range(TAPS):
+                        x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first, channels, n_tokens,
+                                         n_channels, x_batch_stride, x_token_stride, is_output, TAPS)  # fmt: skip
+                        sums += tl.where((rows == tap)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
+                    sums += tl.where((rows == TAPS)[:, None], tl.sum(dz, 0)[None, :], 0.0)
+        if dx_ptr is not None:
+            offsets = (batch * n_tokens + tokens[:, None]) * n_channels + channels[None, :]
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=own_mask & (tokens >= 0)[:, None])
+        if dstate_ptr is not None:
+            offsets = (batch * (TAPS - 1) + TAPS - 1 + tokens[:, None]) * n_channels + channels[None, :]
+            tl.store(dstate_ptr + offsets, dx.to(dstate_ptr.dtype.element_ty),
+                     mask=in_channels & (tokens < 0)[:, None])  # fmt: skip
+    if dweight_ptr is not None:
+        offsets = (share * (TAPS + 1) + rows[:, None]) * n_channels + channels[None, :]
+        tl.store(dweight_ptr + offsets, sums, mask=(rows <= TAPS)[:, None] & (channels < n_channels)[None, :])
+
+
+def _stride_of_rows(segment_start: Tensor | None) -> int:
+    """Distance of the rows of `segment_start`; 0 for one row that describes all."""
+    return 0 if segment_start is None or len(segment_start) == 1 else segment_start.stride(0)
+
+
+def _allocate_forward(inputs: ConvInputs) -> Tensor:
+    return inputs.x.new_empty(inputs.x.shape)
+
+
+@register("causal_conv_forward", fake=_allocate_forward)
+def _forward(inputs: ConvInputs, silu: bool) -> Tensor:
+    x, weight, bias, initial_state, segment_start = inputs
+    y = _allocate_forward(inputs)
+    batch, tokens, channels = x.shape
+    token_blocks, channel_blocks = cdiv(tokens, TOKENS), cdiv(channels, CHANNELS)
+    _forward_kernel[batch * token_blocks * channel_blocks](
+        x, weight, bias, initial_state, segment_start, y, x.stride(0), x.stride(1), _stride_of_rows(segment_start),
+        tokens, channels, token_blocks, channel_blocks, weight.shape[1], silu, TOKENS, CHANNELS,
+        x.dtype == torch.float32, num_warps=WARPS,
+    )  # fmt: skip
+    return y
+
+
+class _Gradients(NamedTuple):
+    """The gradients of x, weight, bias and initial state, in fp32 for weight and bias; without elements if not needed.
+
+    Attributes:
+        dx: (B, T, C).
+        dweight: (k + 1, C): the columns of the weight, then the bias.
+        dstate: (B, k - 1, C).
+    """
+
+    dx: Tensor
+    dweight: Tensor
+    dstate: Tensor
+
+
+def _allocate_backward(inputs: ConvInputs, needs_x: bool, needs_weight: bool, needs_state: bool) -> _Gradients:
+    x, weight = inputs.x, inputs.weight
+    return _Gradients(
+        empty_gradient(x, needs_x),
+        x.new_empty((weight.shape[1] + 1, len(weight)) if needs_weight else (0,), dtype=torch.float32),
+        x.new_empty((len(x), weight.shape[1] - 1, x.shape[2]) if needs_state else (0,)),
+    )
+
+
+@register("causal_conv_backward", fake=_allocate_backward)
+def _backward(
+    dy: Tensor, inputs: ConvInputs, silu: bool, needs_x: bool, needs_weight: bool, needs_state: bool
+) -> _Gradients:
+    x, weight, bias, initial_state, segment_start = inputs
+    gradients = _allocate_backward(inputs, needs_x, needs_weight, needs_state)
+    batch, tokens, channels = x.shape
+    taps = weight.shape[1]
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    first_token = 1 - taps if needs_state else 0
+    token_blocks, channel_blocks = cdiv(tokens - first_token, TOKENS), cdiv(channels, CHANNELS)
+    most = cdiv(BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x), max(1, channel_blocks))
+    shares = max(1, min(batch * token_blocks, most)) if needs_weight else max(1, batch * token_blocks)
+    partial = x.new_empty((shares, taps + 1, channels), dtype=torch.float32) if needs_weight else None
+    _backward_kernel[channel_blocks * shares](
+        dy, x, weight, bias, initial_state, segment_start, gradients.dx if needs_x else None,
+        gradients.dstate if needs_state else None, partial, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
+        _stride_of_rows(segment_start), tokens, channels, batch, token_blocks, channel_blocks, shares, first_token,
+        taps, next_power_of_2(taps + 1), silu, TOKENS, CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
+    )  # fmt: skip
+    if partial is not None:
+        column_sums_(gradients.dweight.view(-1), partial.view(shares, -1))
+    return gradients
+
+
+class _CausalConv(FusedFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None,
+        segment_start: Tensor | None, silu: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, initial_state, segment_start)
+        ctx.silu = silu
+        return _forward(ConvInputs(x, weight, bias, initial_state, segment_start), silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ConvInputs(*ctx.saved_tensors)
+        needs_x, needs_weight, needs_bias, needs_state = ctx.needs_input_grad[:4]
+        dx, dweight, dstate = _backward(dy, inputs, ctx.silu, needs_x, needs_weight or needs_bias, needs_state)
+        taps = inputs.weight.shape[1]
+        return (
+            dx if needs_x else None,
+            dweight[:taps].T.to(inputs.weight.dtype) if needs_weight else None,
+            dweight[taps].to(inputs.bias.dtype) if inputs.bias is not None and needs_bias else None,
+            dstate if needs_state else None,
+            None, None,
+        )  # fmt: skip
+
+
+@kernel
+def _step_kernel(
+    x_ptr, state_ptr, weight_ptr, bias_ptr, y_ptr, x_batch_stride, x_token_stride, x_channel_stride,
+    state_batch_stride, state_token_stride, state_channel_stride, n_tokens, n_channels, n_blocks,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, channels = program // n_blocks, program % n_blocks * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < n_channels
+    rows = tl.arange(0, ROWS)
+    in_kernel = (rows < TAPS)[:, None] & mask[None, :]
+    x_ptr += batch * x_batch_stride + channels[None, :] * x_channel_stride
+    state_ptr += batch * state_batch_stride + channels[None, :] * state_channel_stride
+    weight = tl.load(weight_ptr + channels[None, :] * TAPS + rows[:, None], mask=in_kernel, other=0.0).to(tl.float32)
+    for token in range(n_tokens):
+        source = token - (TAPS - 1) + rows
+        y = tl.sum(weight * _load_recent(x_ptr, state_ptr, source, x_token_stride, state_token_stride, in_kernel,
+                                         TAPS).to(tl.float32), 0)  # fmt: skip
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+        if SILU:
+            sigmoid, _ = sigmoids(y, EXACT)
+            y *= sigmoid
+        tl.store(y_ptr + (batch * n_tokens + token) * n_channels + channels, y.to(y_ptr.dtype.element_ty), mask=mask)
+    recent = _load_recent(x_ptr, state_ptr, n_tokens - (TAPS - 1) + rows, x_token_stride, state_token_stride,
+                          in_kernel & (rows < TAPS - 1)[:, None], TAPS)  # fmt: skip
+    tl.debug_barrier()  # other threads have read the state
+    tl.store(state_ptr + rows[:, None] * state_token_stride, recent, mask=in_kernel & (rows < TAPS - 1)[:, None])
+
+
+@jit
+def _load_recent(x_ptr, state_ptr, source, x_token_stride, state_token_stride, mask, TAPS: tl.constexpr):
+    """The inputs at these tokens; negative ones are in the state."""
+    x = tl.load(x_ptr + source[:, None] * x_token_stride, mask=mask & (source >= 0)[:, None], other=0.0)
+    state = tl.load(state_ptr + (source + TAPS - 1)[:, None] * state_token_stride, mask=mask & (source < 0)[:, None],
+                    other=0.0)  # fmt: skip
+    return tl.where((source >= 0)[:, None], x, state)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    segment_start: Tensor | None = None,
+    activation: ConvActivation | None = None,
+    output_final_state: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal depthwise convolution along the tokens.
+
+    Args:
+        x: (B, T, C), adjacent channels, any other strides.
+        weight: (C, k); the last column is the factor of the token itself. For a `Conv1d`, `weight.squeeze(1)`.
+        bias: (C,), or None.
+        initial_state: (B, k - 1, C), the inputs before the first token, in order; None for zeros.
+        segment_start: (B or 1, T) integers, the index of the first token of each token's segment in packed rows, as
+            `Context.segment_start`. Zeros precede each segment but the row's first one, which continues
+            `initial_state`. None for one segment.
+        activation: "silu", or None.
+        output_final_state: also returns the last k - 1 inputs, the `initial_state` of the tokens that follow.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, T, C) in the dtype of `x`. With `output_final_state`, also a (B, k - 1, C) state in the same dtype; inputs
+        before the last segment are zeros in it.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
+            tensors.
+    """
+    _check("causal_conv1d", x, weight, bias, activation)
+    if initial_state is not None:
+        shape = len(x), weight.shape[1] - 1, x.shape[2]
+        check_tensor("causal_conv1d", "initial_state", initial_state, shapes=[shape])
+    if segment_start is not None:
+        shapes = [tuple(x.shape[:2]), (1, x.shape[1])]
+        check_tensor("causal_conv1d", "segment_start", segment_start, "integer", shapes, x.device)
+    floats = [t for t in (x, weight, bias, initial_state) if t is not None]
+    if uses_triton(*floats, backend=backend) and _fits(weight, backend):
+        state = None if initial_state is None else initial_state.to(x.dtype).contiguous()
+        y = _CausalConv.apply(
+            x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(),
+            None if bias is None else bias.contiguous(), state,
+            None if segment_start is None else segment_start.contiguous(), activation == "silu",
+        )  # fmt: skip
+    else:
+        y = reference(x, weight, bias, initial_state, segment_start, activation)
+    return (y, final_state(x, weight.shape[1] - 1, initial_state, segment_start)) if output_final_state else y
+
+
+def causal_conv1d_step(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: ConvActivation | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Continues `causal_conv1d` by one token or a few, and updates the state in place. Not differentiable.
+
+    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
+
+    Args:
+        x: (B, T, C), T small.
+        state: (B, k - 1, C), the last inputs, any strides, in the dtype of `x`; overwritten.
+        weight: (C, k), see `causal_conv1d`.
+        bias: (C,), or None.
+        activation: "silu", or None.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, T, C) in the dtype of `x`.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
+            tensors.
+    """
+    _check("causal_conv1d_step", x, weight, bias, activation)
+    check_tensor("causal_conv1d_step", "state", state, shapes=[(len(x), weight.shape[1] - 1, x.shape[2])])
+    with torch.no_grad():
+        floats = [t for t in (x, state, weight, bias) if t is not None]
+        if not (uses_triton(*floats, backend=backend) and _fits(weight, backend)) or needs_dispatch(*floats):
+            y = reference(x, weight, bias, state, None, activation)
+            state.copy_(final_state(x, weight.shape[1] - 1, state, None))
+            return y
+        with torch.cuda.device(x.device if x.is_cuda else -1):
+            return _step(x, state, weight, bias, activation == "silu")
+
+
+def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    batch, tokens, channels = x.shape
+    taps = weight.shape[1]
+    bias = None if bias is None else bias.contiguous()
+    y = x.new_empty(x.shape)
+    blocks = cdiv(channels, STEP_CHANNELS)
+    _step_kernel[batch * blocks](
+        x, state, weight.contiguous(), bias, y, *x.stride(), *state.stride(), tokens, channels, blocks, taps,
+        next_power_of_2(taps), silu, STEP_CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
+    )  # fmt: skip
+    return y
+
+
+def _fits(weight: Tensor, backend: Backend) -> bool:
+    """Whether the kernels support this width.
+
+    Raises:
+        ValueError: they do not, and `backend` is "triton".
+    """
+    if weight.shape[1] <= MAX_TAPS:
+        return True
+    if backend == "triton":
+        raise ValueError(
+            f'backend="triton" with a weight of shape {tuple(weight.shape)}; expected at most {MAX_TAPS} columns, or '
+            'backend="auto"'
+        )
+    return False
+
+
+def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+    """Raises unless the shapes match and the activation is known."""
+    check_floats(name, x=x, weight=weight)
+    check_optional_floats(name, bias=bias)
+    if x.dim() != 3 or weight.dim() != 2 or len(weight) != x.shape[2] or weight.shape[1] == 0:
+        raise ValueError(
+            f"{name}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (B, T, C) and (C, k)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
+    if activation not in ("silu", None):
+        raise ValueError(f'{name}: activation={activation!r}; expected "silu" or None')

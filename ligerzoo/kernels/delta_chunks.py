@@ -1,0 +1,497 @@
+"""The chunked forward pass of the gated delta rule: the products of 64 tokens at a time in matrix products.
+
+Within a chunk, let G_i be the sum of g up to token i, e_ij = exp(G_i - G_j), S the state before the chunk, and R, D
+(deltas), V, K, Q, O the rows of its tokens. Unrolled, the rule reads (Yang et al. 2024, section 3.2, with decay)
+
+    D_i = beta_i (R_i - sum over j < i of e_ij (k_i . k_j) D_j),   R_i = v_i - exp(G_i) S^T k_i
+    O_i = scale (exp(G_i) S^T q_i + sum over j <= i of e_ij (q_i . k_j) D_j)
+    S'  = exp(G_last) S + sum over j of exp(G_last - G_j) k_j D_j^T
+
+The first line is a triangular system: D = X R with X = (I + diag(beta) M)^-1 diag(beta), M_ij = e_ij (k_i . k_j) for
+j < i. Three kernels:
+
+1. `prepare`, for each chunk: G, X and the factors that normalize q and k;
+2. `scan`, for each head and block of values, from chunk to chunk: D and S;
+3. `outputs`, for each chunk: O.
+
+Kernels read q and k without normalizing them. The factors multiply rows and columns of the products, in fp32.
+
+Chunks begin at the start of each segment, so that a segment has the results of the segment alone, bit by bit. A row
+of T tokens has at most ceil(T / 64) chunks that continue a segment, each of which begins in another block of 64 tokens:
+that block is the slot of its state. So memory and grids depend on T only, and the host does not read the segments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels.dispatch import cdiv, next_power_of_2
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.math import exp
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+NORMALIZATION_EPS = 1e-6
+"""Added to the sum of squares of q and k."""
+
+
+class Launch(NamedTuple):
+    """Sizes of a kernel's launch.
+
+    Attributes:
+        values: features of the values per program, or per iteration.
+        warps: warps per program.
+        stages: iterations of a loop whose loads overlap.
+    """
+
+    values: int
+    warps: int
+    stages: int
+
+
+PREPARE = Launch(values=0, warps=4, stages=1)
+SCAN = {2: Launch(values=32, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
+OUTPUTS = {2: Launch(values=64, warps=4, stages=2), 4: Launch(values=32, warps=4, stages=1)}
+"""By the element size of the tokens' tensors. To be tuned on a GPU."""
+
+SEGMENT_PROGRAMS = 16
+"""Programs per row, head and block of values that share the segments of a packed row in `scan`."""
+
+
+class ChunkTable(NamedTuple):
+    """The chunks of packed rows; of rows that are not packed, Nones.
+
+    Attributes:
+        segment_start: (B or 1, T) integers, see `gated_delta_rule`.
+        starts: (B or 1, T + 1) int32, the first token of each chunk, then T.
+        segments: (B or 1, T + 1) int32, the first chunk of each segment, then the number of chunks.
+        counts: (B or 1, 2) int32, the number of chunks and of segments.
+        stride: distance of rows in `starts` and `segments`; 0 for one row that describes all.
+    """
+
+    segment_start: Tensor | None = None
+    starts: Tensor | None = None
+    segments: Tensor | None = None
+    counts: Tensor | None = None
+    stride: int = 0
+
+
+@kernel
+def _table_kernel(segment_start_ptr, starts_ptr, segments_ptr, counts_ptr, n_tokens,
+                  CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    segment_start_ptr += row * n_tokens
+    starts_ptr += row * (n_tokens + 1)
+    segments_ptr += row * (n_tokens + 1)
+    n_chunks = tl.full((), 0, dtype=tl.int32)
+    n_segments = tl.full((), 0, dtype=tl.int32)
+    for first in range(0, n_tokens, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        in_row = tokens < n_tokens
+        within = tokens - tl.load(segment_start_ptr + tokens, mask=in_row, other=0).to(tl.int32)
+        begins_chunk = in_row & (within % CHUNK == 0)
+        begins_segment = in_row & (within == 0)
+        chunks = n_chunks + tl.cumsum(begins_chunk.to(tl.int32), 0)  # up to each token
+        segments = n_segments + tl.cumsum(begins_segment.to(tl.int32), 0)
+        tl.store(starts_ptr + chunks - 1, tokens, mask=begins_chunk)
+        tl.store(segments_ptr + segments - 1, chunks - 1, mask=begins_segment)
+        n_chunks += tl.sum(begins_chunk.to(tl.int32), 0)
+        n_segments += tl.sum(begins_segment.to(tl.int32), 0)
+    tl.store(starts_ptr + n_chunks, n_tokens)
+    tl.store(segments_ptr + n_segments, n_chunks)
+    tl.store(counts_ptr + row * 2, n_chunks)
+    tl.store(counts_ptr + row * 2 + 1, n_segments)
+
+
+def chunk_table(segment_start: Tensor | None) -> ChunkTable:
+    """The chunks of rows with these segments, computed without a host sync."""
+    if segment_start is None:
+        return ChunkTable()
+    segment_start = segment_start.contiguous()
+    rows, tokens = segment_start.shape
+    starts, segments = (segment_start.new_empty((rows, tokens + 1), dtype=torch.int32) for _ in range(2))
+    counts = segment_start.new_empty((rows, 2), dtype=torch.int32)
+    _table_kernel[rows](segment_start, starts, segments, counts, tokens, CHUNK, 1024, num_warps=4)
+    return ChunkTable(segment_start, starts, segments, counts, tokens + 1 if rows > 1 else 0)
+
+
+@jit
+def chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK: tl.constexpr):
+    """The number of chunks of a row."""
+    if counts_ptr is not None:
+        n_chunks = tl.load(counts_ptr + tl.where(table_stride > 0, batch, 0) * 2)
+    else:
+        n_chunks = tl.cdiv(n_tokens, CHUNK)
+    return n_chunks
+
+
+@jit
+def segment_count(counts_ptr, table_stride, batch):
+    """The number of segments of a row."""
+    if counts_ptr is not None:
+        n_segments = tl.load(counts_ptr + tl.where(table_stride > 0, batch, 0) * 2 + 1)
+    else:
+        n_segments = tl.full((), 1, dtype=tl.int32)
+    return n_segments
+
+
+@jit
+def segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK: tl.constexpr):
+    """The first chunk of a segment, and the one after its last."""
+    if segments_ptr is not None:
+        first = tl.load(segments_ptr + batch * table_stride + segment)
+        end = tl.load(segments_ptr + batch * table_stride + segment + 1)
+    else:
+        first = 0
+        end = tl.cdiv(n_tokens, CHUNK)
+    return first, end
+
+
+@jit
+def chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK: tl.constexpr):
+    """The first token of a chunk, and the one after its last, int64."""
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + batch * table_stride + chunk).to(tl.int64)
+        end = tl.load(starts_ptr + batch * table_stride + chunk + 1).to(tl.int64)
+    else:
+        start = tl.cast(chunk, tl.int64) * CHUNK
+        end = tl.minimum(start + CHUNK, n_tokens)
+    return start, end
+
+
+@jit
+def continues(segment_start_ptr, table_stride, batch, token, n_tokens):
+    """Whether the chunk that begins at the token has a state before it: that of its segment, or the initial one."""
+    if segment_start_ptr is not None:
+        row = segment_start_ptr + tl.where(table_stride > 0, batch, 0) * n_tokens
+        has_state = (tl.load(row + token) != token) | (token == 0)
+    else:
+        has_state = token >= 0
+    return has_state
+
+
+@jit
+def load_tile(ptr, batch, tokens, head, batch_stride, token_stride, head_stride, features, in_chunk, n_features):
+    """The features of a head of some tokens of (B, T, heads, D); zeros beyond the chunk and the features."""
+    offsets = batch * batch_stride + head * head_stride + tokens[:, None] * token_stride + features[None, :]
+    return tl.load(ptr + offsets, mask=in_chunk[:, None] & (features < n_features)[None, :], other=0.0)
+
+
+@jit
+def load_factors(ptr, row, tokens, in_chunk, n_tokens):
+    """A factor per token of (rows, T); ones for a null pointer."""
+    if ptr is not None:
+        factors = tl.load(ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+    else:
+        factors = tl.where(in_chunk, 1.0, 0.0)
+    return factors
+
+
+@jit
+def load_total(ptr, row, tokens, end, n_tokens):
+    """G of (rows, T); that of the last token beyond the chunk, so that no difference is positive."""
+    return tl.load(ptr + row * n_tokens + tl.minimum(tokens, end - 1))
+
+
+@jit
+def load_state(states_ptr, slot, rows, columns, n_rows, n_columns, exists):
+    """The block of a (d_k, d_v) state in this slot; zeros if it does not exist."""
+    mask = (rows < n_rows)[:, None] & (columns < n_columns)[None, :] & exists
+    offsets = slot * n_rows * n_columns + rows[:, None] * n_columns + columns[None, :]
+    return tl.load(states_ptr + offsets, mask=mask, other=0.0)
+
+
+@jit
+def decays(total, rows, EXACT: tl.constexpr):
+    """e_ij = exp(G_i - G_j) for j <= i, else 0."""
+    return tl.where(rows[:, None] >= rows[None, :], exp(total[:, None] - total[None, :], EXACT), 0.0)
+
+
+@jit
+def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for a strictly lower triangular `a`, in fp32.
+
+    Rows are eliminated one by one in the diagonal blocks of 16 x 16. With their inverses B and the blocks L below, the
+    inverse is (I + N)^-1 B = (I - N) (I + N^2) B with N = B L, since 4 blocks make N^4 = 0.
+    """
+    BLOCK: tl.constexpr = 16
+    N_BLOCKS: tl.constexpr = CHUNK // BLOCK
+    tl.static_assert(N_BLOCKS <= 4)
+    rows = tl.arange(0, CHUNK)
+    on_diagonal = (rows // BLOCK)[:, None] == (rows // BLOCK)[None, :]
+    blocks = tl.sum(tl.reshape(tl.where(on_diagonal, a, 0.0), (N_BLOCKS, BLOCK, N_BLOCKS, BLOCK)), 2)
+    index = tl.arange(0, BLOCK)
+    inverses = tl.where(index[:, None] == index[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(blocks)
+    for i in range(1, BLOCK):
+        is_row = (index == i)[None, :, None]
+        row = tl.sum(tl.where(is_row, blocks, 0.0), 1)
+        inverses = tl.where(is_row, inverses - tl.sum(row[:, :, None] * inverses, 1)[:, None, :], inverses)
+
+    repeated = tl.broadcast_to(inverses[:, :, None, :], (N_BLOCKS, BLOCK, N_BLOCKS, BLOCK))
+    b = tl.where(on_diagonal, tl.reshape(repeated, (CHUNK, CHUNK)), 0.0)
+    n = tl.dot(b, tl.where(on_diagonal, 0.0, a), input_precision=PRECISION)
+    n_squared = tl.dot(n, n, input_precision=PRECISION)
+    identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+    series = identity - n + n_squared - tl.dot(n, n_squared, input_precision=PRECISION)
+    return tl.dot(series, b, input_precision=PRECISION)
+
+
+@kernel
+def _prepare_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, starts_ptr, counts_ptr, inverse_ptr, total_ptr, q_factor_ptr, k_factor_ptr,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
+    n_tokens, n_slots, n_heads, group, key_dim, eps,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
+    key_head = head // group
+    key_row = batch * (n_heads // group) + key_head
+    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
+    for chunk in range(slot, n_chunks, n_slots):
+        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+        tokens = start + rows
+        in_chunk = tokens < end
+        gates = (batch * n_tokens + tokens) * n_heads + head
+        total = tl.cumsum(tl.load(g_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32), 0)
+        beta = tl.load(beta_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32)
+        tl.store(total_ptr + (batch * n_heads + head) * n_tokens + tokens, total, mask=in_chunk)
+
+        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                      in_chunk, key_dim)  # fmt: skip
+        products = tl.dot(k, tl.trans(k), input_precision="ieee")
+        if k_factor_ptr is not None:
+            k = k.to(tl.float32)
+            k_factor = tl.rsqrt(tl.sum(k * k, 1) + eps)
+            products *= k_factor[:, None] * k_factor[None, :]
+            if head % group == 0:
+                q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
+                              in_chunk, key_dim).to(tl.float32)  # fmt: skip
+                factors = key_row * n_tokens + tokens
+                tl.store(k_factor_ptr + factors, k_factor, mask=in_chunk)
+                tl.store(q_factor_ptr + factors, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=in_chunk)
+
+        system = tl.where(rows[:, None] > rows[None, :], beta[:, None] * decays(total, rows, EXACT) * products, 0.0)
+        inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION) * beta[None, :]
+        offsets = ((batch * n_heads + head) * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
+        tl.store(inverse_ptr + offsets, inverse.to(inverse_ptr.dtype.element_ty), mask=in_chunk[:, None])
+
+
+@kernel
+def _scan_kernel(
+    k_ptr, v_ptr, inverse_ptr, total_ptr, k_factor_ptr, initial_ptr, segment_start_ptr, starts_ptr, segments_ptr,
+    counts_ptr, deltas_ptr, states_ptr, final_ptr,
+    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride, table_stride,
+    n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    block, row, share = program % n_blocks, program // n_blocks // n_shares, program // n_blocks % n_shares
+    batch, head = row // n_heads, row % n_heads
+    key_head = head // group
+    key_row = batch * (n_heads // group) + key_head
+    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block * VALUES + tl.arange(0, VALUES)
+    state_mask = (features < key_dim)[:, None] & (values < value_dim)[None, :]
+    state_offsets = features[:, None] * value_dim + values[None, :]
+    n_segments = segment_count(counts_ptr, table_stride, batch)
+    for segment in range(share, n_segments, n_shares):
+        first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
+        state = tl.zeros((KEYS, VALUES), dtype=tl.float32)
+        if initial_ptr is not None:
+            initial = initial_ptr + row * key_dim * value_dim + state_offsets
+            state = tl.load(initial, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
+        for chunk in range(first, after_last):
+            start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+            tokens = start + rows
+            in_chunk = tokens < end
+            k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                          in_chunk, key_dim)  # fmt: skip
+            v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values,
+                          in_chunk, value_dim)  # fmt: skip
+            inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
+                              mask=in_chunk[:, None], other=0.0)  # fmt: skip
+            total = load_total(total_ptr, row, tokens, end, n_tokens)
+            last_total = tl.load(total_ptr + row * n_tokens + end - 1)
+            k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
+
+            rounded = state.to(k.dtype)
+            has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
+            slot = (row * n_slots + start // CHUNK) * key_dim * value_dim
+            tl.store(states_ptr + slot + state_offsets, rounded, mask=state_mask & has_state)
+            read = tl.dot(k, rounded, input_precision="ieee")
+            residual = v.to(tl.float32) - (exp(total, EXACT) * k_factor)[:, None] * read
+            delta = tl.dot(inverse, residual.to(k.dtype), input_precision="ieee")
+            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+            tl.store(deltas_ptr + offsets, delta.to(k.dtype), mask=in_chunk[:, None] & (values < value_dim)[None, :])
+            written = (exp(last_total - total, EXACT) * k_factor)[:, None] * delta
+            state = exp(last_total, EXACT) * state + tl.dot(tl.trans(k), written.to(k.dtype), input_precision="ieee")
+        if final_ptr is not None:
+            final = final_ptr + row * key_dim * value_dim + state_offsets
+            tl.store(final, state, mask=state_mask & (segment == n_segments - 1))
+
+
+@jit
+def attention_of_chunk(q, k, q_factor, k_factor, decay, scale):
+    """P_ij = scale e_ij (q_i . k_j) with normalized q and k, for j <= i."""
+    products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return products * decay * (q_factor * scale)[:, None] * k_factor[None, :]
+
+
+@kernel
+def _outputs_kernel(
+    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, deltas_ptr,
+    states_ptr, out_ptr,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
+    n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
+    row, key_head = batch * n_heads + head, head // group
+    key_row = batch * (n_heads // group) + key_head
+    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
+    for chunk in range(slot, n_chunks, n_slots):
+        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+        tokens = start + rows
+        in_chunk = tokens < end
+        q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
+                      in_chunk, key_dim)  # fmt: skip
+        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                      in_chunk, key_dim)  # fmt: skip
+        total = load_total(total_ptr, row, tokens, end, n_tokens)
+        q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
+        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
+        attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)
+        state_factor = exp(total, EXACT) * q_factor * scale
+        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
+        for first in range(0, value_dim, VALUES):
+            values = first + tl.arange(0, VALUES)
+            state = load_state(states_ptr, row * n_slots + start // CHUNK, features, values, key_dim, value_dim,
+                               has_state)  # fmt: skip
+            mask = in_chunk[:, None] & (values < value_dim)[None, :]
+            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+            delta = tl.load(deltas_ptr + offsets, mask=mask, other=0.0)
+            out = tl.dot(q, state, input_precision="ieee") * state_factor[:, None]
+            out += tl.dot(attention, delta, input_precision="ieee")
+            tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class Tokens(NamedTuple):
+    """The tensors of the tokens, with adjacent features.
+
+    Attributes:
+        q: (B, T, K, D_k).
+        k: (B, T, K, D_k).
+        v: (B, T, V, D_v).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Prepared(NamedTuple):
+    """What `prepare` computes, and backward needs: 64 elements and 4 bytes per token and value head, and 8 bytes per
+    token and key head.
+
+    Attributes:
+        inverse: (B, V, T, 64) X, the rows of each chunk, in the dtype of the tokens.
+        total: (B, V, T) G, fp32.
+        q_factor: (B, K, T) fp32, 1 / norm of q; without elements if q and k are not normalized.
+        k_factor: (B, K, T) fp32, 1 / norm of k, likewise.
+    """
+
+    inverse: Tensor
+    total: Tensor
+    q_factor: Tensor
+    k_factor: Tensor
+
+
+def allocate_prepared(k: Tensor, v: Tensor, normalize: bool) -> Prepared:
+    """Uninitialized results of `prepare`."""
+    batch, tokens, heads = v.shape[:3]
+    factor_shape = (batch, k.shape[2], tokens) if normalize else (0,)
+    return Prepared(
+        v.new_empty((batch, heads, tokens, CHUNK)),
+        v.new_empty((batch, heads, tokens), dtype=torch.float32),
+        v.new_empty(factor_shape, dtype=torch.float32),
+        v.new_empty(factor_shape, dtype=torch.float32),
+    )
+
+
+def optional(tensor: Tensor) -> Tensor | None:
+    """None for a tensor without elements."""
+    return tensor if tensor.numel() > 0 else None
+
+
+def is_exact(tokens: Tokens) -> bool:
+    """Whether elementwise functions must be exact in fp32."""
+    return tokens.v.dtype == torch.float32
+
+
+def padded_dim(features: int) -> int:
+    """The features of a tile: a power of 2, at least the 16 of a matrix product."""
+    return max(16, next_power_of_2(features))
+
+
+def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normalize: bool) -> Prepared:
+    """Computes the triangular inverses, the sums of g and the norms; `g` and `beta` are (B, T, V), contiguous."""
+    q, k, v = tokens
+    batch, n_tokens, heads, _ = v.shape
+    prepared = allocate_prepared(k, v, normalize)
+    slots = cdiv(n_tokens, CHUNK)
+    _prepare_kernel[batch * slots * heads](
+        q, k, g, beta, table.starts, table.counts, prepared.inverse, prepared.total, optional(prepared.q_factor),
+        optional(prepared.k_factor), *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads,
+        heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, padded_dim(k.shape[3]), is_exact(tokens),
+        "ieee" if is_exact(tokens) else "tf32", num_warps=PREPARE.warps, num_stages=PREPARE.stages,
+    )  # fmt: skip
+    return prepared
+
+
+def scan(
+    tokens: Tokens, prepared: Prepared, table: ChunkTable, initial_state: Tensor | None, final_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the deltas, (B, T, V, D_v), and the state before each chunk, (B, V, slots, D_k, D_v).
+
+    Writes the (B, V, D_k, D_v) `final_state`.
+    """
+    _, k, v = tokens
+    batch, n_tokens, heads, value_dim = v.shape
+    key_dim = k.shape[3]
+    launch = SCAN[v.element_size()]
+    slots, shares = cdiv(n_tokens, CHUNK), 1 if table.starts is None else SEGMENT_PROGRAMS
+    values = min(launch.values, padded_dim(value_dim))
+    blocks = cdiv(value_dim, values)
+    deltas, states = v.new_empty(v.shape), v.new_empty((batch, heads, slots, key_dim, value_dim))
+    _scan_kernel[batch * heads * shares * blocks](
+        k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), initial_state, table.segment_start,
+        table.starts, table.segments, table.counts, deltas, states, final_state, *k.stride()[:3], *v.stride()[:3],
+        table.stride, n_tokens, slots, shares, heads, heads // k.shape[2], key_dim, value_dim, blocks, CHUNK,
+        padded_dim(key_dim), values, is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return deltas, states
+
+
+def outputs(
+    tokens: Tokens, prepared: Prepared, table: ChunkTable, deltas: Tensor, states: Tensor, scale: float
+) -> Tensor:
+    """Returns the (B, T, V, D_v) outputs."""
+    q, k, v = tokens
+    batch, n_tokens, heads, value_dim = v.shape
+    launch = OUTPUTS[v.element_size()]
+    slots = cdiv(n_tokens, CHUNK)
+    out = v.new_empty(v.shape)
+    _outputs_kernel[batch * slots * heads](
+        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
+        table.starts, table.counts, deltas, states, out, *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens,
+        slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
+        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return out

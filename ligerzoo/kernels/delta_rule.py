@@ -1,0 +1,308 @@
+"""The gated delta rule (Yang et al. 2025, "Gated Delta Networks", eq. 10): linear attention with a decaying state.
+
+For each value head, with a state S of shape (d_k, d_v), from token to token:
+
+    S = e^g S;   delta = beta (v - S^T k);   S = S + k delta^T;   o = scale * S^T q
+
+q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key head serves several value heads.
+
+`delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass.
+
+Saved: q, k, v and `Prepared`, 64 elements and 4 bytes per token and value head and 8 bytes per token and key head.
+Recomputed in backward: the deltas and the states between chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.kernels import delta_chunk_gradients as backward_pass
+from ligerzoo.kernels import delta_chunks as forward_pass
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats, check_optional_floats, check_tensor
+from ligerzoo.kernels.delta_chunk_gradients import Gradients
+from ligerzoo.kernels.delta_chunks import (
+    CHUNK,
+    NORMALIZATION_EPS,
+    Prepared,
+    Tokens,
+    allocate_prepared,
+    chunk_table,
+)
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
+from ligerzoo.kernels.registration import register
+
+MAX_KEY_DIM = 256
+"""Larger keys run in plain torch."""
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    segment_start: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` in plain torch, token by token: the specification, the CPU path and the test oracle."""
+    dtype = accumulation_dtype(v.dtype)
+    group = v.shape[2] // k.shape[2]
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
+    if normalize:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORMALIZATION_EPS) for x in (q, k))
+    q, k = (x.repeat_interleave(group, 2) for x in (q * scale, k))
+    decay = g.exp()
+    if segment_start is not None:  # nothing remains of the state before a segment's first token
+        begins = segment_start[:, 1:] != segment_start[:, :-1]
+        decay = torch.cat([decay[:, :1], decay[:, 1:].masked_fill(begins[..., None], 0.0)], 1)
+    batch, tokens, heads, _ = k.shape
+    state = v.new_zeros(batch, heads, k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(dtype)
+    outputs = []
+    for t in range(tokens):
+        state = state * decay[:, t, :, None, None]
+        delta = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, :, :, None]).sum(-2))
+        state = state + k[:, t, :, :, None] * delta[:, :, None, :]
+        outputs.append((state * q[:, t, :, :, None]).sum(-2))
+    o = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
+    return o, state
+
+
+class _Output(NamedTuple):
+    """Results of the forward pass: outputs, final state (without elements if not needed), and what backward needs."""
+
+    o: Tensor
+    final_state: Tensor
+    inverse: Tensor
+    total: Tensor
+    q_factor: Tensor
+    k_factor: Tensor
+
+
+def _allocate_forward(tokens: Tokens, normalize: bool, needs_final: bool) -> _Output:
+    _, k, v = tokens
+    final_shape = (len(v), v.shape[2], k.shape[3], v.shape[3]) if needs_final else (0,)
+    final_state = v.new_empty(final_shape, dtype=torch.float32)
+    return _Output(v.new_empty(v.shape), final_state, *allocate_prepared(k, v, normalize))
+
+
+def _flops(tokens: Tokens) -> int:
+    """Of the rule itself, token by token: reading, writing and querying the state."""
+    return 6 * tokens.v.numel() * tokens.k.shape[3]
+
+
+def _scan_bytes(tokens: Tokens) -> int:
+    """The bytes of the deltas and of the states between chunks."""
+    _, k, v = tokens
+    states = v.shape[0] * v.shape[2] * cdiv(v.shape[1], CHUNK) * k.shape[3] * v.shape[3]
+    return v.element_size() * (v.numel() + states)
+
+
+def _prepared_bytes(tokens: Tokens) -> int:
+    _, k, v = tokens
+    n_tokens = v.shape[0] * v.shape[1]
+    return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + 4) + 8 * k.shape[2])
+
+
+def _forward_peak(tokens: Tokens) -> int:
+    """At the last kernel: results, deltas and states."""
+    v = tokens.v
+    final_state = 4 * v.shape[0] * v.shape[2] * tokens.k.shape[3] * v.shape[3]
+    return v.nbytes + final_state + _prepared_bytes(tokens) + _scan_bytes(tokens)
+
+
+@register("delta_rule_forward", fake=_allocate_forward, flops=_flops, peak=_forward_peak)
+def _forward(
+    tokens: Tokens, g: Tensor, beta: Tensor, initial_state: Tensor | None, segment_start: Tensor | None, scale: float,
+    normalize: bool, needs_final: bool,
+) -> _Output:  # fmt: skip
+    final_state = _allocate_forward(tokens, normalize, needs_final).final_state
+    table = chunk_table(segment_start)
+    prepared = forward_pass.prepare(tokens, g, beta, table, normalize)
+    deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, final_state if needs_final else None)
+    o = forward_pass.outputs(tokens, prepared, table, deltas, states, scale)
+    return _Output(o, final_state, *prepared)
+
+
+def _allocate_backward(
+    tokens: Tokens, initial_state: Tensor | None, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool
+) -> Gradients:
+    q, k, v = tokens
+    initial = v if initial_state is None else initial_state
+    return Gradients(
+        q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), v.new_empty(v.shape[:3], dtype=g_dtype),
+        v.new_empty(v.shape[:3], dtype=beta_dtype), empty_gradient(initial, needs_initial),
+    )  # fmt: skip
+
+
+def _backward_flops(tokens: Tokens) -> int:
+    return 2 * _flops(tokens)
+
+
+def _backward_peak(tokens: Tokens) -> int:
+    """At the last kernel: results; deltas, states and their gradients; and two squares per chunk."""
+    q, k, v = tokens
+    heads = v.shape[0] * v.shape[2]
+    gates = 8 * heads * v.shape[1]
+    last_states = (v.element_size() + 4) * heads * k.shape[3] * v.shape[3]  # of the tokens' dtype, and the result
+    squares = 2 * CHUNK * heads * v.shape[1] * v.element_size()
+    return q.nbytes + k.nbytes + v.nbytes + gates + last_states + 2 * _scan_bytes(tokens) + squares
+
+
+@register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops, peak=_backward_peak)
+def _backward(
+    do: Tensor, dfinal: Tensor | None, tokens: Tokens, prepared: Prepared, initial_state: Tensor | None,
+    segment_start: Tensor | None, scale: float, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool,
+) -> Gradients:  # fmt: skip
+    gradients = _allocate_backward(tokens, initial_state, g_dtype, beta_dtype, needs_initial)
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dinitial = gradients.dinitial if needs_initial else None
+    table = chunk_table(segment_start)
+    deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, None)
+    ddelta = backward_pass.local_gradients(tokens, prepared, table, do, scale)
+    dstates = backward_pass.reverse_scan(tokens, prepared, table, do, ddelta, dfinal, dinitial, scale)
+    squares = backward_pass.value_gradients(tokens, prepared, table, deltas, states, do, ddelta, gradients, scale)
+    backward_pass.key_gradients(tokens, prepared, table, deltas, states, do, dstates, *squares, gradients, scale)
+    return gradients
+
+
+class _GatedDeltaRule(FusedFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+        segment_start: Tensor | None, scale: float, normalize: bool, needs_final: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        tokens = Tokens(q, k, v)
+        o, final_state, *prepared = _forward(
+            tokens, g, beta, initial_state, segment_start, scale, normalize, needs_final
+        )
+        ctx.save_for_backward(q, k, v, initial_state, segment_start, *prepared)
+        ctx.options = scale, g.dtype, beta.dtype, needs_final
+        if not needs_final:
+            ctx.mark_non_differentiable(final_state)
+        return o, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, initial_state, segment_start, *prepared = ctx.saved_tensors
+        scale, g_dtype, beta_dtype, needs_final = ctx.options
+        gradients = _backward(
+            do, dfinal if needs_final else None, Tokens(q, k, v), Prepared(*prepared), initial_state, segment_start,
+            scale, g_dtype, beta_dtype, ctx.needs_input_grad[5],
+        )  # fmt: skip
+        needed = zip(gradients, ctx.needs_input_grad[:6], strict=True)
+        return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    segment_start: Tensor | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    output_final_state: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Linear attention by the gated delta rule.
+
+    A token with g = 0 and beta = 0 does not change the state: give padding tokens these values.
+
+    Args:
+        q: (B, T, K, D_k) queries, any strides.
+        k: (B, T, K, D_k) keys, any strides.
+        v: (B, T, V, D_v) values, V a multiple of K: value heads j*V/K to (j+1)*V/K - 1 share query and key head j.
+        g: (B, T, V) logarithm of the decay, at most 0. fp32 in the models.
+        beta: (B, T, V) writing strength, any float dtype.
+        initial_state: (B, V, D_k, D_v) state before the first token; None for zeros.
+        segment_start: (B or 1, T) integers, the index of the first token of each token's segment in packed rows, as
+            `Context.segment_start`. The state is zero before each segment but the row's first one, which continues
+            `initial_state`. A segment's results are those of the segment alone, bit by bit. None for one segment.
+        scale: factor of the outputs; None for D_k^-0.5.
+        normalize: divides each q and k by its l2 norm, in fp32.
+        output_final_state: also returns the state after the last token.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (B, T, V, D_v) outputs in the dtype of `v`. With `output_final_state`, also the (B, V, D_k, D_v) state in fp32
+        (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the shapes or dtypes do not match, or `backend` does not support the tensors.
+    """
+    check_tokens("gated_delta_rule", q, k, v, g, beta)
+    check_optional_floats("gated_delta_rule", initial_state=initial_state)
+    state_shape = len(v), v.shape[2], k.shape[3], v.shape[3]
+    if initial_state is not None:
+        check_tensor("gated_delta_rule", "initial_state", initial_state, shapes=[state_shape])
+    if segment_start is not None:
+        shapes = [tuple(v.shape[:2]), (1, v.shape[1])]
+        check_tensor("gated_delta_rule", "segment_start", segment_start, "integer", shapes, v.device)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    floats = (q, k, v, g, beta) if initial_state is None else (q, k, v, g, beta, initial_state)
+    if uses_triton(*floats, backend=backend) and _fits(k, v, backend):
+        dtype = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
+        wide_q, wide_k, wide_v = (with_adjacent_features(x.to(dtype)) for x in (q, k, v))
+        initial_state = None if initial_state is None else initial_state.contiguous()
+        segment_start = None if v.shape[1] == 0 else segment_start  # without segments, none would write the state
+        o, state = _GatedDeltaRule.apply(
+            wide_q, wide_k, wide_v, g.contiguous(), beta.contiguous(), initial_state, segment_start, scale, normalize,
+            output_final_state,
+        )  # fmt: skip
+    else:
+        o, state = reference(q, k, v, g, beta, initial_state, segment_start, scale, normalize)
+    o = o.to(v.dtype)
+    return (o, state) if output_final_state else o
+
+
+def with_adjacent_features(x: Tensor) -> Tensor:
+    """A copy if neighbours in the last dimension are not adjacent."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _fits(k: Tensor, v: Tensor, backend: Backend) -> bool:
+    """Whether the kernels support these sizes.
+
+    Raises:
+        ValueError: they do not, and `backend` is "triton".
+    """
+    if 0 < k.shape[3] <= MAX_KEY_DIM and v.shape[3] > 0:
+        return True
+    if backend == "triton":
+        raise ValueError(
+            f'backend="triton" with D_k={k.shape[3]} and D_v={v.shape[3]}; expected D_k from 1 to {MAX_KEY_DIM}, or '
+            'backend="auto"'
+        )
+    return False
+
+
+def check_tokens(name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Raises unless the tokens' tensors are floating-point and their shapes match."""
+    check_floats(name, q=q, k=k, v=v, g=g, beta=beta)
+    shapes_match = (
+        k.dim() == v.dim() == 4
+        and q.shape == k.shape
+        and k.shape[:2] == v.shape[:2]
+        and k.shape[2] > 0
+        and v.shape[2] % k.shape[2] == 0
+        and g.shape == beta.shape == v.shape[:3]
+    )
+    if not shapes_match:
+        raise ValueError(
+            f"{name}: q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, g {tuple(g.shape)} and beta "
+            f"{tuple(beta.shape)}; expected (B, T, K, D_k) twice, (B, T, V, D_v) and (B, T, V) twice, V a multiple of K"
+        )

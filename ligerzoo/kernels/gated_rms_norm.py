@@ -1,0 +1,209 @@
+"""RMS normalization with an output gate, as in Qwen3-Next: `weight * normalized x * silu(z)`.
+
+Forward:   n = x * r,  r = 1 / sqrt(mean(x^2) + eps)  in fp32;
+           y = round(round(weight * round(n)) * silu(z)).  round casts to the dtype of x (the inner product
+           to the promoted dtype of x and the weight), silu is in fp32.
+Backward:  with a = dy * silu(z) and g = a * weight:   dx = r * (g - n * mean(g * n)),
+           dw = sum over rows of a * round(n),   dz = dy * round(weight * round(n)) * silu'(z).
+
+Saved: x, z, the weight and r (one fp32 number per row). Recomputed in backward: n and silu(z).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
+from ligerzoo.kernels.checks import check_floats
+from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.math import sigmoids
+from ligerzoo.kernels.registration import register
+from ligerzoo.kernels.tiling import (
+    BACKWARD_TILE,
+    FORWARD_TILE,
+    check_columns,
+    column_sums_,
+    fits_registers,
+    group_size,
+    grouped,
+    persistent_programs,
+    row_offsets,
+    tile,
+)
+
+
+def reference(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """`gated_rms_norm` in plain torch: the specification, the CPU path and the test oracle."""
+    dtype = accumulation_dtype(x.dtype)
+    wide = x.to(dtype)
+    normalized = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * normalized * F.silu(z.to(dtype))).to(x.dtype)
+
+
+@jit
+def _rounded_product(normalized, wide_weight, x, weight):
+    """The product in fp32, rounded to the promoted dtype of x and the weight."""
+    product = normalized * wide_weight[None, :]
+    if x.dtype == weight.dtype:
+        product = product.to(x.dtype).to(tl.float32)
+    return product
+
+
+@kernel
+def _forward_kernel(
+    x_ptr, z_ptr, weight_ptr, y_ptr, rstd_ptr, group, x_group_stride, x_row_stride, z_group_stride, z_row_stride,
+    n_rows, n_cols, eps, ROWS: tl.constexpr, COLS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+    x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
+    z_rows = row_offsets(rows, group, z_group_stride, z_row_stride)
+    x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
+    z = tl.load(z_ptr + z_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0)
+    wide_x = x.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(wide_x * wide_x, axis=1) / n_cols + eps)
+    normalized = (wide_x * rstd[:, None]).to(x.dtype).to(tl.float32)
+    scaled = _rounded_product(normalized, weight.to(tl.float32), x, weight)
+    sigmoid, _ = sigmoids(z, EXACT)
+    y = scaled * (z * sigmoid)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _backward_kernel(
+    dy_ptr, x_ptr, z_ptr, weight_ptr, rstd_ptr, dx_ptr, dz_ptr, dweight_ptr, group, dy_group_stride, dy_row_stride,
+    x_group_stride, x_row_stride, z_group_stride, z_row_stride, n_rows, n_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    cols = tl.arange(0, COLS)
+    weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0)
+    wide_weight = weight.to(tl.float32)
+    dweight = tl.zeros((COLS,), dtype=tl.float32)
+    for block in range(program, tl.cdiv(n_rows, ROWS), programs):
+        rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        x_rows = row_offsets(rows, group, x_group_stride, x_row_stride)
+        z_rows = row_offsets(rows, group, z_group_stride, z_row_stride)
+        dy_rows = row_offsets(rows, group, dy_group_stride, dy_row_stride)
+        x = tl.load(x_ptr + x_rows[:, None] + cols[None, :], mask=mask, other=0.0)
+        z = tl.load(z_ptr + z_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        normalized = x.to(tl.float32) * rstd[:, None]
+        rounded = normalized.to(x.dtype).to(tl.float32)
+        sigmoid, complement = sigmoids(z, EXACT)
+        dscaled = dy * (z * sigmoid)
+        offsets = rows[:, None] * n_cols + cols[None, :]
+        if dz_ptr is not None:
+            scaled = _rounded_product(rounded, wide_weight, x, weight)
+            dz = dy * scaled * (sigmoid * (1.0 + z * complement))
+            tl.store(dz_ptr + offsets, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if dx_ptr is not None:
+            g = dscaled * wide_weight[None, :]
+            dx = rstd[:, None] * (g - normalized * (tl.sum(g * normalized, axis=1) / n_cols)[:, None])
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dweight_ptr is not None:
+            dweight += tl.sum(dscaled * rounded, axis=0)
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + program.to(tl.int64) * n_cols + cols, dweight, mask=cols < n_cols)
+
+
+def _allocate_forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _is_exact(*tensors: Tensor) -> bool:
+    return any(t.dtype == torch.float32 for t in tensors)
+
+
+@register("gated_rms_norm_forward", fake=_allocate_forward)
+def _forward(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, rstd = _allocate_forward(x)
+    n_rows, n_cols = rstd.numel(), x.shape[-1]
+    exact, group = _is_exact(x, z), group_size(x, z)
+    x, x_group_stride, x_row_stride = grouped(x, group)
+    z, z_group_stride, z_row_stride = grouped(z, group)
+    tile_rows, tile_cols, warps = tile(n_cols, FORWARD_TILE)
+    _forward_kernel[cdiv(n_rows, tile_rows)](
+        x, z, weight.contiguous(), y, rstd, group, x_group_stride, x_row_stride, z_group_stride, z_row_stride, n_rows,
+        n_cols, eps, tile_rows, tile_cols, exact, num_warps=warps,
+    )  # fmt: skip
+    return y, rstd
+
+
+def _allocate_backward(
+    x: Tensor, z: Tensor, weight: Tensor, needs_x: bool, needs_z: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_gradient(x, needs_x), empty_gradient(z, needs_z), empty_gradient(weight, needs_weight)
+
+
+@register("gated_rms_norm_backward", fake=_allocate_backward)
+def _backward(
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, needs_x: bool, needs_z: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dz, dweight = _allocate_backward(x, z, weight, needs_x, needs_z, needs_weight)
+    n_rows, n_cols = rstd.numel(), x.shape[-1]
+    exact, group = _is_exact(x, z), group_size(dy, x, z)
+    dy, dy_group_stride, dy_row_stride = grouped(dy, group)
+    x, x_group_stride, x_row_stride = grouped(x, group)
+    z, z_group_stride, z_row_stride = grouped(z, group)
+    tile_rows, tile_cols, warps = tile(n_cols, BACKWARD_TILE)
+    programs = persistent_programs(n_rows, tile_rows, x)
+    partial = x.new_empty((programs, n_cols), dtype=torch.float32) if needs_weight else None
+    _backward_kernel[programs](
+        dy, x, z, weight.contiguous(), rstd, dx if needs_x else None, dz if needs_z else None, partial, group,
+        dy_group_stride, dy_row_stride, x_group_stride, x_row_stride, z_group_stride, z_row_stride, n_rows, n_cols,
+        tile_rows, tile_cols, exact, num_warps=warps,
+    )  # fmt: skip
+    if partial is not None:
+        column_sums_(dweight, partial)
+    return dx, dz, dweight
+
+
+class _GatedRMSNorm(FusedFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = _forward(x, z, weight, eps)
+        ctx.save_for_backward(x, z, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[:3]
+        gradients = _backward(dy, *ctx.saved_tensors, *needed)
+        return *(gradient if needs else None for gradient, needs in zip(gradients, needed, strict=True)), None
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: Backend = "auto") -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps) * silu(z)` over the last dimension, normalized and gated in fp32.
+
+    Args:
+        x: (..., H), any strides.
+        z: (..., H) gate before its activation, any strides.
+        weight: (H,).
+        eps: added to the mean square.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Returns:
+        (..., H), contiguous, in the dtype of `x`.
+
+    Raises:
+        ValueError: the shapes do not match, or `backend` does not support the tensors.
+    """
+    check_floats("gated_rms_norm", x=x, z=z, weight=weight)
+    check_columns("gated_rms_norm", x, weight=weight)
+    if z.shape != x.shape:
+        raise ValueError(f"gated_rms_norm: z has shape {tuple(z.shape)}; expected {tuple(x.shape)}")
+    if uses_triton(x, z, weight, backend=backend) and fits_registers(x, backend):
+        return _GatedRMSNorm.apply(x, z, weight, eps)
+    return reference(x, z, weight, eps)

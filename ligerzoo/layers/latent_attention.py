@@ -1,0 +1,245 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, 2024, section 2.1).
+
+Keys and values of all heads are projections of one latent vector per token, c. Rotation cannot be moved out of a
+projection, so each head's query and key have a second, rotated part; that of the keys is shared by all heads:
+
+    c, k_rope = split(W_a x);  c = norm(c);   k_h = [U_h c | rotated k_rope],   v_h = V_h c
+    q_h = [q_nope_h | rotated q_rope_h],      W_b = rows of U_h and V_h, head by head
+
+The cache holds c and the rotated k_rope: as many numbers per token as few key-value heads, for any number of heads.
+A decode step does not compute keys and values: (U_h c) q = c (U_h^T q), and sum p V_h c = V_h sum p c ("absorbed"
+projections), so it is attention with one key-value head whose keys are [c | k_rope] and whose values are c.
+
+Shapes: B batch, T tokens in the call, S keys (cached and new), N heads, R features of c, P rotated features, D features
+of a head's query that are not rotated, V features of a head's value.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligerzoo.kernels import latent_decode_attention, rope
+from ligerzoo.kernels.autograd import under_transform
+from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.kernels.fp8 import from_storage
+from ligerzoo.layers.attention import apply_probabilities, attend, attention_probabilities
+from ligerzoo.layers.cache import LayerCache
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import Linear, check_features
+from ligerzoo.layers.lora import project_jointly
+from ligerzoo.layers.masks import AttentionMask, Mask, additive_mask
+from ligerzoo.layers.norm import RMSNorm, recomputable_norm
+from ligerzoo.layers.plain import is_plain
+from ligerzoo.layers.rotary import RotaryEmbedding
+from ligerzoo.layers.static_cache import DECODE_TOKENS, StaticLayerCache
+
+_MAX_SCORES = 1024 * 1024
+"""Largest T * S for which several new tokens attend to latent vectors: fused kernels lack heads of 512 features."""
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention whose cache holds one latent vector per token.
+
+    Args:
+        hidden_size: H.
+        num_heads: N.
+        kv_rank: R.
+        nope_dim: D.
+        value_dim: V.
+        rotary: rotary embedding of P features.
+        q_rank: features between the two projections to queries, with a norm; None for one projection.
+        scale: factor of the scores; None for (D + P)^-0.5.
+        bias: add biases to the first projections, to latent vectors and `q_rank` features, and to the output.
+        norm_eps: epsilon of the norms of latent vectors and of `q_rank` features.
+        backend: of rotation and projections: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Raises:
+        ValueError: a size is not positive, or `backend` is unknown.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kv_rank: int,
+        nope_dim: int,
+        value_dim: int,
+        rotary: RotaryEmbedding,
+        *,
+        q_rank: int | None = None,
+        scale: float | None = None,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "kv_rank": kv_rank, "nope_dim": nope_dim,
+                 "value_dim": value_dim, "q_rank": 1 if q_rank is None else q_rank}  # fmt: skip
+        if min(sizes.values()) < 1:
+            given = ", ".join(f"{name}={value}" for name, value in sizes.items())
+            raise ValueError(f"LatentAttention: {given}; expected positive numbers")
+        self.hidden_size, self.num_heads, self.kv_rank = hidden_size, num_heads, kv_rank
+        self.q_rank = q_rank
+        self.nope_dim, self.rope_dim, self.value_dim = nope_dim, rotary.dim, value_dim
+        self.scale = (nope_dim + rotary.dim) ** -0.5 if scale is None else scale
+        self.backend: Backend = check_backend(backend)
+        self.rotary = rotary
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> Linear:
+            return Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        q_size = num_heads * (nope_dim + rotary.dim)
+        if q_rank is None:
+            self.q_proj = linear(hidden_size, q_size)
+        else:
+            self.q_a_proj = linear(hidden_size, q_rank, bias)
+            self.q_a_layernorm = RMSNorm(q_rank, norm_eps, device=device, dtype=dtype)
+            self.q_b_proj = linear(q_rank, q_size)
+        self.kv_a_proj_with_mqa = linear(hidden_size, kv_rank + rotary.dim, bias)
+        self.kv_a_layernorm = RMSNorm(kv_rank, norm_eps, device=device, dtype=dtype)
+        self.kv_b_proj = linear(kv_rank, num_heads * (nope_dim + value_dim))
+        self.o_proj = linear(num_heads * value_dim, hidden_size, bias)
+
+    def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """x: (B, T, H) -> (B, T, H).
+
+        Args:
+            x: the hidden states of T new tokens.
+            context: positions and mask of these tokens.
+            cache: latent vectors and rotated keys of earlier tokens; the new ones are appended.
+        """
+        check_features(self, x, self.hidden_size)
+        q_nope, q_rope, latents, k_rope = self.project(x, context)
+        if cache is not None:
+            latents, k_rope = cache.append(latents, k_rope)
+        mask = context.mask(latents.shape[1], cache=cache)
+        if self._absorbs(q_nope, latents, context):
+            out = self._attend_to_latents(q_nope, q_rope, latents, k_rope, mask)
+        else:
+            q = torch.cat([q_nope, q_rope], -1)
+            k, v = self.expand(from_storage(latents, q.dtype), from_storage(k_rope, q.dtype))
+            out = self._attend(q, k, v, mask, context)
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Projects and rotates the hidden states x, (B, T, H).
+
+        Returns:
+            Queries (B, T, N, D) and rotated (B, T, N, P); latent vectors (B, T, 1, R) and rotated keys (B, T, 1, P).
+        """
+        if self.q_rank is None:
+            q, compressed = project_jointly(x, self.q_proj, self.kv_a_proj_with_mqa, backend=self.backend)
+        else:
+            q, compressed = project_jointly(x, self.q_a_proj, self.kv_a_proj_with_mqa, backend=self.backend)
+            q = self.q_b_proj(recomputable_norm(q, self.q_a_layernorm))
+        q_nope, q_rope = self._split_heads(q, self.nope_dim, self.rope_dim)
+        latents, k_rope = compressed.split_with_sizes([self.kv_rank, self.rope_dim], -1)
+        latents = recomputable_norm(latents, self.kv_a_layernorm)
+        cos, sin = context.rotation(self.rotary, q.dtype)
+        q_rope, k_rope = rope(
+            q_rope, k_rope[:, :, None], cos, sin, interleaved=self.rotary.interleaved, backend=self.backend
+        )
+        return q_nope, q_rope, latents[:, :, None], k_rope
+
+    def expand(self, latents: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Latent vectors (B, S, 1, R) and rotated keys (B, S, 1, P) -> keys (B, S, N, D + P), values (B, S, N, V)."""
+        k_nope, v = self._split_heads(self.kv_b_proj(latents[:, :, 0]), self.nope_dim, self.value_dim)
+        return torch.cat([k_nope, k_rope.expand(-1, -1, self.num_heads, -1)], -1), v
+
+    def _split_heads(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """(B, T, N * sum(sizes)) -> (B, T, N, size) each."""
+        return x.view(*x.shape[:2], self.num_heads, sum(sizes)).split_with_sizes(sizes, -1)
+
+    def _absorbs(self, q: Tensor, latents: Tensor, context: Context) -> bool:
+        """Whether to attend to latent vectors: decode steps, whose cached tokens are many more than the new ones."""
+        tokens, keys = q.shape[1], latents.shape[1]
+        is_decoding = tokens < keys and (tokens == 1 or (tokens <= DECODE_TOKENS and tokens * keys <= _MAX_SCORES))
+        return (
+            is_decoding
+            and context.attentions is None
+            and is_plain(self.kv_b_proj, Linear, nn.Linear)
+            and not (torch.is_grad_enabled() and q.requires_grad)
+            and not under_transform()
+        )
+
+    def _attend_to_latents(
+        self, q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, mask: AttentionMask | Tensor | None
+    ) -> Tensor:
+        """Returns (B, T, N, V), with both halves of `kv_b_proj` absorbed."""
+        weight = self.kv_b_proj.weight.view(self.num_heads, -1, self.kv_rank)
+        to_keys, to_values = weight[:, : self.nope_dim], weight[:, self.nope_dim :]
+        q = torch.einsum("btnd,ndr->btnr", q_nope, to_keys)
+        if q.shape[1] == 1 and (mask is None or isinstance(mask, Mask)):
+            first = last = padding_mask = fallback = None
+            if mask is not None:
+                first, last, padding_mask = mask.first[:, 0], mask.last[:, 0], mask.padding_mask
+                fallback = None if mask.fallback is None else mask.fallback[:, 0]
+            out = latent_decode_attention(
+                q[:, 0], q_rope[:, 0], latents[:, :, 0], k_rope[:, :, 0], first, last, padding_mask, fallback,
+                scale=self.scale, backend=self.backend,
+            )[:, None]  # fmt: skip
+        else:
+            latents, k_rope = from_storage(latents, q.dtype), from_storage(k_rope, q.dtype)
+            keys = torch.cat([latents, k_rope], -1)
+            out = attend(torch.cat([q, q_rope], -1), keys, latents, mask, self.scale)
+        return torch.einsum("btnr,nvr->btnv", out, to_values)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None, context: Context) -> Tensor:
+        """Returns (B, T, N, V); stores the probabilities if the context asks for them."""
+        if context.attentions is None:
+            return attend_unequal(q, k, v, mask, self.scale)
+        if isinstance(mask, AttentionMask):
+            mask = mask.additive(q.dtype)
+        elif mask is not None and mask.dtype == torch.bool:
+            mask = additive_mask(mask, q.dtype)
+        probabilities = attention_probabilities(q, k, mask, self.scale)
+        context.attentions.append(probabilities)
+        return apply_probabilities(probabilities, v)
+
+    def new_cache(self, capacity: int | None = None) -> LayerCache:
+        """Returns an empty cache, of fixed size if `capacity` is given.
+
+        Its keys are the latent vectors, and its values the rotated keys.
+        """
+        return LayerCache() if capacity is None else StaticLayerCache(capacity)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, scale={self.scale:.6g}"
+
+
+def attend_unequal(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """`attend` for values with fewer features than keys, such as 128 and 192.
+
+    Of the fused causal kernels only cuDNN's accepts this, on some GPUs and in some versions. Where it does not, values
+    are padded with zeros: torch would choose a slower kernel that accepts unequal numbers.
+
+    Args:
+        q: (B, T, N, D).
+        k: (B, S, N, D).
+        v: (B, S, N, V), V <= D.
+        mask: see `attend`.
+        scale: factor of the scores; None for D^-0.5.
+
+    Returns:
+        (B, T, N, V).
+    """
+    missing, tokens = q.shape[-1] - v.shape[-1], q.shape[1]
+    is_supported = missing <= 0 or (tokens > 1 and (mask is not None or _cudnn_accepts(q, k, v)))
+    if is_supported or not q.is_cuda or under_transform():
+        return attend(q, k, v, mask, scale)
+    return attend(q, k, F.pad(v, (0, missing)), mask, scale)[..., : v.shape[-1]]
+
+
+def _cudnn_accepts(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not q.is_cuda or torch.compiler.is_compiling():  # which cannot ask; cuDNN 9 accepts 192 and 128 on Hopper
+        return True
+    from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, False))

@@ -1,0 +1,230 @@
+"""Images of conversations: their tokens in samples, and their pixels in batches.
+
+A sample holds the sizes of its images only. Their pixels are read from the record again when a batch needs them, so
+memory does not grow with the data, and a saved position contains no images.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import DataError, ImageError, TokenizerError, quote
+from ligerzoo.train.data.fields import Fields, Messages
+from ligerzoo.train.data.samples import Sample, Source
+from ligerzoo.vision import read_image
+from ligerzoo.vision.io import image_size
+from ligerzoo.vision.processor import Processor
+
+_READERS = 4  # threads that decode the images of a batch
+
+_SCHEMES = ("data:", "file://", "http://", "https://")
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+class Edit(NamedTuple):
+    """A range of characters, (first, last + 1), and the text that replaces it."""
+
+    first: int
+    last: int
+    text: str
+
+
+def has_images(messages: Messages, fields: Fields) -> bool:
+    """Returns whether a conversation has images or placeholders of images."""
+    contents = [message.get("content") for message in messages]
+    return bool(fields.get("images")) or any(
+        part["type"] == "image" for content in contents if isinstance(content, list) for part in content
+    )
+
+
+def images_of(messages: Messages, fields: Fields, source: Source) -> list[Any]:
+    """Returns the images of a conversation in the order of its placeholders, as the record gives them.
+
+    Args:
+        messages: from `messages_field`. A part `{"type": "image"}` without an image takes the next one of `images`.
+        fields: the record, with an optional list `images`.
+        source: the record.
+
+    Raises:
+        DataError: `images` is not a list, or the numbers of images and placeholders differ.
+    """
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
+    own = [part["image"] for part in parts if "image" in part]
+    listed = fields.get("images", [])
+    if not isinstance(listed, list):
+        raise DataError("images: wrong type", where=source, got=quote(listed), expected="a list of images")
+    if own and listed:
+        raise DataError(
+            "images are given both in the messages and in the field 'images'", where=source, remedy="Give them once."
+        )
+    if len(own or listed) != len(parts):
+        raise DataError(
+            "the number of images differs from the number of placeholders", where=source,
+            got=f"{len(own or listed)} images", expected=f"{len(parts)}, one for each part of type 'image'",
+            remedy='Mark each image of the field "images" by a part {"type": "image"} of a message.',
+        )  # fmt: skip
+    return list(own or listed)
+
+
+class ImageEncoder:
+    """Replaces the image placeholders of rendered conversations, as the processor of the model does.
+
+    Args:
+        processor: the processor.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self._family, self._tokenizer = processor.family, processor.tokenizer
+        self._placeholder = self._family.placeholders["image"]
+        self._soft_token = self._family.soft_tokens["image"]
+        self._soft_id = processor.image_token_id
+        self._adds_bos = self._tokenizer.encode("a")[:1] == [self._tokenizer.bos_token_id]
+
+    def sizes(self, images: Sequence[Any], source: Source) -> list[Size]:
+        """Returns the sizes of images, of files from their header.
+
+        Raises:
+            DataError: an image cannot be read, is too large, or is on the network.
+        """
+        with _naming(source):
+            return [image_size(locate(image, source), f"images[{i}]") for i, image in enumerate(images)]
+
+    def edits(self, text: str, literal: Collection[int], sizes: Sequence[Size], source: Source) -> list[Edit]:
+        """Returns the replacements of the placeholders in a rendered conversation.
+
+        Args:
+            text: the conversation.
+            literal: first characters of special tokens that are text of a message.
+            sizes: sizes of the images.
+            source: the record.
+
+        Raises:
+            DataError: the template renders another number of placeholders than images, or no BOS token where the
+                processor would add one.
+        """
+        found = [one for one in re.finditer(re.escape(self._placeholder), text) if one.start() not in literal]
+        if len(found) != len(sizes):
+            raise DataError(
+                f"the chat template renders another number of {self._placeholder!r} than there are images",
+                where=source, got=len(found), expected=len(sizes),
+            )  # fmt: skip
+        bos = self._tokenizer.bos_token
+        if self._family.prepare_prompt(text) != text or (self._adds_bos and bos is not None and bos not in text):
+            raise DataError(
+                "the chat template renders no BOS token, which the model expects with images", where=source,
+                got=quote(text[:40]), expected=repr(bos),
+            )  # fmt: skip
+        with _naming(source):
+            texts = [self._family.image_text(*size, where=f"images[{i}]") for i, size in enumerate(sizes)]
+        return [Edit(one.start(), one.end(), new) for one, new in zip(found, texts, strict=True)]
+
+    def check_tokens(self, input_ids: Sequence[int], edits: Sequence[Edit], source: Source) -> None:
+        """Refuses conversations whose text contains tokens that the model would replace by images.
+
+        Raises:
+            DataError: the number of image tokens is not that of the images.
+        """
+        got, expected = input_ids.count(self._soft_id), sum(edit.text.count(self._soft_token) for edit in edits)
+        if got != expected:
+            raise DataError(
+                f"the text contains {self._soft_token!r}, which marks an image", where=source, got=f"{got} tokens",
+                expected=f"{expected}, those of its images",
+            )  # fmt: skip
+
+
+class SampleImages:
+    """Reads the images of samples, and makes model inputs of them.
+
+    Args:
+        processor: the processor.
+        images_of_record: returns the images of a record in order, reading it again.
+    """
+
+    def __init__(self, processor: Processor, images_of_record: Callable[[Source], list[Any]]) -> None:
+        self._family, self._images_of_record = processor.family, images_of_record
+
+    def read(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Returns the images of samples in order, uint8 (3, H, W).
+
+        Raises:
+            DataError: an image cannot be read, or is not the one whose size the sample has.
+        """
+        listed = []
+        for sample in samples:
+            if sample.images:
+                given = self._images_of_record(sample.source)
+                if len(given) < len(sample.images):
+                    raise _changed(sample.source)
+                listed += [(i, image, sample) for i, image in enumerate(given[: len(sample.images)])]
+
+        def read_one(item: tuple[int, Any, Sample]) -> Tensor:
+            index, image, sample = item
+            with _naming(sample.source):
+                pixels = read_image(locate(image, sample.source), f"images[{index}]")
+            if tuple(pixels.shape[1:]) != sample.images[index].size:
+                raise _changed(sample.source)
+            return pixels
+
+        if len(listed) < 2:
+            return list(map(read_one, listed))
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="ligerzoo-images") as threads:
+            return list(threads.map(read_one, listed))
+
+    def inputs(self, layout: Sequence[Sequence[Sample]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the model inputs of the images of a batch; none without images.
+
+        Args:
+            layout: the segments of each row.
+            inputs: `input_ids` and `position_ids`, (B, T).
+
+        Raises:
+            DataError: see `read`.
+        """
+        samples = [segment for row in layout for segment in row]
+        pixels = iter(self.read(samples))
+        groups = [[next(pixels) for segment in row for _ in segment.images] for row in layout]
+        if not any(groups):
+            return {}
+        found = dict(self._family.preprocess_images(groups).inputs)
+        return {**found, **self._family.derived_inputs({**inputs, **found})}
+
+    def prompt(self, sample: Sample) -> dict[str, Tensor]:
+        """Returns the model inputs of a sample as a prompt, with one row."""
+        ids = torch.tensor([sample.input_ids])
+        return {"input_ids": ids, **self.inputs([[sample]], {"input_ids": ids})}
+
+
+def locate(image: Any, source: Source) -> Any:
+    """Returns an image of a record as `read_image` takes it: names of files are relative to the data file.
+
+    Hugging Face datasets store an image as `{"bytes": ..., "path": ...}`, either of which may be None.
+    """
+    if isinstance(image, dict) and (image.keys() & {"bytes", "path"}):
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
+    if isinstance(image, str) and source.unit == "byte" and not image.startswith(_SCHEMES):
+        return Path(source.name).parent / image
+    return image
+
+
+@contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Adds the record to errors about images."""
+    try:
+        yield
+    except (ImageError, TokenizerError) as error:
+        raise DataError(str(error), where=source) from error
+
+
+def _changed(source: Source) -> DataError:
+    return DataError("an image has changed since it was read first", where=source)

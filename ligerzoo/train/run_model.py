@@ -1,0 +1,167 @@
+"""The model of a run, its tokenizer, its memory plan and its reference, as the options of a recipe describe them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ligerzoo import Tokenizer
+from ligerzoo.adapters import adapters_disabled, add_lora, freeze_all_but
+from ligerzoo.errors import ConfigError
+from ligerzoo.memory import ActivationPlan, apply_activation_plan, plan_activations
+from ligerzoo.models import CausalLM
+from ligerzoo.train import processes
+from ligerzoo.train.checks import check_model
+from ligerzoo.train.run_options import RunOptions
+from ligerzoo.train.run_state import RunState
+from ligerzoo.train.starting import checkpoint_directory, open_model, tokenizer_of
+from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
+
+
+def open_tokenizer(options: RunOptions, run: RunState) -> Tokenizer:
+    """Loads the tokenizer, with the chat template of the options if they name one.
+
+    Raises:
+        ConfigError: The file of the chat template cannot be read.
+    """
+    tokenizer = Tokenizer.from_pretrained(run.checkpoint or options.tokenizer or checkpoint_directory(options.model))
+    if run.checkpoint is None:
+        _set_chat_template(tokenizer, options)
+    return tokenizer
+
+
+def open_processor(options: RunOptions, run: RunState) -> Processor | Tokenizer:
+    """Loads the processor of a model that reads images; the tokenizer of other models, or if the options name one.
+
+    Raises:
+        ConfigError: The file of the chat template cannot be read, or the preprocessing is not supported.
+    """
+    # The checkpoint of an adapter has no config.json, which names the preprocessing.
+    saved = None if options.lora_rank else run.checkpoint
+    if options.tokenizer is not None:
+        return open_tokenizer(options, run)
+    processor = load_processor_or_tokenizer(saved or checkpoint_directory(options.model))
+    if saved is None:
+        _set_chat_template(tokenizer_of(processor), options)
+    return processor
+
+
+def _set_chat_template(tokenizer: Tokenizer, options: RunOptions) -> None:
+    if options.chat_template is not None:
+        try:
+            source = Path(options.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "cannot be read", where="option chat_template", got=f"{options.chat_template}: {error}",
+                expected="a jinja file in UTF-8",
+            ) from error  # fmt: skip
+        tokenizer.set_chat_template(source, options.chat_template)
+
+
+def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, new: bool = False) -> CausalLM:
+    """Returns the model on the meta device, for plans, after checks of what would go wrong without an error.
+
+    Args:
+        options: options of the run.
+        run: the run.
+        tokenizer: its tokenizer.
+        new: whether a config without weights is a new model, see `open_model`.
+    """
+    source, adapt = _source(options, run), adaptation(options)
+    outline = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
+    check_model(outline, tokenizer, options.optimizer)
+    return outline
+
+
+def open_trained_model(
+    options: RunOptions, run: RunState, device: torch.device, plan: ActivationPlan | None, *, new: bool = False
+) -> CausalLM:  # fmt: skip
+    """Opens the model as it is trained: with adapters or frozen parts, sharded over processes, with its memory plan.
+
+    Sets the seed of random weights.
+    """
+    torch.manual_seed(options.seed)
+    model = open_model(
+        _source(options, run), dtype=options.dtype, device=device, new=new, adapt=adaptation(options),
+        param_dtype=compute_dtype(options),
+    )  # fmt: skip
+    if options.activation_checkpointing:
+        model.gradient_checkpointing_enable()
+    elif plan is not None:
+        apply_activation_plan(model, plan)
+    return model
+
+
+def open_reference(options: RunOptions, device: torch.device) -> CausalLM:
+    """Loads MODEL as it was before the run, frozen. With adapters, none is needed: see `without_adapters`."""
+    dtypes = {"dtype": options.dtype, "param_dtype": compute_dtype(options)}
+    return open_model(options.model, device=device, **dtypes).requires_grad_(False).eval()  # type: ignore[arg-type]
+
+
+def without_adapters(model: CausalLM, options: RunOptions) -> contextlib.AbstractContextManager[object]:
+    """Disables the adapters of a reference that shares the weights of the trained model."""
+    return adapters_disabled(model) if options.lora_rank else contextlib.nullcontext()
+
+
+def compute_dtype(options: RunOptions) -> torch.dtype | None:
+    """Returns the dtype in which a model computes, if it is not that of its weights."""
+    return torch.bfloat16 if options.mixed_precision else None
+
+
+def autocast(options: RunOptions, device: torch.device) -> torch.autocast:
+    """Returns the context of a forward: bfloat16 with `mixed_precision`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=options.mixed_precision)
+
+
+def adaptation(options: RunOptions) -> Callable[[CausalLM], object] | None:
+    """Returns what changes the model before it is sharded: adapters are added, or parts are frozen. None: nothing."""
+    if options.lora_rank is not None:
+        rank, alpha = options.lora_rank, options.lora_alpha or 2 * options.lora_rank
+        dropout = getattr(options, "lora_dropout", 0.0)
+        return lambda model: add_lora(model, rank, alpha, options.lora_targets, dropout=dropout, dora=options.dora)
+    if options.train_only is not None:
+        parts = options.train_only
+        return lambda model: freeze_all_but(model, parts)
+    return None
+
+
+def plan_memory(
+    options: RunOptions, outline: CausalLM, device: torch.device, *, frozen: CausalLM | None = None,
+    accumulate: bool = False, images: bool = False,
+) -> ActivationPlan | None:  # fmt: skip
+    """Plans what backward recomputes within `activation_budget`, see `plan_activations`. None for no plan.
+
+    Args:
+        options: options of the run.
+        outline: the model as it is trained, on the meta device.
+        device: where it is trained.
+        frozen: a second model in memory, such as a reference or a teacher; may be on the meta device.
+        accumulate: whether gradients accumulate over several micro-batches.
+        images: whether the data has images. The plan does not count the vision tower.
+
+    Raises:
+        ConfigError: a number of GiB with images.
+    """
+    if options.activation_budget == "none" or options.mixed_precision or options.activation_checkpointing:
+        return None
+    budget, count = options.activation_budget, processes.world_size()
+    if images and budget != "auto":
+        raise ConfigError(
+            "the memory of a vision tower is not predicted, so images have no budget", where="option activation_budget",
+            got=budget, expected="auto or none", remedy="Use --activation-checkpointing to save memory.",
+        )  # fmt: skip
+    averages = 4 * sum(weight.numel() for weight in outline.parameters() if weight.requires_grad)
+    weights = 0 if frozen is None else sum(weight.nbytes for weight in frozen.parameters())
+    return plan_activations(
+        outline, batch_size=options.batch_size, seq_length=options.seq_length,
+        budget="auto" if budget == "auto" else float(budget), optimizer=options.optimizer, accumulate=accumulate,
+        gpus=count, device=device, reserved=((0 if options.ema is None else averages) + weights) // count,
+    )  # fmt: skip
+
+
+def _source(options: RunOptions, run: RunState) -> str | Path:
+    """Returns what the model is loaded from: with adapters, which `RunState.load` restores, always MODEL."""
+    return options.model if options.lora_rank or run.checkpoint is None else run.checkpoint

@@ -1,0 +1,99 @@
+"""The update of a step: learning rate, clipping, skipping, the optimizer and averaged weights."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import Tensor
+
+from ligerzoo.models import CausalLM
+from ligerzoo.train.checks import trains_bfloat16, warn_of_rounding
+from ligerzoo.train.optimizers import (
+    EMA,
+    SkipNonFinite,
+    StepInBackward,
+    clip_grad_norm,
+    make_optimizer,
+    schedule,
+    set_lr,
+)
+from ligerzoo.train.run_options import RunOptions
+
+
+def rounds_stochastically(options: RunOptions, model: CausalLM) -> bool:
+    """Whether updates are rounded stochastically; `model` may be on the meta device."""
+    return {"on": True, "off": False, "auto": trains_bfloat16(model)}[options.stochastic_rounding]
+
+
+def describe_update(options: RunOptions, model: CausalLM) -> str:
+    """Returns how weights are updated, for the plan of a run."""
+    is_stochastic = rounds_stochastically(options, model)
+    return f"{options.optimizer} with {'stochastic rounding' if is_stochastic else 'rounding to the nearest'}"
+
+
+class Update:
+    """Updates the weights of a model, as the options of a run describe it.
+
+        update = Update(model, options, steps)
+        for step in range(1, steps + 1):
+            update.set_lr(step)
+            ...  # forward and backward
+            norm = update()
+
+    Args:
+        model: the model as it is trained.
+        options: options of the run.
+        steps: number of steps of the run, for the schedule.
+
+    Attributes:
+        optimizer: the optimizer.
+        skip: skips updates by gradients that are not finite, and counts them.
+        ema: the averaged weights; None without.
+        lr: learning rate of the step.
+    """
+
+    def __init__(self, model: CausalLM, options: RunOptions, steps: int) -> None:
+        self._model, self._options = model, options
+        self._factor = schedule(options.schedule, steps, warmup_steps=int(options.warmup * steps))
+        is_stochastic = rounds_stochastically(options, model)
+        self.optimizer = make_optimizer(
+            model, options.optimizer, lr=options.lr, weight_decay=options.weight_decay,
+            stochastic_rounding=is_stochastic,
+        )  # fmt: skip
+        warn_of_rounding(self.optimizer, options.lr)
+        self.skip = SkipNonFinite(self.optimizer)
+        self.is_in_backward: bool = getattr(options, "optimizer_in_backward", False)
+        if self.is_in_backward:
+            StepInBackward(self.optimizer, self.skip)
+        self.ema = None if options.ema is None else EMA(model, options.ema)
+        self.lr = options.lr
+
+    def set_lr(self, step: int) -> None:
+        """Sets the learning rate of a step, from 1, before its backward."""
+        factor = self._factor(step - 1)
+        self.lr = self._options.lr * factor
+        set_lr(self.optimizer, factor)
+
+    def __call__(self) -> Tensor | None:
+        """Clips the gradients, updates the weights and their averages, and drops the gradients.
+
+        Returns:
+            The norm of the gradients before clipping, 0-d; None if backward has updated the weights.
+        """
+        norm = None
+        if not self.is_in_backward:
+            norm = clip_grad_norm(self._model.parameters(), self._options.max_grad_norm or None)
+            self.skip(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.average()
+        return norm
+
+    def average(self) -> None:
+        """Adds the weights to their averages, if there are any. `__call__` does it, too."""
+        if self.ema is not None:
+            self.ema.update()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """In this context, for evaluating and saving, the model has its averaged weights, if there are any."""
+        return contextlib.nullcontext() if self.ema is None else self.ema.swapped()
