@@ -25,18 +25,18 @@ class DeepStack(NamedTuple):
     """Features to add to hidden states between the blocks of a decoder.
 
     Attributes:
-        index: (M,) int64, indices of the tokens in the flattened batch, without repetitions.
+        tokens: (M,) int64, indices of the tokens in the flattened batch, without repetitions.
         features: (M, H) for each of the first L blocks.
     """
 
-    index: Tensor
+    tokens: Tensor
     features: Sequence[Tensor]
 
     def add(self, x: Tensor, block: int) -> Tensor:
         """Returns the output of the block with this index plus its features; x: (B, T, H) -> (B, T, H)."""
         if block >= len(self.features):
             return x
-        return x.flatten(0, 1).index_add(0, self.index, self.features[block].to(x.dtype)).view_as(x)
+        return x.flatten(0, 1).index_add(0, self.tokens, self.features[block].to(x.dtype)).view_as(x)
 
 
 class ResampledPositionEmbedding(Embedding):

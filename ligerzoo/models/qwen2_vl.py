@@ -45,7 +45,7 @@ class Qwen2VLVisionConfig(VisionTowerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VisionLMConfig(VisionLMConfig, Qwen2Config):
+class Qwen2VisionLMConfig(Qwen2Config, VisionLMConfig):
     """Configuration of Qwen2 with a vision tower.
 
     Defaults: those of transformers' Qwen2VLTextConfig and Qwen2_5_VLTextConfig, close to the 72B models.

@@ -26,7 +26,7 @@ from ligerzoo.models.qwen3_vision import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLMoeConfig(Qwen3VisionLMConfig, SparseStepMoEConfig):
+class Qwen3VLMoeConfig(SparseStepMoEConfig, Qwen3VisionLMConfig):
     """Configuration of Qwen3-VL-MoE. Defaults: those of transformers' Qwen3VLMoeTextConfig.
 
     `norm_topk_prob` must be true, and `sliding_window` None.
@@ -35,6 +35,8 @@ class Qwen3VLMoeConfig(Qwen3VisionLMConfig, SparseStepMoEConfig):
     intermediate_size: int = 5632
     num_attention_heads: int = 16
     num_key_value_heads: int | None = 16
+    max_position_embeddings: int = 128000
+    rope_theta: float = 5e5
     moe_intermediate_size: int = 1408
     num_experts: int = 60
     num_experts_per_tok: int = 4
