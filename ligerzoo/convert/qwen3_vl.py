@@ -18,11 +18,8 @@ from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
 from ligerzoo.models.qwen3_vision import Qwen3VisionLM, Qwen3VisionLMConfig
 from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
 
-_MERGER = (Rename("linear_fc1", "mlp.fc1"), Rename("linear_fc2", "mlp.fc2"))
 LAYOUT = Layout(
     (
-        ModuleRules("visual.merger.", _MERGER),
-        ModuleRules("visual.deepstack_merger_list.", _MERGER),
         ModuleRules(
             "visual.",
             (
@@ -31,8 +28,8 @@ LAYOUT = Layout(
                 Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 Rename("attn.proj", "self_attn.o_proj"),
                 Rename("norm2", "post_attention_layernorm"),
-                Rename("mlp.linear_fc1", "mlp.fc1"),
-                Rename("mlp.linear_fc2", "mlp.fc2"),
+                Rename("linear_fc1", "fc1"),
+                Rename("linear_fc2", "fc2"),
             ),
         ),
     )

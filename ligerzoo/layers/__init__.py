@@ -15,7 +15,7 @@ from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
-from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, ResampledPositionEmbedding
+from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
 from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.gated_attention import GatedAttention
@@ -87,6 +87,7 @@ __all__ = [
     "Linear",
     "LinearAttentionBlock",
     "Mask",
+    "MergerMLP",
     "MoE",
     "PatchEmbedding",
     "PatchMerger",

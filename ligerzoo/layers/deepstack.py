@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.layers.context import Context
 from ligerzoo.layers.decoder import run_blocks
 from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.mlp import MLP
 from ligerzoo.layers.vision import PatchSegments, VisionTower, image_of_patch
 
 
@@ -83,6 +85,38 @@ class ResampledPositionEmbedding(Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.side}, {self.embedding_dim}"
+
+
+class MergerMLP(MLP):
+    """Merges blocks of patches into one embedding each: `PatchMerger` as an MLP with a norm.
+
+    Args:
+        norm: norm of E features; or, for DeepStack features, of the m^2 * E features of a block.
+        embed_dim: E.
+        output_size: H.
+        merged: m^2, patches per block.
+        norm_merged: apply the norm after the concatenation.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        embed_dim: int,
+        output_size: int,
+        *,
+        merged: int,
+        norm_merged: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(merged * embed_dim, merged * embed_dim, output_size, device=device, dtype=dtype)
+        self.norm, self.norm_merged = norm, norm_merged
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (..., E), N patches in all, ordered by block -> (N / m^2, H)."""
+        if not self.norm_merged:
+            return super().forward(self.norm(x).reshape(-1, self.hidden_size))
+        return super().forward(self.norm(x.reshape(-1, self.hidden_size)))
 
 
 class DeepStackVisionTower(VisionTower):

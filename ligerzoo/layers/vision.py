@@ -68,19 +68,16 @@ class PatchMerger(nn.Module):
         norm: norm of E features.
         mlp: m^2 * E features to H.
         merged: m^2, patches per block.
-        norm_merged: `norm` normalizes the m^2 * E features of a block, after the concatenation (Qwen3-VL's DeepStack).
     """
 
-    def __init__(self, norm: nn.Module, mlp: nn.Module, *, merged: int, norm_merged: bool = False) -> None:
+    def __init__(self, norm: nn.Module, mlp: nn.Module, *, merged: int) -> None:
         super().__init__()
-        self.merged, self.norm_merged = merged, norm_merged
+        self.merged = merged
         self.norm, self.mlp = norm, mlp
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., E), N patches in all, ordered by block -> (N / m^2, H)."""
-        x = x if self.norm_merged else self.norm(x)
-        x = x.reshape(-1, self.merged * x.shape[-1])
-        return self.mlp(self.norm(x) if self.norm_merged else x)  # type: ignore[no-any-return]
+        return self.mlp(self.norm(x).reshape(-1, self.merged * x.shape[-1]))  # type: ignore[no-any-return]
 
 
 class PatchSegments:

@@ -22,7 +22,7 @@ from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context, GatedMLP, RMSNorm, WindowedVisionTower
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.qwen2_vl import Qwen2VisionLM, Qwen2VisionLMConfig
-from ligerzoo.models.vision_lm import VisionTowerConfig, tower_parts
+from ligerzoo.models.vision_lm import VisionTowerConfig, patch_merger, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,6 @@ def vision_tower(config: Qwen2_5VLVisionConfig, **factory_kwargs: Unpack[Factory
         return GatedMLP(c.hidden_size, c.intermediate_size, bias=True, **factory_kwargs)
 
     return WindowedVisionTower(
-        *tower_parts(c, norm, mlp, **factory_kwargs),
+        *tower_parts(c, norm, mlp, **factory_kwargs), patch_merger(c, norm(), **factory_kwargs),
         merge_size=c.spatial_merge_size, window=c.window, full_blocks=c.fullatt_block_indexes,
     )  # fmt: skip

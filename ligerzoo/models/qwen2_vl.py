@@ -18,7 +18,7 @@ from typing import Unpack
 from ligerzoo.layers import MLP, LayerNorm, SectionedRotaryEmbedding, VisionTower
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
-from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
+from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, patch_merger, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,4 +100,8 @@ def vision_tower(config: Qwen2VLVisionConfig, **factory_kwargs: Unpack[FactoryKw
     def mlp() -> MLP:
         return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu", **factory_kwargs)
 
-    return VisionTower(*tower_parts(c, norm, mlp, **factory_kwargs), merge_size=c.spatial_merge_size)
+    return VisionTower(
+        *tower_parts(c, norm, mlp, **factory_kwargs),
+        patch_merger(c, norm(), **factory_kwargs),
+        merge_size=c.spatial_merge_size,
+    )

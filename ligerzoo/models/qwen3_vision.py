@@ -13,12 +13,12 @@ from ligerzoo.layers import (
     DeepStackVisionTower,
     InterleavedSectionedRotaryEmbedding,
     LayerNorm,
-    PatchMerger,
+    MergerMLP,
     ResampledPositionEmbedding,
 )
 from ligerzoo.layers.rotary import are_interleaved_sections
 from ligerzoo.models.causal_lm import FactoryKwargs
-from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, patch_merger, tower_parts
+from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +114,17 @@ def vision_tower(config: Qwen3VLVisionConfig, **factory_kwargs: Unpack[FactoryKw
     def mlp() -> MLP:
         return MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
 
-    def deepstack_merger() -> PatchMerger:
-        return patch_merger(c, norm(c.spatial_merge_size**2 * c.hidden_size), norm_merged=True, **factory_kwargs)
+    def merger(*, norm_merged: bool = False) -> MergerMLP:
+        merged = c.spatial_merge_size**2
+        return MergerMLP(
+            norm(merged * c.hidden_size if norm_merged else c.hidden_size), c.hidden_size, c.out_hidden_size,
+            merged=merged, norm_merged=norm_merged, **factory_kwargs,
+        )  # fmt: skip
 
-    patch_embed, blocks, merger = tower_parts(c, norm, mlp, patch_bias=True, **factory_kwargs)
+    patch_embed, blocks = tower_parts(c, norm, mlp, patch_bias=True, **factory_kwargs)
     pos_embed = ResampledPositionEmbedding(math.isqrt(c.num_position_embeddings), c.hidden_size, **factory_kwargs)
     return DeepStackVisionTower(
-        patch_embed, pos_embed, blocks, merger, merge_size=c.spatial_merge_size,
+        patch_embed, pos_embed, blocks, merger(), merge_size=c.spatial_merge_size,
         deepstack_blocks=c.deepstack_visual_indexes,
-        deepstack_mergers=[deepstack_merger() for _ in c.deepstack_visual_indexes],
+        deepstack_mergers=[merger(norm_merged=True) for _ in c.deepstack_visual_indexes],
     )  # fmt: skip

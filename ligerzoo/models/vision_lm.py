@@ -264,8 +264,8 @@ def tower_parts(
     *,
     patch_bias: bool = False,
     **factory_kwargs: Unpack[FactoryKwargs],
-) -> tuple[PatchEmbedding, list[PreNormBlock], PatchMerger]:
-    """Builds the arguments of `ligerzoo.layers.VisionTower`.
+) -> tuple[PatchEmbedding, list[PreNormBlock]]:
+    """Builds the first parts of a vision tower.
 
     Args:
         config: config of the tower.
@@ -285,14 +285,11 @@ def tower_parts(
 
     patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
     embedding = PatchEmbedding(patch, features, bias=patch_bias, **factory_kwargs)
-    return embedding, [block() for _ in range(c.depth)], patch_merger(c, norm(), **factory_kwargs)
+    return embedding, [block() for _ in range(c.depth)]
 
 
-def patch_merger(
-    config: VisionTowerConfig, norm: nn.Module, *, norm_merged: bool = False, **factory_kwargs: Unpack[FactoryKwargs]
-) -> PatchMerger:
-    """Builds a merger from patches of a tower to tokens of the decoder; `norm`, `norm_merged`: see `PatchMerger`."""
+def patch_merger(config: VisionTowerConfig, norm: nn.Module, **factory_kwargs: Unpack[FactoryKwargs]) -> PatchMerger:
+    """Builds the merger from patches of a tower to tokens of the decoder; `norm` as in `PatchMerger`."""
     merged = config.spatial_merge_size**2
     features = merged * config.patch_features
-    mlp = MLP(features, features, config.token_features, **factory_kwargs)
-    return PatchMerger(norm, mlp, merged=merged, norm_merged=norm_merged)
+    return PatchMerger(norm, MLP(features, features, config.token_features, **factory_kwargs), merged=merged)
