@@ -87,6 +87,8 @@ def prompt_for(model: VisionLM, rows: list[Row], side: str = "left") -> Prompt:
 
 def theirs_on(theirs: PreTrainedModel, p: Prompt, **options: Any) -> Any:
     types = {"mm_token_type_ids": p.types} if p.vision else {}
+    if getattr(theirs.config.get_text_config(), "output_router_logits", False):
+        options = {"output_router_logits": True, **options}  # transformers 5.17 does not read the config's entry
     return theirs(input_ids=p.ids, attention_mask=p.mask, **p.vision, **types, **options)
 
 
