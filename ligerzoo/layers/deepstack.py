@@ -1,6 +1,6 @@
 """DeepStack (Meng et al. 2024), and the vision tower of Qwen3-VL (Bai et al. 2025, section 2).
 
-The outputs of some tower blocks become features of their own. The decoder adds them to the hidden states of image and
+The outputs of some tower blocks become further features. The decoder adds them to the hidden states of image and
 video tokens: the first features to the output of its first block, and so on.
 
 Shapes: N patches of all images, n images, m x m patches per token, E features of the tower, H features of the decoder;
@@ -69,10 +69,10 @@ class ResampledPositionEmbedding(Embedding):
             positions: (2, N) int64, row and column of each patch.
             sizes: (2, N) int64, rows and columns of the patch's image.
         """
-        places = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
-        low = places.floor()
+        source = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        low = source.floor()
         taps = low.long(), (low.long() + 1).clamp(max=self.side - 1)
-        weights = 1 - (places - low), places - low
+        weights = 1 - (source - low), source - low
         result: Tensor | None = None
         for (row, _), (row_weight, _) in zip(taps, weights, strict=True):
             for (_, column), (_, column_weight) in zip(taps, weights, strict=True):
