@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
 from ligerzoo.adapters.peft_tensors import PREFIX, StoredUpdate, pack_experts, stored_updates
-from ligerzoo.adapters.targets import Target, targets_of
+from ligerzoo.adapters.targets import Target, base_shapes, targets_of
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError
@@ -169,12 +169,15 @@ def _plain(number: float) -> int | float:
 def _target_names(updates: Sequence[StoredUpdate], model: LanguageModel, *, is_parameter: bool) -> list[str]:
     """Returns short names where these name no other weight, else whole names."""
     names, targets = {update.name for update in updates}, targets_of(model)
-    others = {StoredUpdate((t,)).name for t in targets if t.is_parameter == is_parameter} - names
+    layout, shapes = architecture_of_model(model).module_layout, base_shapes(model)
+    weights = {part.stored_name for name in shapes for part in layout.slices_of(name, shapes)}
+    others = (weights if is_parameter else {name.rpartition(".")[0] for name in weights}) - names
     # Of models with experts, PEFT takes "gate_proj" for a part of each expert's `gate_up_proj`.
     parts = 2 if is_parameter or any(t.is_experts for t in targets) else 1
 
     def short(name: str) -> str:
-        return ".".join(name.split(".")[-parts:])
+        last = ".".join(name.split(".")[-parts:])
+        return name if last.isdecimal() else last  # "0" would also name the first block
 
     ambiguous = {short(name) for name in others}
     return sorted({name if short(name) in ambiguous else short(name) for name in names})

@@ -13,6 +13,7 @@ from ligerzoo.cli.training_arguments import (
     add_tokenize,
     add_tokenizer,
     add_train,
+    methods_with,
     training_method,
 )
 from ligerzoo.errors import did_you_mean
@@ -53,8 +54,11 @@ environment:
         add_command(subparsers)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        nearest = did_you_mean(unknown[0].partition("=")[0], options.parser._option_string_actions)
+        flag = unknown[0].partition("=")[0]
+        nearest = did_you_mean(flag, options.parser._option_string_actions)
         remedy = nearest or f"`{options.parser.prog} --help` lists the options."
+        if options.parser.prog == "ligerzoo train" and (methods := methods_with(flag)):
+            remedy = f"{flag} is an option of --method {', '.join(methods)}."
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}. {remedy}")
     options.check(options)
     return options

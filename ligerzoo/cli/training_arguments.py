@@ -32,6 +32,12 @@ def training_method(arguments: Sequence[str] | None) -> str:
     return method if method in RECIPES else DEFAULT_METHOD
 
 
+def methods_with(flag: str) -> list[str]:
+    """Returns the methods that have an option, such as `--variant`."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return [method for method in RECIPES if any(name == option.name for option in read_options(recipe_source(method)))]
+
+
 def add_train(subparsers: Subparsers, method: str) -> None:
     parser = add_parser(
         subparsers,

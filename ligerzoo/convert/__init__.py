@@ -20,7 +20,12 @@ from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier
 
 MODEL_TYPES = (
+    "apertus",
+    "arcee",
     "deepseek_v3",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
     "gemma",
     "gemma2",
     "gemma3",
@@ -31,6 +36,7 @@ MODEL_TYPES = (
     "glm4_moe_lite",
     "gpt_oss",
     "granite",
+    "hunyuan_v1_dense",
     "llama",
     "minimax_m2",
     "ministral",
@@ -38,7 +44,9 @@ MODEL_TYPES = (
     "mistral",
     "mixtral",
     "mllama",
+    "nanochat",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen2_5_vl",
@@ -51,6 +59,7 @@ MODEL_TYPES = (
     "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "seed_oss",
     "smollm3",
 )
 """Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""

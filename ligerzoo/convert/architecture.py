@@ -68,6 +68,7 @@ class Architecture:
         layouts_of_config: returns the layouts for a config where they depend on it, instead of `layouts`.
         prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
+        module_prefixes: pairs (prefix of our parameters, prefix in transformers' modules) that differ.
         is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
             tensors and saving writes them again.
         keeps_extra_layers: loading keeps the tensors of layers with an index of `num_hidden_layers` or more, such as
@@ -93,6 +94,7 @@ class Architecture:
     layouts: tuple[Layout, ...] = (Layout(),)
     layouts_of_config: Callable[[Any], tuple[Layout, ...]] | None = None
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
+    module_prefixes: tuple[tuple[str, str], ...] = ()
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
     keeps_extra_layers: bool = False
     aliases: tuple[str, ...] = ()
@@ -158,11 +160,12 @@ class Architecture:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
 
         Of the rules of checkpoints, those of fused, interleaved and transposed weights and of parts such as a vision
-        tower hold. The names of other modules are ours, which follow transformers, except for projections into heads
-        that it interleaves, see `interleaves`.
+        tower hold. The names of other modules are ours, which follow transformers up to `module_prefixes`, except for
+        projections into heads that it interleaves, see `interleaves`.
         """
         kinds = Fused | ModuleRules | Interleaved | Transposed
-        return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds)))
+        rules = tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds))
+        return Layout(rules, prefixes=self.module_prefixes)
 
     @property
     def wrapper_layout(self) -> Layout:

@@ -94,5 +94,9 @@ ARCHITECTURE = Architecture(
         ),
         "multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector."),
     },
+    module_prefixes=(
+        ("model.", "model.language_model."), ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
     is_extra_tensor=lambda name: _HEAD.fullmatch(name) is not None,
 )  # fmt: skip

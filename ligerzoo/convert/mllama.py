@@ -47,6 +47,12 @@ _RULES = (
     ModuleRules("vision_model.", (Rename("gate_attn", "attn_gate"), Rename("gate_ffn", "mlp_gate"))),
 )
 
+_MODULE_PREFIXES = (
+    ("model.", "model.language_model."),
+    ("vision_model.", "model.vision_model."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
 ARCHITECTURE = Architecture(
     "mllama",
     "MllamaForConditionalGeneration",
@@ -56,14 +62,8 @@ ARCHITECTURE = Architecture(
     write_entries=write_entries,
     layouts=(
         Layout(_RULES, prefixes=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))),
-        Layout(
-            _RULES,
-            prefixes=(
-                ("model.", "model.language_model."),
-                ("vision_model.", "model.vision_model."),
-                ("multi_modal_projector.", "model.multi_modal_projector."),
-            ),
-        ),
+        Layout(_RULES, prefixes=_MODULE_PREFIXES),
     ),
     prefixes={},
+    module_prefixes=_MODULE_PREFIXES,
 )

@@ -126,6 +126,7 @@ def vision_lm(
         write_entries=partial(_write_entries, activation=activations[0]),
         layouts=_LAYOUTS,
         prefixes=_PREFIXES,
+        module_prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     )
 
 

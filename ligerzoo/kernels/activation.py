@@ -8,6 +8,7 @@ The activations a, with s(u) = 1 / (1 + exp(-u)) and c = sqrt(8 / pi):
     gelu_tanh   x s(c (x + 0.044715 x^3)),   equal to x/2 (1 + tanh(c/2 (...)))
     gelu        x P(x),   P the standard normal distribution function
     quick_gelu  x s(1.702 x),   an approximation of gelu (Hendrycks & Gimpel 2016, section 2; CLIP)
+    relu2       max(x, 0)^2   (So et al. 2021, section 4.2)
 
 Saved: x and W. Recomputed in backward: y, by the kernel that writes dx, at the cost of one more store.
 """
@@ -31,11 +32,15 @@ from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
 from ligerzoo.kernels.tiling import STRIP_WARPS, row_and_columns, strips
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2"]
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -43,6 +48,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "quick_gelu": _quick_gelu,
+    "relu2": _relu2,
 }
 
 
@@ -85,6 +91,12 @@ def _gelu(x, EXACT: tl.constexpr):
 
 
 @jit
+def _relu2_with_slope(x):
+    rectified = tl.where(x <= 0.0, 0.0, x)  # keeps NaN
+    return rectified * rectified, 2.0 * rectified
+
+
+@jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """a(x) and a'(x). EXACT selects the functions of `math` that are exact in fp32."""
     if ACTIVATION == "silu":
@@ -93,6 +105,8 @@ def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
         return scaled_silu(x, 1.702, EXACT)
     elif ACTIVATION == "gelu_tanh":
         return _gelu_tanh(x, EXACT)
+    elif ACTIVATION == "relu2":
+        return _relu2_with_slope(x)
     else:
         return _gelu(x, EXACT)
 
@@ -185,7 +199,8 @@ def activation_linear(
         weight: (H, I), like `torch.nn.Linear.weight`. `a(x)` is rounded to its dtype, or to autocast's dtype under
             autocast.
         bias: (H,) or None.
-        activation: the activation a: "silu", "gelu_tanh", "gelu" (with the error function) or "quick_gelu".
+        activation: the activation a: "silu", "gelu_tanh", "gelu" (with the error function), "quick_gelu"
+            or "relu2".
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Returns:

@@ -194,6 +194,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, backend: Backend = "
             f"apply_sinks: out is {tuple(out.shape)}, lse {tuple(lse.shape)} and sinks {tuple(sinks.shape)}; expected "
             "shapes (B, T, N, D), (B, N, T) and (N,)"
         )
+    lse = lse.to(accumulation_dtype(lse.dtype))
     return _ApplySinks.apply(out, lse, sinks, uses_triton(out, lse, sinks, backend=backend))
 
 

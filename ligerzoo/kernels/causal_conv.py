@@ -9,7 +9,8 @@ Backward, with dz_t = dy_t * act'(z_t), z the sum above, over the tokens t + j o
 
     dx_t = sum over j of weight[:, k - 1 - j] * dz_(t+j);   dweight[:, k - 1 - j] = sum over t of dz_t * x_(t-j)
 
-Saved: the inputs. z is recomputed in backward. A program holds some tokens of some channels, and reads the k - 1 tokens
+Saved: the inputs. z is recomputed in backward, and the result too where a block recomputes elementwise operations, see
+`recompute`. A program holds some tokens of some channels, and reads the k - 1 tokens
 around them again, from the cache.
 """
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
@@ -34,8 +34,10 @@ from ligerzoo.kernels.dispatch import (
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
+from ligerzoo.kernels.recompute import recomputable
 from ligerzoo.kernels.registration import needs_dispatch, register
 from ligerzoo.kernels.tiling import column_sums_
+from ligerzoo.kernels.torch_math import silu
 
 ConvActivation = Literal["silu"]
 
@@ -76,7 +78,7 @@ def reference(
     if bias is not None:
         y = y + bias.to(dtype)
     if activation == "silu":
-        y = F.silu(y)
+        y = silu(y)
     return y.to(x.dtype)
 
 
@@ -254,6 +256,13 @@ def _forward(inputs: ConvInputs, silu: bool) -> Tensor:
     return y
 
 
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, segment_start: Tensor | None,
+    silu: bool,
+) -> Tensor:  # fmt: skip
+    return _forward(ConvInputs(x, weight, bias, initial_state, segment_start), silu)
+
+
 class _Gradients(NamedTuple):
     """The gradients of x, weight, bias and initial state, in fp32 for weight and bias; without elements if not needed.
 
@@ -310,7 +319,7 @@ class _CausalConv(FusedFunction):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, initial_state, segment_start)
         ctx.silu = silu
-        return _forward(ConvInputs(x, weight, bias, initial_state, segment_start), silu)
+        return _convolved(x, weight, bias, initial_state, segment_start, silu)
 
     @staticmethod
     @once_differentiable
@@ -411,11 +420,14 @@ def causal_conv1d(
     floats = [t for t in (x, weight, bias, initial_state) if t is not None]
     if uses_triton(*floats, backend=backend) and _fits(weight, backend):
         state = None if initial_state is None else initial_state.to(x.dtype).contiguous()
-        y = _CausalConv.apply(
+        inputs = (
             x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(),
             None if bias is None else bias.contiguous(), state,
             None if segment_start is None else segment_start.contiguous(), activation == "silu",
         )  # fmt: skip
+        y = _CausalConv.apply(*inputs)
+        # A checkpointed block computes the result again anyway, as an input of the layer that follows.
+        recomputable((y,), _convolved, *inputs, in_checkpoints=False)
     else:
         y = reference(x, weight, bias, initial_state, segment_start, activation)
     return (y, final_state(x, weight.shape[1] - 1, initial_state, segment_start)) if output_final_state else y

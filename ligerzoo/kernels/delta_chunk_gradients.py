@@ -44,6 +44,7 @@ from ligerzoo.kernels.delta_chunks import (
     chunk_bounds,
     chunk_count,
     continues,
+    decay_over,
     decays,
     is_exact,
     load_factors,
@@ -57,7 +58,6 @@ from ligerzoo.kernels.delta_chunks import (
 )
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
-from ligerzoo.kernels.math import exp
 
 LOCAL = {2: Launch(values=64, warps=4, stages=2), 4: Launch(values=32, warps=4, stages=1)}
 REVERSE_SCAN = {2: Launch(values=32, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
@@ -152,13 +152,15 @@ def _reverse_scan_kernel(
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
             ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             read = tl.dot(k, rounded, input_precision="ieee")
-            ddelta += (exp(last_total - total, EXACT) * k_factor)[:, None] * read
+            ddelta += (decay_over(last_total - total, EXACT) * k_factor)[:, None] * read
             ddelta = ddelta.to(k.dtype)
             tl.store(ddelta_ptr + offsets, ddelta, mask=mask)
-            decay = exp(total, EXACT)
+            decay = decay_over(total, EXACT)
             dv = (decay * k_factor)[:, None] * tl.dot(tl.trans(inverse), ddelta, input_precision="ieee")
             dout *= (decay * q_factor * scale)[:, None]
-            dstate = exp(last_total, EXACT) * dstate + tl.dot(tl.trans(q), dout.to(q.dtype), input_precision="ieee")
+            dstate = decay_over(last_total, EXACT) * dstate + tl.dot(
+                tl.trans(q), dout.to(q.dtype), input_precision="ieee"
+            )
             dstate -= tl.dot(tl.trans(k), dv.to(k.dtype), input_precision="ieee")
         if dinitial_ptr is not None:
             dinitial = dinitial_ptr + row * key_dim * value_dim + state_offsets
@@ -203,7 +205,7 @@ def _value_gradients_kernel(
         squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
         inverse = tl.load(inverse_ptr + squares, mask=in_chunk[:, None], other=0.0)
         factors = decays(total, rows, EXACT)
-        read_factor = exp(total, EXACT) * k_factor
+        read_factor = decay_over(total, EXACT) * k_factor
         products = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
         m = tl.where(rows[:, None] > rows[None, :], factors * products, 0.0).to(k.dtype)
 
@@ -289,10 +291,13 @@ def _key_gradients_kernel(
             row = batch * n_heads + head
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
-            decay = exp(total, EXACT)
+            decay = decay_over(total, EXACT)
             squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
             dattention = tl.load(dattention_ptr + squares, mask=in_chunk[:, None], other=0.0)
             dsystem = tl.load(dsystem_ptr + squares, mask=in_chunk[:, None], other=0.0)
+            # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
+            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dattention.to(tl.float32), 0.0), 1)[:, None]
+            dattention = tl.where(rows[:, None] > rows[None, :], dattention, 0.0).to(k.dtype)
             state_slot, dstate_slot = row * n_slots + start // CHUNK, row * (n_slots + 1) + dslot
 
             product = _outer_with_state(
@@ -301,7 +306,7 @@ def _key_gradients_kernel(
             ) * (decay * scale)[:, None]  # fmt: skip
             product = tl.dot(dattention, k, product, input_precision="ieee")
             dtotal = tl.sum(q.to(tl.float32) * product, 1)
-            dq += product
+            dq += product + diagonal * k.to(tl.float32)
 
             product = _outer_with_state(
                 dv_ptr, states_ptr, state_slot, has_state, batch, tokens, head, value_batch_stride, value_token_stride,
@@ -314,18 +319,18 @@ def _key_gradients_kernel(
             product = _outer_with_state(
                 deltas_ptr, dstates_ptr, dstate_slot, has_dstate, batch, tokens, head, value_batch_stride,
                 value_token_stride, value_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
-            ) * exp(last_total - total, EXACT)[:, None]  # fmt: skip
+            ) * decay_over(last_total - total, EXACT)[:, None]  # fmt: skip
             dlast = tl.sum(tl.sum(k.to(tl.float32) * product, 1), 0)
             for first in range(0, value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
                 state = load_state(states_ptr, state_slot, features, values, key_dim, value_dim, has_state)
                 dstate = load_state(dstates_ptr, dstate_slot, features, values, key_dim, value_dim, has_dstate)
                 total_product = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-                dlast += total_product * exp(last_total, EXACT)
+                dlast += total_product * decay_over(last_total, EXACT)
             product = tl.dot(tl.trans(dattention), q, product, input_precision="ieee")
             product -= tl.dot(tl.trans(dsystem), k, input_precision="ieee")
             dtotal -= tl.sum(k.to(tl.float32) * product, 1)
-            dk += product
+            dk += product + diagonal * q.to(tl.float32)
 
             dtotal += tl.where(tokens == end - 1, dlast, 0.0)
             gates = (batch * n_tokens + tokens) * n_heads + head

@@ -206,9 +206,15 @@ def load_state(states_ptr, slot, rows, columns, n_rows, n_columns, exists):
 
 
 @jit
+def decay_over(difference, EXACT: tl.constexpr):
+    """The exponential of a difference of sums of g, in fp32."""
+    return exp(difference.to(tl.float32), EXACT)
+
+
+@jit
 def decays(total, rows, EXACT: tl.constexpr):
     """e_ij = exp(G_i - G_j) for j <= i, else 0."""
-    return tl.where(rows[:, None] >= rows[None, :], exp(total[:, None] - total[None, :], EXACT), 0.0)
+    return tl.where(rows[:, None] >= rows[None, :], decay_over(total[:, None] - total[None, :], EXACT), 0.0)
 
 
 @jit
@@ -258,7 +264,7 @@ def _prepare_kernel(
         tokens = start + rows
         in_chunk = tokens < end
         gates = (batch * n_tokens + tokens) * n_heads + head
-        total = tl.cumsum(tl.load(g_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32), 0)
+        total = tl.cumsum(tl.load(g_ptr + gates, mask=in_chunk, other=0.0).to(total_ptr.dtype.element_ty), 0)
         beta = tl.load(beta_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32)
         tl.store(total_ptr + (batch * n_heads + head) * n_tokens + tokens, total, mask=in_chunk)
 
@@ -324,12 +330,14 @@ def _scan_kernel(
             slot = (row * n_slots + start // CHUNK) * key_dim * value_dim
             tl.store(states_ptr + slot + state_offsets, rounded, mask=state_mask & has_state)
             read = tl.dot(k, rounded, input_precision="ieee")
-            residual = v.to(tl.float32) - (exp(total, EXACT) * k_factor)[:, None] * read
+            residual = v.to(tl.float32) - (decay_over(total, EXACT) * k_factor)[:, None] * read
             delta = tl.dot(inverse, residual.to(k.dtype), input_precision="ieee")
             offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
             tl.store(deltas_ptr + offsets, delta.to(k.dtype), mask=in_chunk[:, None] & (values < value_dim)[None, :])
-            written = (exp(last_total - total, EXACT) * k_factor)[:, None] * delta
-            state = exp(last_total, EXACT) * state + tl.dot(tl.trans(k), written.to(k.dtype), input_precision="ieee")
+            written = (decay_over(last_total - total, EXACT) * k_factor)[:, None] * delta
+            state = decay_over(last_total, EXACT) * state + tl.dot(
+                tl.trans(k), written.to(k.dtype), input_precision="ieee"
+            )
         if final_ptr is not None:
             final = final_ptr + row * key_dim * value_dim + state_offsets
             tl.store(final, state, mask=state_mask & (segment == n_segments - 1))
@@ -368,7 +376,7 @@ def _outputs_kernel(
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)
-        state_factor = exp(total, EXACT) * q_factor * scale
+        state_factor = decay_over(total, EXACT) * q_factor * scale
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
@@ -397,12 +405,12 @@ class Tokens(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` computes, and backward needs: 64 elements and 4 bytes per token and value head, and 8 bytes per
-    token and key head.
+    """What `prepare` computes, and backward needs: 66 elements per token and value head, and 8 bytes per token and key
+    head.
 
     Attributes:
         inverse: (B, V, T, 64) X, the rows of each chunk, in the dtype of the tokens.
-        total: (B, V, T) G, fp32.
+        total: (B, V, T) G, see `total_dtype`.
         q_factor: (B, K, T) fp32, 1 / norm of q; without elements if q and k are not normalized.
         k_factor: (B, K, T) fp32, 1 / norm of k, likewise.
     """
@@ -413,13 +421,18 @@ class Prepared(NamedTuple):
     k_factor: Tensor
 
 
+def total_dtype(v: Tensor) -> torch.dtype:
+    """The dtype of G: fp64 for fp32 tokens. The error of a small difference of large sums is as large as theirs."""
+    return torch.float64 if v.dtype == torch.float32 else torch.float32
+
+
 def allocate_prepared(k: Tensor, v: Tensor, normalize: bool) -> Prepared:
     """Uninitialized results of `prepare`."""
     batch, tokens, heads = v.shape[:3]
     factor_shape = (batch, k.shape[2], tokens) if normalize else (0,)
     return Prepared(
         v.new_empty((batch, heads, tokens, CHUNK)),
-        v.new_empty((batch, heads, tokens), dtype=torch.float32),
+        v.new_empty((batch, heads, tokens), dtype=total_dtype(v)),
         v.new_empty(factor_shape, dtype=torch.float32),
         v.new_empty(factor_shape, dtype=torch.float32),
     )

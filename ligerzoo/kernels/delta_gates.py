@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
@@ -30,12 +29,13 @@ from ligerzoo.kernels.tiling import (
     persistent_programs,
     tile,
 )
+from ligerzoo.kernels.torch_math import sigmoid, softplus
 
 
 def reference(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """`delta_gates` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(a.dtype)
-    return -a_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype)), b.sigmoid()
+    return -a_log.to(dtype).exp() * softplus(a.to(dtype) + dt_bias.to(dtype)), sigmoid(b.to(dtype)).to(b.dtype)
 
 
 @jit

@@ -6,9 +6,9 @@ For each value head, with a state S of shape (d_k, d_v), from token to token:
 
 q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key head serves several value heads.
 
-`delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass.
+`delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass, `delta_torch` both in plain torch.
 
-Saved: q, k, v and `Prepared`, 64 elements and 4 bytes per token and value head and 8 bytes per token and key head.
+Saved: q, k, v and `Prepared`, 66 elements per token and value head and 8 bytes per token and key head.
 Recomputed in backward: the deltas and the states between chunks.
 """
 
@@ -32,7 +32,9 @@ from ligerzoo.kernels.delta_chunks import (
     Tokens,
     allocate_prepared,
     chunk_table,
+    total_dtype,
 )
+from ligerzoo.kernels.delta_torch import chunked
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, empty_gradient, uses_triton
 from ligerzoo.kernels.registration import register
 
@@ -51,7 +53,7 @@ def reference(
     scale: float | None = None,
     normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` in plain torch, token by token: the specification, the CPU path and the test oracle."""
+    """`gated_delta_rule` in plain torch, token by token: the specification and the test oracle."""
     dtype = accumulation_dtype(v.dtype)
     group = v.shape[2] // k.shape[2]
     scale = k.shape[-1] ** -0.5 if scale is None else scale
@@ -108,7 +110,7 @@ def _scan_bytes(tokens: Tokens) -> int:
 def _prepared_bytes(tokens: Tokens) -> int:
     _, k, v = tokens
     n_tokens = v.shape[0] * v.shape[1]
-    return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + 4) + 8 * k.shape[2])
+    return n_tokens * (v.shape[2] * (CHUNK * v.element_size() + total_dtype(v).itemsize) + 8 * k.shape[2])
 
 
 def _forward_peak(tokens: Tokens) -> int:
@@ -234,7 +236,7 @@ def gated_delta_rule(
         scale: factor of the outputs; None for D_k^-0.5.
         normalize: divides each q and k by its l2 norm, in fp32.
         output_final_state: also returns the state after the last token.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+        backend: "auto" (Triton where supported), "triton" or "torch" (by chunks too, see `delta_torch`).
 
     Returns:
         (B, T, V, D_v) outputs in the dtype of `v`. With `output_final_state`, also the (B, V, D_k, D_v) state in fp32
@@ -264,9 +266,15 @@ def gated_delta_rule(
             output_final_state,
         )  # fmt: skip
     else:
-        o, state = reference(q, k, v, g, beta, initial_state, segment_start, scale, normalize)
+        plain = chunked if segment_start is None or _is_readable(segment_start) else reference
+        o, state = plain(q, k, v, g, beta, initial_state, segment_start, scale, normalize)
     o = o.to(v.dtype)
     return (o, state) if output_final_state else o
+
+
+def _is_readable(t: Tensor) -> bool:
+    """Whether Python can read the elements."""
+    return not (t.is_meta or torch.compiler.is_compiling())
 
 
 def with_adjacent_features(x: Tensor) -> Tensor:

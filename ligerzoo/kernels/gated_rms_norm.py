@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
@@ -35,6 +34,7 @@ from ligerzoo.kernels.tiling import (
     row_offsets,
     tile,
 )
+from ligerzoo.kernels.torch_math import silu
 
 
 def reference(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
@@ -42,7 +42,7 @@ def reference(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor
     dtype = accumulation_dtype(x.dtype)
     wide = x.to(dtype)
     normalized = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (weight * normalized * F.silu(z.to(dtype))).to(x.dtype)
+    return (weight * normalized * silu(z.to(dtype))).to(x.dtype)
 
 
 @jit

@@ -1,6 +1,6 @@
 """Layers to compose transformers from. Constructors take plain numbers and modules, never a config."""
 
-from ligerzoo.layers.attention import Attention, SinkAttention, attend
+from ligerzoo.layers.attention import Attention, RotaryNormAttention, SinkAttention, attend
 from ligerzoo.layers.backend import set_backend
 from ligerzoo.layers.block import (
     GatedPreNormBlock,
@@ -25,19 +25,20 @@ from ligerzoo.layers.kv_cache import KVCache
 from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.linear import Linear
 from ligerzoo.layers.masks import Mask, TileMask
-from ligerzoo.layers.mlp import MLP, GatedMLP
+from ligerzoo.layers.mlp import MLP, GatedMLP, UngatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
     InterleavedSectionedRotaryEmbedding,
+    ReversedRotaryEmbedding,
     RotaryEmbedding,
     SectionedRotaryEmbedding,
     interleaved,
     sectioned,
 )
-from ligerzoo.layers.routers import Router, SigmoidRouter
+from ligerzoo.layers.routers import BiasedRouter, Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.layers.tiles import TiledVisionTower, TileEmbedding, TilePositionEmbedding
 from ligerzoo.layers.vision import (
@@ -51,12 +52,15 @@ from ligerzoo.layers.vision import (
     repeated_items,
     scatter_embeddings,
 )
+from ligerzoo.layers.xielu import XIELU
 
 __all__ = [
     "MLP",
+    "XIELU",
     "AllHeadsRMSNorm",
     "Attention",
     "AxialRotaryEmbedding",
+    "BiasedRouter",
     "BlockStack",
     "CausalConv1d",
     "Context",
@@ -97,8 +101,10 @@ __all__ = [
     "RMSNorm",
     "RecurrentLayerCache",
     "ResampledPositionEmbedding",
+    "ReversedRotaryEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",
+    "RotaryNormAttention",
     "Router",
     "SandwichBlock",
     "ScaledEmbedding",
@@ -113,6 +119,7 @@ __all__ = [
     "TileMask",
     "TilePositionEmbedding",
     "TiledVisionTower",
+    "UngatedMLP",
     "VisionTower",
     "WindowedVisionTower",
     "attend",

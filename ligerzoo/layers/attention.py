@@ -379,6 +379,18 @@ class Attention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
 
+class RotaryNormAttention(Attention):
+    """`Attention` that normalizes queries and keys after rotation (HunYuan, nanochat), instead of before.
+
+    With weights in the norms, scores depend on absolute positions, see `Decoder`.
+    """
+
+    def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Returns queries (B, T, N, D) and keys (B, T, K, D), rotated and normalized."""
+        q, k = self.apply_rotary(q, k, context)
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
+
+
 class SinkAttention(Attention):
     """Self-attention in which each head has a sink: a learned logit that joins its softmax (OpenAI 2025, gpt-oss).
 

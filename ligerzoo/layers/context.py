@@ -36,6 +36,7 @@ _ATTRIBUTES = (
     "cross_attention_inputs",
     "deepstack",
     "position_ids",
+    "has_default_positions",
     "router_logits",
     "hidden_states",
     "attentions",
@@ -105,6 +106,7 @@ class Context:
         tokens: T.
         cache: as given.
         position_ids: (B or 1, T) or (A, B or 1, T) int64.
+        has_default_positions: whether `position_ids` were not given.
         cache_position: (B or 1, T) int64, index of each token in its row, cached tokens included.
         segment_start: (B or 1, T) int64, index of the first token of each token's segment; None if all are 0.
         padding_mask: (B, S) bool, False for padding; None without padding.
@@ -178,6 +180,7 @@ class Context:
             self.segment_start = bounds[segment]
         elif position_ids is not None and position_ids.ndim == 2 and cache is None and attention_mask is None:
             self.segment_start = _segment_starts(position_ids)
+        self.has_default_positions = position_ids is None
         if position_ids is None:
             position_ids = self._segment_positions()
         self.position_ids = position_ids

@@ -24,6 +24,9 @@ class Decoder(nn.Module):
         layers: blocks, called as `PreNormBlock`.
         norm: applied to the output of the last block.
         input_scale: factor of the embeddings, including those given instead of token ids.
+        input_norm: applied to the embeddings, including those given instead of token ids; None for no norm.
+        positions_skip_padding: the default positions do not count padding. For attention whose scores depend on
+            absolute positions: the results of a padded text are then those of the text alone.
         max_valid_cache_length: `max_valid_length` of new caches, see `KVCache`.
 
     Attributes:
@@ -39,6 +42,8 @@ class Decoder(nn.Module):
         norm: nn.Module,
         *,
         input_scale: float = 1.0,
+        input_norm: nn.Module | None = None,
+        positions_skip_padding: bool = False,
         max_valid_cache_length: int | None = None,
     ) -> None:
         super().__init__()
@@ -46,6 +51,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.input_scale = input_scale
+        self.input_norm = input_norm
+        self.positions_skip_padding = positions_skip_padding
         self.max_valid_cache_length = max_valid_cache_length
         self.gradient_checkpointing = False
         self.activation_plan: tuple[Recompute, ...] = ()
@@ -66,6 +73,10 @@ class Decoder(nn.Module):
         x = x if x.is_floating_point() else self.embed_tokens(x)
         if self.input_scale != 1.0:
             x = x * self.input_scale
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.positions_skip_padding and context.has_default_positions:
+            context.position_ids = context.token_positions()
         recompute = Recompute.BLOCK if self.gradient_checkpointing else self.activation_plan
         cache = context.cache  # decoding is faster where sums may be split
         keeps_sums = cache is None or cache.exact or torch.compiler.is_compiling()  # which leaves sums to torch

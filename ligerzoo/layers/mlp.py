@@ -22,7 +22,7 @@ class GatedMLP(nn.Module):
         hidden_size: H.
         intermediate_size: I.
         bias: add biases to all three projections.
-        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), or "quick_gelu".
+        activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU), "quick_gelu" or "relu2".
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
@@ -80,13 +80,14 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """MLP without a gate, with biases, `fc2(activation(fc1(x)))` (Vaswani et al. 2017, section 3.3).
+    """MLP without a gate, `fc2(activation(fc1(x)))` (Vaswani et al. 2017, section 3.3).
 
     Args:
         hidden_size: H.
         intermediate_size: I.
         output_size: O; None for H.
-        activation: "gelu", "gelu_tanh", "quick_gelu" or "silu".
+        bias: add biases to both projections.
+        activation: "gelu", "gelu_tanh", "quick_gelu", "silu" or "relu2".
         backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
     """
 
@@ -96,6 +97,7 @@ class MLP(nn.Module):
         intermediate_size: int,
         output_size: int | None = None,
         *,
+        bias: bool = True,
         activation: Activation = "gelu",
         backend: Backend = "auto",
         device: torch.device | str | None = None,
@@ -105,14 +107,55 @@ class MLP(nn.Module):
         self.hidden_size = hidden_size
         self.activation: Activation = check_activation(activation)
         self.backend: Backend = check_backend(backend)
-        self.fc1 = Linear(hidden_size, intermediate_size, device=device, dtype=dtype)
-        self.fc2 = Linear(intermediate_size, output_size or hidden_size, device=device, dtype=dtype)
+        self.fc1 = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.fc2 = Linear(intermediate_size, output_size or hidden_size, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (..., H) -> (..., O). `context` is unused; it keeps the block signature uniform."""
         check_features(self, x, self.hidden_size)
-        x = self.fc1(x)
-        if is_plain(self.fc2, Linear, nn.Linear):
-            weight, bias = self.fc2.weight, self.fc2.bias
-            return activation_linear(x, weight, bias, activation=self.activation, backend=self.backend)
-        return self.fc2(ACTIVATIONS[self.activation](x))  # type: ignore[no-any-return]
+        return _activate_and_project(self.fc1(x), self.activation, self.fc2, self.backend)
+
+
+class UngatedMLP(nn.Module):
+    """MLP without a gate, `down(activation(up(x)))`: `MLP` with the names of `GatedMLP`, without biases by default.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        bias: add biases to both projections.
+        activation: see `MLP`; or a module for (..., I), such as `XIELU`.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: Activation | nn.Module = "relu2",
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.act_fn = activation if isinstance(activation, nn.Module) else check_activation(activation)
+        self.backend: Backend = check_backend(backend)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (..., H) -> (..., H). `context` is unused; it keeps the block signature uniform."""
+        check_features(self, x, self.hidden_size)
+        x = self.up_proj(x)
+        if isinstance(self.act_fn, nn.Module):
+            return self.down_proj(self.act_fn(x))  # type: ignore[no-any-return]
+        return _activate_and_project(x, self.act_fn, self.down_proj, self.backend)
+
+
+def _activate_and_project(x: Tensor, activation: Activation, projection: nn.Module, backend: Backend) -> Tensor:
+    """(..., I) -> projection(activation(x)), as one operation that saves only `x` where the projection is plain."""
+    if is_plain(projection, Linear, nn.Linear):
+        return activation_linear(x, projection.weight, projection.bias, activation=activation, backend=backend)
+    return projection(ACTIVATIONS[activation](x))  # type: ignore[no-any-return]

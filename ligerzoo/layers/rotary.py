@@ -138,6 +138,15 @@ class RotaryEmbedding(nn.Module):
         return f"{self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"
 
 
+class ReversedRotaryEmbedding(RotaryEmbedding):
+    """Rotary embedding by the negative angles (nanochat)."""
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines, each (..., T, R/2); see `RotaryEmbedding`."""
+        cos, sin = super().forward(position_ids, dtype)
+        return cos, -sin
+
+
 class SectionedRotaryEmbedding(RotaryEmbedding):
     """Rotary embedding of positions on several axes: M-RoPE (Qwen2-VL, Wang et al. 2024, section 2.1).
 

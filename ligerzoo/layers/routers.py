@@ -87,7 +87,22 @@ class Router(nn.Module):
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, renormalize={self.renormalize}"
 
 
-class SigmoidRouter(nn.Module):
+class _BalancingBias(nn.Module):
+    """Part of a router with a balancing bias, which stays in at least fp32."""
+
+    e_score_correction_bias: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        converted = self.e_score_correction_bias
+        if accumulation_dtype(converted.dtype) != converted.dtype:
+            self.e_score_correction_bias = bias.to(converted.device)
+        return self
+
+
+class SigmoidRouter(_BalancingBias):
     """Selects k of E experts by sigmoid scores, with a bias for balanced load (DeepSeek-V3, 2024, section 2.1.2).
 
     With s = sigmoid(weight @ x) in fp32, the experts with the k largest s + `e_score_correction_bias` are selected, and
@@ -112,8 +127,6 @@ class SigmoidRouter(nn.Module):
         ValueError: k is not between 1 and the number of experts in the selected groups, or E is not a multiple of G, or
             groups have a single expert.
     """
-
-    e_score_correction_bias: Tensor
 
     def __init__(
         self,
@@ -184,15 +197,6 @@ class SigmoidRouter(nn.Module):
             backend=backend,
         )  # fmt: skip
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Converts the module, as `to` does. Of a conversion to half precision, the bias follows the device only."""
-        bias = self.e_score_correction_bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        converted = self.e_score_correction_bias
-        if accumulation_dtype(converted.dtype) != converted.dtype:
-            self.e_score_correction_bias = bias.to(converted.device)
-        return self
-
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
         options: dict[str, Any] = {"renormalize": self.renormalize, "scale": self.scale}
@@ -200,6 +204,61 @@ class SigmoidRouter(nn.Module):
             options |= {"num_groups": self.num_groups, "num_selected_groups": self.num_selected_groups}
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
         return f"{hidden_size}, {num_experts}, {self.num_experts_per_token}, {shown}"
+
+
+class BiasedRouter(_BalancingBias, Router):
+    """Selects k of E experts by probabilities plus a bias for balanced load (ERNIE 4.5, Baidu 2025, section 2.2).
+
+    With p = softmax(weight @ x) in fp32, the experts with the k largest p + bias are selected, and weighted by p
+    without the bias, divided by its sum over the k. The bias is a buffer, as that of `SigmoidRouter`.
+
+    Args:
+        hidden_size: H.
+        num_experts: E.
+        num_experts_per_token: k.
+        min_sum: the sum by which weights are divided is at least this.
+
+    Attributes:
+        e_score_correction_bias: (1, E), at least fp32 whatever the dtype of the module.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_token: int,
+        *,
+        min_sum: float = 1e-12,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, num_experts, num_experts_per_token, device=device, dtype=dtype)
+        self.min_sum = min_sum
+        bias = torch.zeros(1, num_experts, device=device, dtype=accumulation_dtype(self.weight.dtype))
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2) and sets the bias to 0."""
+        super().init_weights(std)
+        if "e_score_correction_bias" in self._buffers:  # not in the constructor of `Router`
+            nn.init.zeros_(self.e_score_correction_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes the tokens `x`, (T, H).
+
+        Returns:
+            Logits (T, E), fp32; expert ids (T, k), the best first; expert weights (T, k), fp32.
+        """
+        logits = self.logits(x)
+        probabilities = router_probabilities(logits)
+        with torch.no_grad():
+            expert_ids = (probabilities + self.e_score_correction_bias).topk(self.num_experts_per_token).indices
+        weights = probabilities.gather(1, expert_ids)
+        return logits, expert_ids, weights / weights.sum(-1, keepdim=True).clamp(min=self.min_sum)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (T, H) -> (T, E), fp32."""
+        return linear_fp32(x, self.weight)
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

@@ -170,6 +170,9 @@ def simulate_step(
             parameter.register_post_accumulate_grad_hook(count.add_gradient)  # type: ignore[no-untyped-call]
             for parameter in trained
         ]
+        if _trains_tower(model, trained):  # its gradients pass through all blocks
+            embedding = model.get_input_embeddings()
+            handles.append(embedding.register_forward_hook(lambda *call: call[-1].requires_grad_()))
         try:
             ids = torch.zeros(batch_size, seq_length, dtype=torch.int64, device="meta")
             loss = model(input_ids=ids, labels=ids).loss
@@ -187,6 +190,12 @@ def simulate_step(
         gradients=gradients, activations=activations, workspace=dynamic - gradients - activations + CUBLAS_WORKSPACE,
         flops=tracker.flops, kept=tuple(after - before for before, after in pairwise(live)),
     )  # fmt: skip
+
+
+def _trains_tower(model: CausalLM, trained: Sequence[nn.Parameter]) -> bool:
+    """Returns whether parameters train that are not those of the language model."""
+    own = {id(parameter) for part in (model.model, model.get_output_embeddings()) for parameter in part.parameters()}
+    return any(id(parameter) not in own for parameter in trained)
 
 
 class _Count:

@@ -30,7 +30,7 @@ def check_fields(config: Any) -> None:
         name, hint, least = field.name, hints[field.name], field.metadata.get("least", 1)
         value, kinds = getattr(config, name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None and NoneType in kinds:
+        if (value is None and NoneType in kinds) or (isinstance(value, str) and str in kinds):
             continue
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list) and len(kinds) > 2 else [value]

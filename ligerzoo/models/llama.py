@@ -9,8 +9,11 @@ Llama 3.1 and 3.2 rescale the rotary frequencies for long contexts. The config c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
+
+from torch import nn
 
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
@@ -37,21 +40,55 @@ class Llama(CausalLM):
 
     def __init__(self, config: LlamaConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
-        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+        def mlp() -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
 
-        def block() -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
-            )  # fmt: skip
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
-            return PreNormBlock(norm(), attention, norm(), mlp)
-
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
-        layers = [block() for _ in range(c.num_hidden_layers)]
         super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+            config,
+            llama_decoder(c, llama_attention(c, c.attention_bias, **factory_kwargs), mlp, **factory_kwargs),
+            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
         )
+
+
+def llama_attention(
+    config: LlamaConfig, output_bias: bool, **factory_kwargs: Unpack[FactoryKwargs]
+) -> Callable[[], Attention]:
+    """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
+    c = config
+    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+    def attention() -> Attention:
+        return Attention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+            qkv_bias=c.attention_bias, output_bias=output_bias, **factory_kwargs,
+        )  # fmt: skip
+
+    return attention
+
+
+def llama_decoder(
+    config: DecoderConfig,
+    attention: Callable[[], nn.Module],
+    mlp: Callable[[], nn.Module],
+    *,
+    positions_skip_padding: bool = False,
+    **factory_kwargs: Unpack[FactoryKwargs],
+) -> Decoder:
+    """Builds a decoder of pre-norm blocks with RMSNorm; `attention` and `mlp` make the layers of each block.
+
+    Args:
+        config: sizes.
+        attention: builds the attention of one block.
+        mlp: builds the MLP of one block.
+        positions_skip_padding: see `Decoder`.
+        factory_kwargs: device and dtype of the weights.
+    """
+    c = config
+
+    def norm() -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+
+    layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
+    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    return Decoder(embedding, layers, norm(), positions_skip_padding=positions_skip_padding)

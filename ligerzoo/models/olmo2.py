@@ -10,6 +10,7 @@ one vector. RMSNorm rounds once, after scaling. The rotation is computed in fp32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -49,25 +50,32 @@ class Olmo2(CausalLM):
     def __init__(self, config: Olmo2Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
+        decoder = olmo2_decoder(c, [rotary] * c.num_hidden_layers, [None] * c.num_hidden_layers, **factory_kwargs)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
 
-        def norm() -> RMSNorm:
-            return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
 
-        def norm_of(heads: int) -> AllHeadsRMSNorm:
-            return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
+def olmo2_decoder(
+    config: Olmo2Config,
+    rotary: Sequence[RotaryEmbedding],
+    windows: Sequence[int | None],
+    **factory_kwargs: Unpack[FactoryKwargs],
+) -> Decoder:
+    """Builds the OLMo 2 decoder with the given rotary embedding and sliding window of each layer."""
+    c = config
 
-        def block() -> PostNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
-            )  # fmt: skip
-            return PostNormBlock(
-                attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs), norm()
-            )
+    def norm() -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
-        layers = [block() for _ in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+    def norm_of(heads: int) -> AllHeadsRMSNorm:
+        return AllHeadsRMSNorm(heads * c.head_size, c.rms_norm_eps, round_before_scale=False, **factory_kwargs)
+
+    def block(layer: int) -> PostNormBlock:
+        attention = Attention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary[layer], window=windows[layer],
+            q_norm=norm_of(c.num_attention_heads), k_norm=norm_of(c.kv_heads),
+            qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+        )  # fmt: skip
+        return PostNormBlock(attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs), norm())
+
+    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

@@ -91,10 +91,11 @@ def start_processes(device: str | torch.device | None = None, *, timeout: timede
     Raises:
         ConfigError: The environment is inconsistent, or the host has fewer GPUs than processes.
     """
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     numbers = read_environment()
     if numbers is None and not dist.is_initialized():
-        return Processes(0, 1, 0, available_device(device or kind))
+        return Processes(0, 1, 0, available_device(device))
+    kind = torch.device(device).type
     if numbers is None:
         numbers = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
     own = torch.device(kind)

@@ -265,6 +265,12 @@ class CapturedStep:
             self._drop_gradients()
         with assuming_inputs(properties), self._autocasting():
             loss = self._compute_loss(self._model, inputs, num_items, count)
+        if not loss.requires_grad:
+            raise LigerzooError(
+                "no weight that trains takes part in the loss", where="micro-batch",
+                remedy="A vision tower alone trains only if each micro-batch has images: use larger ones, leave "
+                "out records without images, or train other parts as well.",
+            )  # fmt: skip
         loss.backward()  # type: ignore[no-untyped-call]
         if is_first:
             self._loss.copy_(loss.detach())

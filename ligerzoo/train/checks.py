@@ -39,6 +39,8 @@ def check_combinations(options: Any) -> None:
          "is needed by the other options of adapters", None),
         (options.lora_rank and options.train_only, "options lora_rank and train_only", "only one of them may be given",
          None),
+        (options.device == "meta", "option device", "has no memory for weights", options.device),
+        (options.ema == 1, "option ema", "is the decay of averaged weights, which would never change", options.ema),
         (recomputes and options.activation_budget not in ("auto", "none"), "option activation_budget",
          "excludes mixed_precision and activation_checkpointing", options.activation_budget),
         (options.schedule == "wsd" and options.warmup > LARGEST_WARMUP_OF_WSD, "option warmup",

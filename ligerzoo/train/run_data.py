@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
 from ligerzoo import Tokenizer
+from ligerzoo.errors import DataError
 from ligerzoo.train import processes
 from ligerzoo.train.data import (
+    DataReport,
     Kind,
     PackedBatches,
     PaddedBatches,
@@ -25,17 +27,25 @@ from ligerzoo.train.run_options import BatchOptions
 from ligerzoo.train.starting import count_steps, make_batches, tokenizer_of
 from ligerzoo.vision.processor import Processor
 
+_METHODS: dict[str, str] = {
+    "preference": "dpo, orpo, simpo or cpo", "labelled": "kto", "prompt": "grpo",
+}  # fmt: skip
+"""The methods that train the kinds of records whose completions are not all examples to imitate."""
+
 
 class RunData:
-    """The data of a run.
+    """The data of a run. All evaluation data is checked at once, so that the first evaluation does not end the run.
 
     Args:
         options: options of the run.
         processor: the tokenizer; or the processor, for data with images.
-        kind: kind of the records; "auto" for that of the first one.
+        kind: kind of the records; "auto" for that of the first one: texts, completions or conversations.
         pin_memory: whether batches are in pinned memory, to copy them to a GPU.
         packing: see `make_batches`.
         encoding: further options of `open_data`.
+
+    Raises:
+        DataError: The evaluation data is missing or of another kind, or a record of it is malformed or too long.
     """
 
     def __init__(
@@ -48,11 +58,22 @@ class RunData:
             "packing": packing, "pin_memory": pin_memory, "batch_size": options.batch_size,
             "seq_length": options.seq_length,
         }  # fmt: skip
-        self._encoding = {"seq_length": options.seq_length, "too_long": options.too_long, **encoding}
+        self._encoding: dict[str, Any] = {
+            "seq_length": options.seq_length, "too_long": options.too_long, **encoding,
+        }  # fmt: skip
+        if options.eval_data:
+            self._check(options.eval_data)
 
     def samples(self, paths: tuple[str, ...], **given: Any) -> SampleStream:
-        """Returns the samples of files, in the order of the seed."""
-        return open_data(paths, self._kind, self._processor, seed=self._options.seed, **self._encoding, **given)
+        """Returns the samples of files, in the order of the seed.
+
+        Raises:
+            DataError: A file is missing, or its records are of a kind that the method does not train.
+        """
+        stream = open_data(paths, self._kind, self._processor, seed=self._options.seed, **self._encoding, **given)
+        if self._kind == "auto":
+            _refuse_kind(stream.kind, paths)
+        return stream
 
     def batches(
         self, paths: tuple[str, ...], *, read_images: bool = True, **given: Any
@@ -112,11 +133,32 @@ class RunData:
         Raises:
             DataError: A record is malformed or too long; names the first ones by file and line.
         """
-        check: Callable[..., Any] = check_data
-        report = check(self._options.data, self._kind, self._processor, **self._encoding)
+        processes.say(self._check(self._options.data))
+
+    def _check(self, paths: tuple[str, ...]) -> DataReport:
+        """Reads all data of files, see `check_data`.
+
+        Raises:
+            DataError: See `check` and `samples`.
+        """
+        kind = self.samples(paths, epochs=1).kind
+        report = check_data(paths, kind, self._processor, **self._encoding)
         report.raise_if_bad()
-        processes.say(report)
+        return report
 
     @property
     def _epochs(self) -> int | None:
         return None if self._options.max_steps else self._options.epochs or 1
+
+
+def _refuse_kind(kind: Kind, paths: tuple[str, ...]) -> None:
+    """Refuses records whose completions would all be trained, the rejected ones included, and prompts alone.
+
+    Raises:
+        DataError: The records are preferences, labelled completions or prompts.
+    """
+    if kind in _METHODS:
+        raise DataError(
+            f"records of kind {kind!r} are for another method", where=", ".join(paths),
+            expected="text, prompt and completion, or messages", remedy=f"Use --method {_METHODS[kind]}.",
+        )  # fmt: skip

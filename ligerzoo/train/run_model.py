@@ -17,7 +17,7 @@ from ligerzoo.train import processes
 from ligerzoo.train.checks import check_model
 from ligerzoo.train.run_options import RunOptions
 from ligerzoo.train.run_state import RunState
-from ligerzoo.train.starting import checkpoint_directory, open_model, tokenizer_of
+from ligerzoo.train.starting import checkpoint_directory, lacks_weights, open_model, tokenizer_of
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
 
 
@@ -69,7 +69,15 @@ def open_outline(options: RunOptions, run: RunState, tokenizer: Tokenizer, *, ne
         run: the run.
         tokenizer: its tokenizer.
         new: whether a config without weights is a new model, see `open_model`.
+
+    Raises:
+        ConfigError: A check fails, see `check_model`, or a new model would have an adapter.
     """
+    if new and options.lora_rank is not None and lacks_weights(options.model):
+        raise ConfigError(
+            "an adapter needs trained weights: the random ones would not be saved", where="option lora_rank",
+            got=options.model, expected="a model with weights", remedy="Train all weights of a new model.",
+        )  # fmt: skip
     source, adapt = _source(options, run), adaptation(options)
     outline = open_model(source, dtype=options.dtype, device=torch.device("meta"), new=new, adapt=adapt)
     check_model(outline, tokenizer, options.optimizer)

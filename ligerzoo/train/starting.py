@@ -48,8 +48,7 @@ def open_model(
             then read the whole model from memory-mapped files, which they share.
         param_dtype: dtype in which several processes compute, see `shard_model`.
     """
-    directory = checkpoint_directory(model)
-    is_config = directory != str(model) or (os.path.isdir(directory) and not has_weights(Path(directory)))
+    directory, is_config = checkpoint_directory(model), lacks_weights(model)
     is_alone = processes.world_size() == 1 or device.type == "meta"
     build: Callable[[torch.device], CausalLM]
     if new and is_config:
@@ -83,6 +82,12 @@ def tokenizer_of(processor: Processor | Tokenizer) -> Tokenizer:
 def has_weights(directory: Path) -> bool:
     """Returns whether a directory has weights in safetensors files."""
     return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def lacks_weights(model: str | Path) -> bool:
+    """Returns whether MODEL is a config.json, or a directory without weights."""
+    directory = checkpoint_directory(model)
+    return directory != str(model) or (os.path.isdir(directory) and not has_weights(Path(directory)))
 
 
 def padding_token(tokenizer: Tokenizer) -> int:

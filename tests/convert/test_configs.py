@@ -29,6 +29,7 @@ RENAMED = {"num_experts": ("num_experts", "num_local_experts", "n_routed_experts
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEEDED: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"moe_layer_end_index": 27},  # transformers replaces the default, -1, by the last layer
     "gemma3": {"vision_config": {"image_size": 256}},  # the default does not give 256 tokens
     "glm4_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -205,6 +206,7 @@ POSSIBLE: dict[str, list[Any]] = {
 """Valid falsy values of another type than that in the tested config.json."""
 IGNORED = {
     # Entries without effect: of training, of other software, or of unused parts.
+    "cla_share_factor", "eod_token_id", "hidden_dropout", "residual_dropout",
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
     "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",

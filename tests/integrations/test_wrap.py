@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -117,9 +118,22 @@ def test_smoothing_shifts_the_labels_of_vision_language_models(tmp_path: Path) -
     torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), expected, rtol=0, atol=1e-5)
 
 
+def resumable(model_type: str) -> str:
+    """Returns the first checkpoint from which transformers' Trainer can resume.
+
+    It reads config.json into a config without sizes, which fails for rope types that need `max_position_embeddings`.
+    """
+
+    def config_of(row: Tiny) -> str:
+        return transformers.AutoConfig.for_model(**copy.deepcopy(dict(row.config))).to_json_string()
+
+    rows: list[Tiny] = import_module(f"tests.models.tiny_{model_type}").CHECKPOINTS
+    return next(row.name for row in rows if not re.search('"(yarn|llama3|longrope)"', config_of(row)))
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: Path) -> None:
-    directory, out = written(model_type, tmp_path), tmp_path / "out"
+    directory, out = written(model_type, tmp_path, resumable(model_type)), tmp_path / "out"
     steps = {"save_strategy": "steps", "save_steps": 1}
     whole, figures = train(ours(directory), out, **steps)
     assert len(figures) == 6

@@ -105,6 +105,7 @@ def judge(
     reference: Callable[..., Any],
     inputs: Sequence[Tensor],
     layout: Callable[[Tensor], Tensor] = torch.clone,
+    ulps: float = 2.0,
 ) -> None:
     """Checks outputs and gradients with `assert_as_exact_as`, for random upstream gradients in the given layout."""
     before = [t.detach().clone() for t in inputs]
@@ -114,6 +115,6 @@ def judge(
     expected = differentiate(reference, inputs, upstream)
     truth = differentiate(reference, in_fp64(inputs), in_fp64(upstream))
     for case in zip(outputs, expected[0], truth[0], strict=True):
-        assert_as_exact_as(*case)
+        assert_as_exact_as(*case, ulps)
     for case in zip(gradients, expected[1], truth[1], strict=True):
-        assert_as_exact_as(*case)
+        assert_as_exact_as(*case, ulps)

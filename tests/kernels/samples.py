@@ -15,6 +15,7 @@ from ligerzoo.kernels.gating import gating
 from ligerzoo.kernels.jit import INTERPRETING
 from ligerzoo.kernels.lora_experts import Projection
 from ligerzoo.kernels.registration import OPS
+from ligerzoo.kernels.route import SigmoidOptions
 from ligerzoo.kernels.weighted_glu import Biases
 from tests.kernels.layouts import transposed
 from tests.kernels.oracles import angles, numbers
@@ -314,6 +315,29 @@ def _route(device: str) -> Samples:
     ]
 
 
+def _route_sigmoid(device: str) -> Samples:
+    t = partial(new, device=device)
+    return [
+        {"logits": t(5, 4), "bias": t(4), "num_experts_per_token": 3, "options": SigmoidOptions(1, 1, True, 1.0)},
+        {
+            "logits": transposed(t(2, 40)).half(), "bias": t(40), "num_experts_per_token": 2,
+            "options": SigmoidOptions(4, 2, False, 2.5),
+        },
+    ]  # fmt: skip
+
+
+def _latent_decode_attention(device: str) -> Samples:
+    t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
+    index = torch.tensor([1, 2], device=device)
+    sizes = {"q": (2, 4, 16), "q_rope": (2, 4, 8), "latents": (2, 70, 16), "k_rope": (2, 70, 8)}
+    none = {"first": None, "last": None, "padding_mask": None, "fallback": None, "scale": 1.0}
+    bounds = {"first": index, "last": index + 60, "padding_mask": t(2, 70) > 0, "fallback": index + 60, "scale": 0.5}
+    return [
+        {name: t(*size) for name, size in sizes.items()} | none,
+        {name: half(*size) for name, size in sizes.items()} | bounds,
+    ]
+
+
 def _decode_experts(device: str) -> Samples:
     t = partial(new, device=device)
 
@@ -488,6 +512,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "lora_experts_forward": _lora_experts_forward,
     "lora_experts_backward": _lora_experts_backward,
     "route": _route,
+    "route_sigmoid": _route_sigmoid,
+    "latent_decode_attention": _latent_decode_attention,
     "apply_sinks": _apply_sinks,
     "apply_sinks_backward": _apply_sinks_backward,
     "sink_gradients": _sink_gradients,

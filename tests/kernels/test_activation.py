@@ -30,7 +30,13 @@ def test_sizes(shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize(
     "activation, theirs",
-    [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("quick_gelu", "quick_gelu")],
+    [
+        ("silu", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_tanh", "gelu_pytorch_tanh"),
+        ("quick_gelu", "quick_gelu"),
+        ("relu2", "relu2"),
+    ],
 )
 def test_activations_match_transformers(activation: Activation, theirs: str, device: str) -> None:
     x = torch.linspace(-6, 6, 1001, device=device)[:, None]

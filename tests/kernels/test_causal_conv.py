@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligerzoo.kernels import causal_conv1d, causal_conv1d_step
+from ligerzoo.kernels import causal_conv1d, causal_conv1d_step, gated_delta_rule
 from ligerzoo.kernels.causal_conv import final_state, reference
+from ligerzoo.kernels.recompute import Recompute, recomputing
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge
 from tests.kernels.compiling import compile_both_passes
@@ -66,20 +67,48 @@ def test_equals_torchs_convolution(device: str) -> None:
     torch.testing.assert_close(causal_conv1d(x, weight, bias, activation="silu"), expected)
 
 
-@needs_triton
-def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(device: str) -> None:
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, device: str) -> None:
     torch.manual_seed(0)
     bounds = [0, 1, 3, 35, 70]
     x, weight, upstream = (torch.randn(*shape, device=device) for shape in ((1, 70, 6), (6, 4), (1, 70, 6)))
 
     def results(first: int, end: int, segment_start: Tensor | None) -> list[Tensor]:
         leaf = x[:, first:end].clone().requires_grad_()
-        y: Any = causal_conv1d(leaf, weight, segment_start=segment_start, activation="silu", backend="triton")
+        y: Any = causal_conv1d(leaf, weight, segment_start=segment_start, activation="silu", backend=backend)
         return [y.detach(), *torch.autograd.grad(y, leaf, upstream[:, first:end])]
 
     packed = results(0, 70, starts_of(bounds, device))
     for first, end in pairwise(bounds):
         assert_equal([t[:, first:end] for t in packed], results(first, end, None))
+
+
+@needs_triton
+@pytest.mark.parametrize("level", [Recompute.NOTHING, Recompute.ELEMENTWISE])
+def test_backward_recomputes_the_result_instead_of_keeping_it(level: Recompute, device: str) -> None:
+    """The gated delta rule would keep views of it: queries, keys and values."""
+    torch.manual_seed(0)
+    x, weight, state = (numbers(*shape, device=device) for shape in ((1, 40, 24), (24, 4), (1, 3, 24)))
+    g, beta = -torch.rand(1, 40, 1, device=device), torch.rand(1, 40, 1, device=device)
+    options: Any = {"initial_state": state, "segment_start": starts_of([0, 7, 40], device), "activation": "silu"}
+
+    def gradients(level: Recompute) -> tuple[bool, list[Tensor]]:
+        kept: set[int] = set()
+
+        def pack(t: Tensor) -> Tensor:
+            kept.add(t.untyped_storage().data_ptr())
+            return t.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), recomputing(level):
+            y: Any = causal_conv1d(x, weight, **options)
+            q, k, v = (t.unflatten(-1, (1, 8)) for t in y.split(8, -1))
+            o: Any = gated_delta_rule(q, k, v, g, beta, segment_start=options["segment_start"])
+        upstream = torch.ones_like(o).cumsum(1)
+        return y.data_ptr() in kept, list(torch.autograd.grad(o, [x, weight, state], upstream))
+
+    keeps, results = gradients(level)
+    assert keeps == (level == Recompute.NOTHING)
+    assert_equal(results, gradients(Recompute.NOTHING)[1])
 
 
 @pytest.mark.parametrize("pieces", [[9], [1] * 9, [2, 1, 6]], ids=str)

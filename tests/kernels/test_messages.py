@@ -15,6 +15,10 @@ X, W = torch.randn(4, 6), torch.randn(6)
 HIDDEN, HEAD, TARGET = torch.randn(4, 6), torch.randn(9, 6), torch.randint(9, (4,))
 Q, ANGLES = torch.randn(2, 3, 2, 4), torch.randn(1, 3, 2)
 LOGITS = torch.randn(4, 9)
+DELTA = {
+    "q": torch.randn(2, 3, 1, 4), "k": torch.randn(2, 3, 1, 4), "v": torch.randn(2, 3, 2, 5),
+    "g": -torch.rand(2, 3, 2), "beta": torch.rand(2, 3, 2),
+}  # fmt: skip
 
 ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "activation_linear": {"x": X, "weight": HEAD, "bias": torch.randn(9)},
@@ -23,6 +27,13 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     },
     "add_rms_norm": {"x": X, "residual": X, "weight": W},
     "apply_sinks": {"out": torch.randn(2, 3, 4, 8), "lse": torch.randn(2, 4, 3), "sinks": torch.randn(4)},
+    "causal_conv1d": {
+        "x": torch.randn(2, 5, 6), "weight": torch.randn(6, 4), "bias": W, "initial_state": torch.randn(2, 3, 6),
+        "segment_start": torch.zeros(2, 5).long(),
+    },
+    "causal_conv1d_step": {
+        "x": torch.randn(2, 1, 6), "state": torch.randn(2, 3, 6), "weight": torch.randn(6, 4), "bias": W,
+    },
     "cross_entropy": {"logits": LOGITS, "target": TARGET, "class_weight": torch.ones(9), "token_weight": torch.ones(4)},
     "experts_mlp": {
         "x": X, "expert_ids": torch.zeros(4, 2).long(), "expert_weights": torch.ones(4, 2),
@@ -42,15 +53,26 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
         "x": X, "gate_up": torch.randn(3, 4, 6), "down": torch.randn(3, 6, 2), "residual": X,
         "gate_up_bias": torch.randn(3, 4), "down_bias": torch.randn(3, 6),
     },
+    "delta_gates": {"a": X, "b": X, "a_log": W, "dt_bias": W},
     "filter_bounds": {
         "logits": LOGITS, "temperature": torch.ones(4), "top_k": torch.ones(4).long(), "top_p": torch.ones(4),
         "min_p": torch.ones(4),
     },
+    "gated_delta_rule": DELTA | {
+        "initial_state": torch.zeros(2, 2, 4, 5), "segment_start": torch.zeros(2, 3).long(),
+    },
+    "gated_delta_step": {name: x[:, :1] for name, x in DELTA.items()} | {"state": torch.zeros(2, 2, 4, 5)},
+    "gated_rms_norm": {"x": X, "z": X, "weight": W},
     "geglu": {"gate": X, "up": X},
     "glu": {"gate": X, "up": X},
     "glu_linear": {"gate": X, "up": X, "weight": HEAD, "bias": torch.randn(9)},
     "jsd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
     "kl_div": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
+    "latent_decode_attention": {
+        "q": torch.randn(2, 4, 16), "q_rope": torch.randn(2, 4, 8), "latents": torch.randn(2, 5, 16),
+        "k_rope": torch.randn(2, 5, 8), "first": torch.tensor([0, 1]), "last": torch.tensor([4, 3]),
+        "fallback": torch.tensor([-1, 2]),
+    },
     "layer_norm": {"x": X, "weight": W, "bias": W},
     "linear_cross_entropy": {
         "hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9), "class_weight": torch.ones(9),
@@ -78,6 +100,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "rope": {"q": Q, "k": Q, "cos": ANGLES, "sin": ANGLES},
     "round_stochastically": {"source": X},
     "route": {"logits": LOGITS},
+    "route_sigmoid": {"logits": LOGITS, "bias": torch.zeros(9)},
     "sample_tokens": {
         "logits": LOGITS, "scores": LOGITS, "seeds": torch.arange(4), "steps": torch.arange(4),
         "temperature": torch.ones(4), "threshold": torch.zeros(4), "last_token": torch.arange(4),
@@ -96,14 +119,17 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "adamw_update": {"step": torch.ones(()), "lr": torch.ones(())},
     "decode_experts": {"routing": kernels.route(torch.randn(4, 3), 2)},
+    "latent_decode_attention": {"scale": 1.0},
     "linears": {"weights": [HEAD]},
     "lora_linears": {"weights": [HEAD], "biases": [None], "updates": [None]},
     "round_stochastically": {"target": X.bfloat16(), "step": torch.ones(()), "key": 2**32},
     "route": {"num_experts_per_token": 2},
+    "route_sigmoid": {"num_experts_per_token": 2},
 }
 """Required arguments that are not tensors."""
 INTEGERS = (
     "target", "expert_ids", "first", "last", "fallback", "positions", "top_k", "seeds", "steps", "last_token",
+    "segment_start",
 )  # fmt: skip
 NAMED_BY = {"swiglu": "glu", "geglu": "glu"}
 """Functions that are another function with one option."""

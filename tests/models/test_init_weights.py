@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.layers import (
+    XIELU,
     CrossAttentionBlock,
     Decoder,
     Embedding,
@@ -115,6 +116,9 @@ def test_statistics(model_type: str, std: float) -> None:
             if isinstance(module, RMSNorm | LayerNorm) and own == "weight":
                 offset = module.weight_offset if isinstance(module, RMSNorm) else 0.0
                 assert (parameter + offset == 1).all(), name
+            elif isinstance(module, XIELU):
+                expected = 0.8 if own == "alpha_p" else 0.3
+                torch.testing.assert_close(nn.functional.softplus(parameter.data), torch.tensor([expected]))
             elif isinstance(module, GatedRMSNorm) or own == "dt_bias":
                 assert (parameter == 1).all(), name
             elif own == "A_log":  # of rates between 0 and 16

@@ -54,17 +54,31 @@ class Tiny:
     def rotation_depends_on_length(self) -> bool:
         """Whether the largest position changes the rotation of all tokens: packed segments then affect each other."""
         scaling = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
-        return {scaling.get("rope_type"), scaling.get("type")} & {"dynamic", "longrope", "su"} != set()
+        is_fixed = scaling.get("alpha") is not None  # of Hunyuan
+        return not is_fixed and {scaling.get("rope_type"), scaling.get("type")} & {"dynamic", "longrope", "su"} != set()
+
+    def positions(self, mask: Tensor) -> dict[str, Tensor]:
+        """Returns the position ids that transformers needs to compute padded texts as it does them alone.
+
+        Empty for most architectures, whose scores depend on relative positions only.
+        """
+        is_absolute = self.config["model_type"] == "hunyuan_v1_dense"
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_absolute else {}
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
 
     def write(self, directory: Path) -> None:
         model = random_model(self.config)
-        biases = fp32_buffers(model)
+        exact = {name: t.clone() for name, t in model.state_dict().items() if stays_fp32(name, self.config)}
         model.to(self.stored_dtype)
-        for name, bias in biases.items():  # as on the hub; `to` rounds them
-            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = bias
+        for name, tensor in exact.items():  # as on the hub; `to` rounds them
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            if own in module._buffers:
+                module._buffers[own] = tensor
+            else:
+                module._parameters[own].data = tensor  # type: ignore[union-attr]
         directory.mkdir(parents=True, exist_ok=True)
         if self.by_transformers:
             size = sum(parameter.nbytes for parameter in model.parameters())
@@ -95,14 +109,16 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
             is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
-        for bias in fp32_buffers(model).values():
-            bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+        for name, bias in model.named_buffers():
+            if stays_fp32(name, config):
+                bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     return model
 
 
-def fp32_buffers(model: PreTrainedModel) -> Tensors:
-    """Returns the tensors that stay in fp32 in checkpoints of any dtype."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+def stays_fp32(name: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor stays in fp32 in checkpoints of any dtype."""
+    is_router = config["model_type"] == "ernie4_5_moe" and name.endswith(".mlp.gate.weight")
+    return is_router or name.endswith("e_score_correction_bias")
 
 
 def well_conditioned(name: str, noise: Tensor) -> Tensor | None:

@@ -378,7 +378,7 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, problem: str) -> None:
             "unknown field 'complation'. Did you mean 'compl",
         ),
         (LONG, r"the sample is too long; got \d+ tokens; expected at most 16 \(seq_length\)"),
-        ({"messages": []}, "messages: wrong type; got a list"),
+        ({"messages": []}, "messages is an empty list"),
         ({"messages": "Hello"}, "messages: wrong type; got a string"),
         ({"messages": ["Hello"]}, r"messages\[0\]: wrong type"),
         (
@@ -425,6 +425,7 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     refused("a.jsonl: the file is empty", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("\n\n")
     refused("the data has no records", tmp_path / "a.jsonl")
+    refused("^a.jsonl: the data has no records", tmp_path / "a.jsonl", "text")
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf{}")
     refused("a.jsonl:1: the file begins with a UTF-8 byte order mark", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
@@ -436,6 +437,8 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").unlink()
     (tmp_path / "a.jsonl").write_text('{"conversations": []}')
     refused('not a record of a known kind.*"value" becomes "content"', tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"prompt": null, "completion": "b"}')
+    refused("got fields 'completion'; expected .* or prompt$", tmp_path / "a.jsonl")
     refused("listed twice", [tmp_path / "a.jsonl", tmp_path])
     (tmp_path / "b.json").write_text("[]")
     refused("not a format of data files; got '.json'.*Write one JSON object per line", tmp_path / "b.json")

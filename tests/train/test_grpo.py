@@ -228,6 +228,14 @@ def test_a_long_prompt_is_named(checkpoint: Path, reward: Path, tmp_path: Path, 
         train(grpo_options(checkpoint, file, reward, tmp_path / "run", dry_run=dry_run))
 
 
+def test_evaluation_prompts_are_checked_before_the_first_step(
+    checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="no such file or directory"):
+        train(grpo_options(checkpoint, prompts, reward, tmp_path / "run", eval_data=(str(tmp_path / "missing.jsonl"),)))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_shows_completions_with_rewards(
     checkpoint: Path, prompts: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -418,11 +418,22 @@ def test_a_run_with_images_resumes_bit_for_bit(
 
 @pytest.mark.parametrize("part", ["visual", "model.layers"])
 def test_parts_that_train(part: str, qwen: Path, chats: Path, tmp_path: Path) -> None:
-    given = options(qwen, chats, tmp_path / "run", seq_length=128, max_steps=2, train_only=(part,))
+    given = options(
+        qwen, chats, tmp_path / "run", seq_length=128, max_steps=2, train_only=(part,), activation_budget="auto"
+    )
     assert sft.main(sft.Options(**given)) == 0
     before, after = weights_of(qwen), weights_of(tmp_path / "run")
     changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
     assert changed == {name for name in before if name.startswith(part)}
+
+
+def test_a_vision_tower_alone_needs_images(qwen: Path, tmp_path: Path) -> None:
+    data = tmp_path / "texts.jsonl"
+    messages = [{"role": "user", "content": "lion"}, {"role": "assistant", "content": "tiger"}]
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+    given = options(qwen, data, tmp_path / "run", seq_length=128, max_steps=2, train_only=("visual",))
+    with pytest.raises(LigerzooError, match=r"no weight that trains takes part in the loss.*has images"):
+        sft.main(sft.Options(**given))
 
 
 @pytest.mark.parametrize("targets, part", [(None, "layers"), (("visual.blocks",), "visual.blocks")])
@@ -430,7 +441,10 @@ def test_parts_that_lora_trains(
     targets: tuple[str, ...] | None, part: str, qwen: Path, chats: Path, tmp_path: Path
 ) -> None:
     """By default those of the language model."""
-    given = options(qwen, chats, tmp_path / "run", seq_length=128, max_steps=1, lora_rank=2, lora_targets=targets)
+    given = options(
+        qwen, chats, tmp_path / "run", seq_length=128, max_steps=1, lora_rank=2, lora_targets=targets,
+        activation_budget="auto",
+    )  # fmt: skip
     assert sft.main(sft.Options(**given)) == 0
     names = load_file(tmp_path / "run" / "adapter_model.safetensors").keys()
     assert names

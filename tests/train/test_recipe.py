@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ligerzoo import AutoModel, cli
-from ligerzoo.errors import ConfigError, LigerzooError
+from ligerzoo.errors import ConfigError, DataError, LigerzooError
 from ligerzoo.models import Mixtral, MixtralConfig
 from ligerzoo.train import tracking
 from ligerzoo.train.checks import check_dtype, check_tied_weights, warn_of_rounding
@@ -76,6 +76,8 @@ def test_arguments_become_options(checkpoint: Path, data: Path, tmp_path: Path, 
         ({"resume": 1}, "option resume: invalid value"),
         ({"epochs": 2}, "options max_steps and epochs: only one of them may be given"),
         ({"mixed_precision": True}, "option mixed_precision: needs dtype float32; got dtype auto"),
+        ({"ema": 1.0}, "option ema: is the decay of averaged weights, which would never change; got 1.0"),
+        ({"device": "meta"}, "option device: has no memory for weights; got meta"),
     ],
 )
 def test_invalid_options(checkpoint: Path, data: Path, tmp_path: Path, wrong: dict[str, Any], expected: str) -> None:
@@ -93,6 +95,19 @@ def test_invalid_arguments(
     with pytest.raises(SystemExit, match="2"):
         cli.main([*arguments(options(checkpoint, data, tmp_path)), *wrong])
     assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "wrong, methods",
+    [(["--variant", "ipo"], "dpo, kto, orpo, simpo, cpo"), (["--reward=reward.py"], "grpo")],
+)
+def test_options_of_other_methods_are_named(
+    checkpoint: Path, data: Path, tmp_path: Path, wrong: list[str], methods: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*arguments(options(checkpoint, data, tmp_path)), *wrong])
+    flag = wrong[0].partition("=")[0]
+    assert capsys.readouterr().err.endswith(f"{flag} is an option of --method {methods}.\n")
 
 
 # The printed recipe
@@ -236,6 +251,46 @@ def test_the_plot_and_the_tracker(checkpoint: Path, data: Path, tmp_path: Path, 
 
 
 # What goes wrong
+
+
+@pytest.mark.parametrize(
+    "record, remedy",
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Use --method dpo, orpo, simpo or cpo."),
+        ({"prompt": "a", "completion": "b", "label": False}, "Use --method kto."),
+        ({"prompt": "a"}, "Use --method grpo."),
+    ],
+)
+@pytest.mark.parametrize("option", ["data", "eval_data"])
+def test_records_of_other_methods_are_refused(
+    checkpoint: Path, data: Path, tmp_path: Path, record: dict[str, Any], remedy: str, option: str
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=f"^{other}: records of kind .* are for another method.*{remedy}"):
+        train(options(checkpoint, data, tmp_path / "run", **{option: (str(other),)}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_evaluation_data_is_checked_before_the_first_step(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(data.read_text() + json.dumps({"prompt": "a", "completion": "b" * 200}) + "\n")
+    with pytest.raises(DataError, match=r"held_out.jsonl:61: the sample is too long"):
+        train(options(checkpoint, data, tmp_path / "run", eval_data=(str(held_out),)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_of_random_weights_are_refused(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(data.read_text())
+    given = options(checkpoint, text, tmp_path / "run", model=str(checkpoint / "config.json"), method="pretrain")
+    with pytest.raises(ConfigError, match="option lora_rank: an adapter needs trained weights"):
+        train({**given, "lora_rank": 2})
+
+
+def test_an_unknown_device_is_named(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such device; got abacus"):
+        train(options(checkpoint, data, tmp_path / "run", device="abacus"))
 
 
 def test_a_step_without_trained_tokens_is_refused(

@@ -62,9 +62,9 @@ def kind_of(record: Fields, source: Source) -> Kind:
     Raises:
         DataError: the record has the required fields of no kind.
     """
-    present = {name for name, value in record.items() if value is not None}
+    present = [name for name, value in record.items() if value is not None]
     for kind, names in FIELDS.items():
-        if present.issuperset(names.required):
+        if {*present}.issuperset(names.required):
             return kind
     if "conversations" in present:
         remedy: str | None = (
@@ -73,10 +73,10 @@ def kind_of(record: Fields, source: Source) -> Kind:
         )
     else:
         accepted = [name for names in FIELDS.values() for name in names.required]
-        remedies = (did_you_mean(name, accepted) for name in record)
+        remedies = (did_you_mean(name, accepted) for name in record if name not in accepted)
         remedy = next((remedy for remedy in remedies if remedy), None)
     raise DataError(
-        "not a record of a known kind", where=source, got=f"fields {first_names(list(record))}",
+        "not a record of a known kind", where=source, got=f"fields {first_names(present)}",
         expected="; or ".join(" and ".join(names.required) for names in FIELDS.values()), remedy=remedy,
     )  # fmt: skip
 
@@ -154,7 +154,9 @@ def messages_field(record: Fields, name: str, source: Source) -> Messages:
         DataError: the list is empty, or a message is malformed.
     """
     value = record[name]
-    if not isinstance(value, list) or not value:
+    if value == []:
+        raise DataError(f"{name} is an empty list", where=source, expected="a list of messages")
+    if not isinstance(value, list):
         raise DataError(f"{name}: wrong type", where=source, got=_described(value), expected="a list of messages")
     return [_checked_message(message, f"{name}[{index}]", source) for index, message in enumerate(value)]
 

@@ -61,7 +61,8 @@ class Order:
                         record = error
                     yield Position(epoch, pool, index), record
             if is_empty and start[1:] == (0, 0):
-                raise DataError("the data has no records", where=self._reader.identity.get("files"))
+                files = self._reader.identity.get("files", ())
+                raise DataError("the data has no records", where=", ".join(name for name, *_ in files) or None)
 
     def _locations(self, epoch: int, pool: int) -> list[object]:
         blocks = range(

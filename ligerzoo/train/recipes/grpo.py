@@ -146,6 +146,7 @@ def train(options: Options, device: torch.device) -> int:
 
     stream = prompts(options.data, epochs=epochs)
     steps = options.max_steps or count_steps(prompts(options.data, epochs=epochs), options.prompts)
+    held_out = list(prompts(options.eval_data, epochs=1, shuffle=False)) if options.eval_data else []
     needs_copy = options.beta > 0 and not options.lora_rank  # the reference of adapters is the model without them
     plan = run_model.plan_memory(options, outline, device, frozen=outline if needs_copy else None, accumulate=True)
     shape = f"{steps:,} steps of {options.prompts} prompts x {options.num_samples} completions"
@@ -163,7 +164,8 @@ def train(options: Options, device: torch.device) -> int:
     model = run_model.open_trained_model(options, run, device, plan)
     sampling_model = SamplingModel(model, mixed_precision=options.mixed_precision)
     is_exact = samples_exactly(sampling_model.model, options.exact, options.seq_length)
-    why = "exact" if is_exact else "not exact: --exact off, or not supported"
+    reason = "--exact off" if options.exact == "off" else "the device, dtype or model does not support that"
+    why = "exact" if is_exact else f"not exact: {reason}"
     processes.say(f"Log-probabilities of sampling are {why}")
 
     def rollouts(num_samples: int, temperature: float | None) -> Rollouts:
@@ -252,9 +254,8 @@ def train(options: Options, device: torch.device) -> int:
             )  # fmt: skip
 
             due = due_after(step, steps, options, stop)
-            if due.evaluation and options.eval_data:
+            if due.evaluation and held_out:
                 with log.paused(), update.averaged():
-                    held_out = list(prompts(options.eval_data, epochs=1, shuffle=False))
                     log.evaluation(step, **roll_out_greedily.evaluate(held_out))
             if due.save:
                 with log.paused():

@@ -1,0 +1,51 @@
+"""Converter for Apertus checkpoints, which have other names of norms.
+
+transformers ignores `post_norm`, `qk_norm` and `mlp_bias`. Values that should change the model are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import object_entry, rope_fields
+from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.models.apertus import Apertus, ApertusConfig
+
+
+def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    """Reads `rope_theta` and `rope_scaling` from either spelling.
+
+    Without an object `rope_parameters`, the default scaling applies unless `rope_scaling` has entries. As in
+    transformers, a top-level `rope_theta` is then ignored, and a `rope_scaling` without theta takes it.
+    """
+    if raw.get("rope_parameters") is None and not object_entry(raw, "rope_scaling"):
+        default = ApertusConfig()
+        return {"rope_theta": default.rope_theta, "rope_scaling": default.rope_scaling}
+    return rope_fields(raw, default_theta)
+
+
+def write_entries(config: ApertusConfig, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    return {**entries, "rope_scaling": {"rope_type": "default", **(config.rope_scaling or {})}}
+
+
+ARCHITECTURE = Architecture(
+    "apertus",
+    "ApertusForCausalLM",
+    Apertus,
+    ApertusConfig,
+    activations={"hidden_act": ("xielu",)},
+    accepted={"post_norm": (False,), "qk_norm": (True,), "mlp_bias": (False,)},
+    read_rope=read_rope,
+    write_entries=write_entries,
+    layouts=(
+        Layout(
+            (
+                Rename("attention_layernorm", "input_layernorm"),
+                Rename("feedforward_layernorm", "post_attention_layernorm"),
+            )
+        ),
+    ),
+)

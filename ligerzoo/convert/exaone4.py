@@ -1,0 +1,37 @@
+"""Converter for EXAONE 4 checkpoints. Tensor names match ours.
+
+transformers requires `layer_types` without a sliding window. There it has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.models.exaone4 import Exaone4, Exaone4Config
+
+
+def read_entries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns config.json, without a `layer_types` that has no effect."""
+    types = raw.get("layer_types")
+    count, window = (raw.get(name, getattr(Exaone4Config, name)) for name in ("num_hidden_layers", "sliding_window"))
+    is_plain = window is None and isinstance(types, list) and len(types) == count and set(types) == {"full_attention"}
+    return {**raw, "layer_types": None} if is_plain else raw
+
+
+def write_entries(config: Exaone4Config, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    if config.sliding_window is None and config.layer_types is None:
+        entries["layer_types"] = ["full_attention"] * config.num_hidden_layers
+    return entries
+
+
+ARCHITECTURE = Architecture(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    Exaone4,
+    Exaone4Config,
+    read_entries=read_entries,
+    write_entries=write_entries,
+)

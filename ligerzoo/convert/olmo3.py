@@ -1,0 +1,52 @@
+"""Converter for OLMo 3 checkpoints. Tensor names match ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.fields import object_entry, rope_fields
+from ligerzoo.errors import ConfigError
+from ligerzoo.models.olmo3 import Olmo3, Olmo3Config
+
+
+def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    """Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq` from either spelling.
+
+    transformers 4 writes `rope_theta` for all layers and `rope_scaling` for full-attention layers. transformers 5
+    writes `rope_parameters`, an object per layer type. It reads a `rope_theta` of version 4 for full-attention layers
+    only; here, as in version 4, it applies to all.
+    """
+    both = object_entry(raw, "rope_parameters")
+    full = {**object_entry(both, "full_attention"), **object_entry(raw, "rope_scaling")}
+    rope = rope_fields({"rope_scaling": full, "rope_theta": raw.get("rope_theta")}, default_theta)
+    if both.get("sliding_attention") is None:
+        return {**rope, "rope_local_base_freq": None}
+    local = rope_fields({"rope_scaling": object_entry(both, "sliding_attention"), "rope_theta": raw.get("rope_theta")},
+                        default_theta)  # fmt: skip
+    if local["rope_scaling"] is not None:
+        raise ConfigError(
+            "not supported", where="rope_parameters, sliding_attention", got=local["rope_scaling"],
+            expected='rope_type "default"',
+        )  # fmt: skip
+    is_same = local["rope_theta"] == rope["rope_theta"]
+    return {**rope, "rope_local_base_freq": None if is_same else local["rope_theta"]}
+
+
+def write_entries(config: Olmo3Config, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of config.json in the spelling of transformers 4, if version 5 reads the same thetas from it.
+
+    Version 5 gives sliding-window layers its default theta then.
+    """
+    local_theta = entries.pop("rope_local_base_freq") or config.rope_theta
+    if local_theta == Olmo3Config.rope_theta:
+        return entries
+    full = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    sliding = {"rope_type": "default", "rope_theta": local_theta}
+    return {**entries, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+ARCHITECTURE = Architecture(
+    "olmo3", "Olmo3ForCausalLM", Olmo3, Olmo3Config, read_rope=read_rope, write_entries=write_entries
+)

@@ -1,0 +1,55 @@
+"""xIELU, a trainable activation (Huang & Schlag 2024, "Deriving Activation Functions Using Integration")."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligerzoo.kernels.dispatch import accumulation_dtype
+
+_INITIAL_SCALE = 0.8
+
+
+class XIELU(nn.Module):
+    """Quadratic for positive inputs, exponential for others, with a trainable curvature for each.
+
+        x > 0:   a x^2 + beta x,                        a = softplus(alpha_p)
+        else:    b (exp(min(x, eps)) - 1 - x) + beta x,   b = beta + softplus(alpha_n)
+
+    Computed in plain torch, in fp32, rounded once. Autograd keeps the intermediate results.
+
+    Attributes:
+        alpha_p: (1,), initialized so that a = 0.8.
+        alpha_n: (1,), initialized so that b = 0.8.
+        beta: 0-d buffer, 0.5: the slope at 0. Not trained.
+        eps: 0-d buffer, -1e-6: keeps the exponential away from 0. Not trained.
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.alpha_n = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.register_buffer("beta", torch.empty((), device=device, dtype=dtype))
+        self.register_buffer("eps", torch.empty((), device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.0) -> None:
+        """Sets the initial values. `std` is unused; it keeps the signature uniform."""
+        nn.init.constant_(self.beta, 0.5)
+        nn.init.constant_(self.eps, -1e-6)
+        nn.init.constant_(self.alpha_p, math.log(math.expm1(_INITIAL_SCALE)))
+        nn.init.constant_(self.alpha_n, math.log(math.expm1(_INITIAL_SCALE - 0.5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., I) -> (..., I)."""
+        dtype, wide = x.dtype, accumulation_dtype(x.dtype)
+        x, beta, eps = x.to(wide), self.beta.to(wide), self.eps.to(wide)
+        positive = F.softplus(self.alpha_p.to(wide)) * x * x
+        negative = (beta + F.softplus(self.alpha_n.to(wide))) * (torch.expm1(torch.minimum(x, eps)) - x)
+        return (torch.where(x > 0, positive, negative) + beta * x).to(dtype)

@@ -1,0 +1,67 @@
+"""Apertus, 8B and 70B (Hernández-Cano et al. 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+    attention: queries and keys of each head -> norm -> rotary embedding -> scores
+
+Distinctive: Llama 3.1 with QK-norm, and the trainable activation xIELU in an MLP without a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from ligerzoo.layers import XIELU, Attention, LMHead, RMSNorm, RotaryEmbedding, UngatedMLP
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.llama import llama_decoder
+
+
+def _llama3() -> dict[str, Any]:
+    return {
+        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApertusConfig(DecoderConfig):
+    """Configuration of Apertus. Defaults: those of transformers' ApertusConfig.
+
+    Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
+    """
+
+    vocab_size: int = 131072
+    intermediate_size: int = 14336
+    max_position_embeddings: int = 65536
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 12000000.0
+    rope_scaling: Mapping[str, Any] | None = field(default_factory=_llama3)
+    attention_bias: bool = False
+
+
+class Apertus(CausalLM):
+    """Apertus with a language-model head."""
+
+    config: ApertusConfig
+
+    def __init__(self, config: ApertusConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c = config
+        rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.head_size, c.rms_norm_eps, **factory_kwargs)
+
+        def attention() -> Attention:
+            return Attention(
+                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, q_norm=norm(), k_norm=norm(),
+                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+            )  # fmt: skip
+
+        def mlp() -> UngatedMLP:
+            return UngatedMLP(c.hidden_size, c.intermediate_size, activation=XIELU(**factory_kwargs), **factory_kwargs)
+
+        decoder = llama_decoder(c, attention, mlp, **factory_kwargs)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))

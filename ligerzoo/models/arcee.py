@@ -1,0 +1,44 @@
+"""Arcee Foundation Model, AFM-4.5B (Arcee AI 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+
+Distinctive: Llama with squared ReLU in an MLP without a gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from ligerzoo.layers import LMHead, UngatedMLP
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.llama import LlamaConfig, llama_attention, llama_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArceeConfig(LlamaConfig):
+    """Configuration of AFM. Defaults: those of transformers' ArceeConfig.
+
+    Attributes:
+        mlp_bias: add biases to the up and down projections.
+    """
+
+    hidden_size: int = 2560
+    intermediate_size: int = 18432
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+
+
+class Arcee(CausalLM):
+    """AFM with a language-model head."""
+
+    config: ArceeConfig
+
+    def __init__(self, config: ArceeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c = config
+
+        def mlp() -> UngatedMLP:
+            return UngatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, **factory_kwargs)
+
+        decoder = llama_decoder(c, llama_attention(c, c.attention_bias, **factory_kwargs), mlp, **factory_kwargs)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))

@@ -1,0 +1,74 @@
+"""ERNIE 4.5, dense model, 0.3B (Baidu ERNIE Team 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> norm -> head
+
+Distinctive: Llama with interleaved rotary embedding in fp32, and an independent `head_dim`.
+
+Each pair (2i, 2i + 1) of a head's features is rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Unpack
+
+from ligerzoo.layers import Attention, GatedMLP, LMHead, RotaryEmbedding
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.config import DecoderConfig
+from ligerzoo.models.llama import llama_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ernie4_5Config(DecoderConfig):
+    """Configuration of ERNIE 4.5. Defaults: those of transformers' Ernie4_5Config, close to ERNIE-4.5-0.3B.
+
+    Attributes:
+        use_bias: add biases to all projections of attention and MLP.
+    """
+
+    vocab_size: int = 103424
+    hidden_size: int = 1024
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 18
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    tie_word_embeddings: bool = True
+    use_bias: bool = False
+
+
+class Ernie4_5(CausalLM):
+    """ERNIE 4.5 with a language-model head."""
+
+    config: Ernie4_5Config
+
+    def __init__(self, config: Ernie4_5Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c = config
+
+        def mlp() -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, bias=c.use_bias, **factory_kwargs)
+
+        decoder = llama_decoder(c, ernie4_5_attention(c, c.use_bias, **factory_kwargs), mlp, **factory_kwargs)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
+
+
+def ernie4_5_attention(
+    config: DecoderConfig, bias: bool, **factory_kwargs: Unpack[FactoryKwargs]
+) -> Callable[[], Attention]:
+    """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
+    c = config
+    rotary = RotaryEmbedding(
+        c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True, in_fp32=True
+    )
+
+    def attention() -> Attention:
+        return Attention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=bias, output_bias=bias,
+            **factory_kwargs,
+        )  # fmt: skip
+
+    return attention

@@ -1,0 +1,100 @@
+"""ERNIE 4.5, MoE text models, 21B-A3B and 300B-A47B (Baidu ERNIE Team 2025).
+
+    tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp or moe(norm(x)) ] -> norm -> head
+
+Distinctive: ERNIE 4.5 with MoE layers: softmax routers with a bias for balanced load, ungated shared experts.
+
+The bias selects experts, and does not weight them. Routers are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Unpack
+
+from ligerzoo.layers import (
+    BiasedRouter,
+    Decoder,
+    DeepSeekMoE,
+    Embedding,
+    Experts,
+    GatedMLP,
+    LMHead,
+    MoE,
+    PreNormBlock,
+    RMSNorm,
+)
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.ernie4_5 import ernie4_5_attention
+from ligerzoo.models.moe import MoECausalLM, MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ernie4_5MoeConfig(MoEConfig):
+    """Configuration of ERNIE 4.5 MoE. Defaults: those of transformers' Ernie4_5_MoeConfig, close to 21B-A3B.
+
+    Attributes:
+        intermediate_size: intermediate features of a dense MLP.
+        moe_intermediate_size: intermediate features of each expert.
+        moe_num_shared_experts: experts that process every token; may be 0.
+        moe_layer_start_index: index of the first layer that may use MoE, counted from 0.
+        moe_layer_end_index: index of the last layer that may use MoE; -1 for the last layer.
+        moe_layer_interval: n; of these layers, those with an index of n - 1, 2n - 1, ... use MoE.
+        moe_norm_min: the sum by which a token's expert weights are divided is at least this.
+    """
+
+    vocab_size: int = 103424
+    hidden_size: int = 2560
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    tie_word_embeddings: bool = True
+    num_experts: int = 64
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 1536
+    moe_num_shared_experts: int = field(default=2, metadata={"least": 0})
+    moe_layer_start_index: int = field(default=1, metadata={"least": 0})
+    moe_layer_end_index: int = field(default=-1, metadata={"least": -1})
+    moe_layer_interval: int = 1
+    moe_norm_min: float = 1e-12
+
+    def has_mixture(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses MoE."""
+        last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
+        return self.moe_layer_start_index <= layer <= last and (layer + 1) % self.moe_layer_interval == 0
+
+
+class Ernie4_5Moe(MoECausalLM):
+    """ERNIE 4.5 MoE with a language-model head."""
+
+    config: Ernie4_5MoeConfig
+
+    def __init__(self, config: Ernie4_5MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c, attention = config, ernie4_5_attention(config, False, **factory_kwargs)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
+
+        def mixture() -> MoE:
+            router = BiasedRouter(
+                c.hidden_size, c.num_experts, c.num_experts_per_tok, min_sum=c.moe_norm_min, **factory_kwargs
+            )
+            experts = Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs)
+            if not c.moe_num_shared_experts:
+                return MoE(router, experts)
+            return DeepSeekMoE(router, experts, mlp(c.moe_num_shared_experts * c.moe_intermediate_size))
+
+        def mlp(size: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, size, **factory_kwargs)
+
+        def block(layer: int) -> PreNormBlock:
+            feed_forward = mixture() if c.has_mixture(layer) else mlp(c.intermediate_size)
+            return PreNormBlock(norm(), attention(), norm(), feed_forward)
+
+        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+        decoder = Decoder(embedding, map(block, range(c.num_hidden_layers)), norm())
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))

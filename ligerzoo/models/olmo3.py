@@ -1,0 +1,57 @@
+"""OLMo 3 (OLMo Team 2025).
+
+    tokens -> embedding -> L x [ x += norm(attention(x));  x += norm(mlp(x)) ] -> norm -> head
+
+Distinctive: OLMo 2 with sliding-window attention in three of four layers, and YaRN in full-attention layers only.
+
+Sliding-window layers never see positions beyond those of pretraining, so their rotary frequencies are not scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from ligerzoo.layers import LMHead, RotaryEmbedding
+from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.config import WindowedConfig, check_theta
+from ligerzoo.models.olmo2 import Olmo2Config, olmo2_decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Config(Olmo2Config, WindowedConfig):
+    """Configuration of OLMo 3. Defaults: those of transformers' Olmo3Config, close to OLMo-3-7B.
+
+    Attributes:
+        layer_types: None: every fourth layer uses full attention, the others the sliding window.
+        rope_theta: rotary base of full-attention layers.
+        rope_scaling: rope scaling of full-attention layers only.
+        rope_local_base_freq: rotary base of sliding-window layers; None for `rope_theta`.
+    """
+
+    sliding_window: int | None = 4096
+    rope_theta: float = 500000.0
+    rope_local_base_freq: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rope_local_base_freq is not None:
+            check_theta(self, "rope_local_base_freq")
+
+    def slides(self, layer: int) -> bool:
+        return (layer + 1) % 4 != 0
+
+
+class Olmo3(CausalLM):
+    """OLMo 3 with a language-model head."""
+
+    config: Olmo3Config
+
+    def __init__(self, config: Olmo3Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c = config
+        full = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, in_fp32=True)
+        local = RotaryEmbedding(c.rotary_size, c.rope_local_base_freq or c.rope_theta, in_fp32=True)
+        layers = range(c.num_hidden_layers)
+        rotary = [local if c.is_sliding(layer) else full for layer in layers]
+        decoder = olmo2_decoder(c, rotary, [c.window(layer) for layer in layers], **factory_kwargs)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))

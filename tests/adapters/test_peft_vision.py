@@ -1,0 +1,75 @@
+"""Adapters of vision-language models: PEFT and we read each other's files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from ligerzoo import AutoModel, adapters
+from ligerzoo.adapters.targets import targets_of
+from tests.adapters.models import randomize
+from tests.train.tiny_vision import KINDS, write_vision_checkpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    # transformers 5.23 renamed an attribute that PEFT 0.21 reads.
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
+
+TOWERS = {"gemma3": "vision_tower", "mllama": "vision_model", "qwen2_vl": "visual", "qwen2_5_vl": "visual"}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def base(kind: str, tmp_path: Path) -> Path:
+    return write_vision_checkpoint(tmp_path / "base", kind)
+
+
+def their_model(base: Path) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((actual - expected).abs().max() <= 1e-4 * expected.abs().max())
+
+
+def test_names_are_those_of_transformers(kind: str, base: Path) -> None:
+    theirs = {name for name, _ in their_model(base).named_parameters(remove_duplicate=False)}
+    assert {target.stored_parameter for target in targets_of(AutoModel.from_pretrained(base))} <= theirs
+
+
+def test_peft_reads_our_adapters(kind: str, base: Path, tmp_path: Path) -> None:
+    ours = AutoModel.from_pretrained(base).eval()
+    adapters.add_lora(ours, 2, 4.0, ["layers.0", TOWERS[kind]])
+    randomize(ours)
+    adapters.save_adapter(ours, tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(their_model(base), tmp_path / "adapter").eval()  # a missing tensor is a warning
+    updates = {name: p for name, p in theirs.named_parameters() if "lora_B" in name}
+    assert updates
+    assert all(parameter.any() for parameter in updates.values())
+    ids = torch.randint(3, 200, (2, 9))
+    with torch.no_grad():
+        assert close(theirs(input_ids=ids).logits, ours(ids).logits)
+
+
+def test_we_read_adapters_of_peft(base: Path, tmp_path: Path) -> None:
+    theirs = get_peft_model(their_model(base), LoraConfig(r=2, target_modules=r".*language_model.*\.(q|down)_proj"))
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = AutoModel.from_pretrained(base).eval()
+    adapters.load_adapter(ours, tmp_path / "adapter")
+    ids = torch.randint(3, 200, (2, 9))
+    with torch.no_grad():
+        assert close(ours(ids).logits, theirs.eval()(input_ids=ids).logits)
