@@ -186,7 +186,7 @@ def test_each_process_reads_its_part(
 
     with QuantizedCheckpoint(directory, read_quantization(raw, FORMATS)) as opened:
         shapes = shapes_of(expected)
-        slices = list(architecture.layout_of(opened.tensors, shapes).slices(shapes))
+        slices = list(architecture.layout_of(shapes_of(opened.tensors), shapes).slices(shapes))
         for rank in range(processes):
             monkeypatch.setattr(loading, "shard_of", lambda parameter, rank=rank: box(parameter, rank))
             parts = loading._read(opened, slices, expected, torch.bfloat16, device)

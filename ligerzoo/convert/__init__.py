@@ -57,6 +57,8 @@ MODEL_TYPES = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
     "seed_oss",
     "smollm3",
 )

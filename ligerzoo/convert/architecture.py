@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -213,16 +213,20 @@ class Architecture:
         with _SkipInitialization():
             return self.build(config, model_class, "meta")
 
-    def layout_of(self, stored: Collection[str], shapes: Mapping[str, Shape]) -> Layout:
+    def layout_of(self, stored: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> Layout:
         """Returns the layout and prefixes of a checkpoint: those under which most parameters are stored.
 
+        If several layouts have the same names, most shapes decide.
+
         Args:
-            stored: names of the stored tensors.
+            stored: shapes of the stored tensors, by name.
             shapes: shapes of the parameters, by name.
         """
 
-        def count(layout: Layout) -> int:  # checks one slice per parameter, because experts can be any number
-            return sum(next(layout.slices_of(name, shapes)).stored_name in stored for name in shapes)
+        def count(layout: Layout) -> tuple[int, int]:  # checks one slice per parameter: experts can be any number
+            slices = [next(layout.slices_of(name, shapes)) for name in shapes]
+            found = [part.stored_shape == stored[part.stored_name] for part in slices if part.stored_name in stored]
+            return len(found), sum(found)
 
         def with_best_prefixes(layout: Layout) -> Layout:
             for prefix, stored_prefixes in self.prefixes.items():

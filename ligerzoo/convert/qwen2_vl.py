@@ -19,7 +19,7 @@ from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligerzoo.models.vision_lm import VisionLMConfig
 
-_VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def _read_entries(raw: Mapping[str, Any], *, activations: tuple[str, ...]) -> dict[str, Any]:
@@ -33,16 +33,21 @@ def _read_entries(raw: Mapping[str, Any], *, activations: tuple[str, ...]) -> di
     """
     text = raw if raw.get("text_config") is None else object_entry(raw, "text_config")
     vision = object_entry(raw, "vision_config")
-    rope = object_entry(vision, "rope_parameters")
     refuse(vision, "hidden_act", unless=(None, *activations))
-    refuse(rope, "rope_type", unless=(None, "axial"))
-    refuse(rope, "rope_theta", unless=(None, 10000.0))
-    tokens = {name: raw[name] for name in _VISION_TOKENS if raw.get(name) is not None}
+    refuse_other_tower_rotation(vision)
+    tokens = {name: raw[name] for name in VISION_TOKENS if raw.get(name) is not None}
     ties = [flag_entry(level, "tie_word_embeddings") for level in (raw, text)]
     return {**text, **tokens, "vision_config": vision, "tie_word_embeddings": any(ties)}
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def refuse_other_tower_rotation(vision: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the rotary embedding in `vision_config` is not the one of Qwen's towers."""
+    rope = object_entry(vision, "rope_parameters")
+    refuse(rope, "rope_type", unless=(None, "axial"))
+    refuse(rope, "rope_theta", unless=(None, 10000.0))
+
+
+def read_sectioned_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta`, `rope_scaling` and `mrope_section`.
 
     config.json holds `mrope_section` inside the scaling entry. A rope type of "mrope" there means no scaling.
@@ -117,7 +122,7 @@ def vision_lm(
         model_class,
         config_class,
         read_entries=partial(_read_entries, activations=activations),
-        read_rope=_read_rope,
+        read_rope=read_sectioned_rope,
         write_entries=partial(_write_entries, activation=activations[0]),
         layouts=_LAYOUTS,
         prefixes=_PREFIXES,

@@ -66,7 +66,8 @@ def match_tensors(
         CheckpointError: A stored tensor has another shape or dtype, or is incomplete; or, if `strict`, is missing or
             unexpected.
     """
-    layout = architecture.with_layouts_for(config).layout_of(source.tensors, shapes)
+    stored = {name: tuple(info.shape) for name, info in source.tensors.items()}
+    layout = architecture.with_layouts_for(config).layout_of(stored, shapes)
 
     def is_stored(name: str) -> bool:  # checks one slice, because experts can be any number
         return next(layout.slices_of(name, shapes)).stored_name in source.tensors

@@ -15,6 +15,7 @@ from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
+from ligerzoo.layers.deepstack import DeepStack, DeepStackVisionTower, MergerMLP, ResampledPositionEmbedding
 from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
 from ligerzoo.layers.gated_attention import GatedAttention
@@ -30,9 +31,11 @@ from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.rotary import (
     AxialRotaryEmbedding,
+    InterleavedSectionedRotaryEmbedding,
     ReversedRotaryEmbedding,
     RotaryEmbedding,
     SectionedRotaryEmbedding,
+    interleaved,
     sectioned,
 )
 from ligerzoo.layers.routers import BiasedRouter, Router, SigmoidRouter
@@ -45,6 +48,7 @@ from ligerzoo.layers.vision import (
     VisionTower,
     WindowedVisionTower,
     grid_positions,
+    masked_index,
     repeated_items,
     scatter_embeddings,
 )
@@ -66,6 +70,8 @@ __all__ = [
     "CrossAttentionLayerCache",
     "Decoder",
     "DeepSeekMoE",
+    "DeepStack",
+    "DeepStackVisionTower",
     "Embedding",
     "Experts",
     "GatedAttention",
@@ -76,6 +82,7 @@ __all__ = [
     "Grids",
     "ImageEmbedding",
     "ImageTower",
+    "InterleavedSectionedRotaryEmbedding",
     "KVCache",
     "LMHead",
     "LatentAttention",
@@ -84,6 +91,7 @@ __all__ = [
     "Linear",
     "LinearAttentionBlock",
     "Mask",
+    "MergerMLP",
     "MoE",
     "PatchEmbedding",
     "PatchMerger",
@@ -92,6 +100,7 @@ __all__ = [
     "PreNormBlock",
     "RMSNorm",
     "RecurrentLayerCache",
+    "ResampledPositionEmbedding",
     "ReversedRotaryEmbedding",
     "RollingLayerCache",
     "RotaryEmbedding",
@@ -115,7 +124,9 @@ __all__ = [
     "WindowedVisionTower",
     "attend",
     "grid_positions",
+    "interleaved",
     "load_balancing_loss",
+    "masked_index",
     "repeated_items",
     "scatter_embeddings",
     "sectioned",

@@ -22,6 +22,7 @@ from ligerzoo.layers.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs
+    from ligerzoo.layers.deepstack import DeepStack
 
 _NO_CACHE = KVCache([])
 
@@ -33,6 +34,7 @@ _ATTRIBUTES = (
     "segment_start",
     "last_visible",
     "cross_attention_inputs",
+    "deepstack",
     "position_ids",
     "has_default_positions",
     "router_logits",
@@ -111,6 +113,7 @@ class Context:
         last_visible: (B, T) int64, index of the last token that each token attends to in causal attention; None for the
             token itself.
         cross_attention_inputs: what cross-attention layers attend to; initially None, for nothing.
+        deepstack: features that are added to hidden states between the first blocks; initially None, for nothing.
         router_logits: (B * T, E) of each MoE layer, in order. None to store none.
         hidden_states: (B, T, H), the input of the first block and the output of each block; the last one after the
             final norm. None, the default, to store none.
@@ -182,6 +185,7 @@ class Context:
             position_ids = self._segment_positions()
         self.position_ids = position_ids
         self.cross_attention_inputs: CrossAttentionInputs | None = None
+        self.deepstack: DeepStack | None = None
         self.router_logits: list[Tensor] | None = []
         self.hidden_states: list[Tensor] | None = None
         self.attentions: list[Tensor] | None = None

@@ -119,7 +119,7 @@ def run_blocks(
         layers: blocks, called as `PreNormBlock`.
         x: input of the first block.
         context: positions, mask and cache of the tokens. Its `hidden_states`, if not None, get the input and the output
-            of each block that changes them.
+            of each block that changes them. Its `deepstack`, if not None, is added to the outputs of blocks.
         recompute: what backward recomputes of all blocks, or of each; an empty sequence for nothing. Ignored with a
             cache, which has no backward pass.
     """
@@ -141,6 +141,8 @@ def run_blocks(
                 x = layer(x, context, context.cache.layers[index] if context.cache is not None else None)
         if context.hidden_states is not None and not _is_skipped(layer, context):
             context.hidden_states.append(x)
+        if context.deepstack is not None:  # not part of the block, which may be recomputed
+            x = context.deepstack.add(x, index)
     return x
 
 

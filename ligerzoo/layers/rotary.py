@@ -179,7 +179,21 @@ class SectionedRotaryEmbedding(RotaryEmbedding):
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)}; expected (B, T) or ({len(self.sections)}, B, T)"
             )
-        return sectioned(cos, self.sections), sectioned(sin, self.sections)
+        return self.select(cos), self.select(sin)
+
+    def select(self, angles: Tensor) -> Tensor:
+        """Selects the axis of each feature pair: (A, B, T, R/2) -> (B, T, R/2)."""
+        return sectioned(angles, self.sections)
+
+
+class InterleavedSectionedRotaryEmbedding(SectionedRotaryEmbedding):
+    """`SectionedRotaryEmbedding` whose axes alternate: interleaved M-RoPE (Qwen3-VL, Bai et al. 2025, section 2).
+
+    Each axis then rotates pairs of low and of high frequency. The arguments are those of `SectionedRotaryEmbedding`.
+    """
+
+    def select(self, angles: Tensor) -> Tensor:
+        return interleaved(angles, self.sections)
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
@@ -219,3 +233,35 @@ def sectioned(angles: Tensor, sections: Sequence[int]) -> Tensor:
         raise ValueError(f"sectioned: got sections {tuple(sections)}; expected a sum of R/2 = {angles.shape[-1]}")
     pieces = angles.split_with_sizes(list(sections), dim=-1)
     return torch.cat([piece[i % len(piece)] for i, piece in enumerate(pieces)], dim=-1)
+
+
+def interleaved(angles: Tensor, sections: Sequence[int]) -> Tensor:
+    """Selects the axis of each feature pair in alternation, as in interleaved M-RoPE (Qwen3-VL, Bai et al. 2025).
+
+    Pair i takes axis i % A, while that axis has pairs left. The other pairs take the first axis.
+
+    Args:
+        angles: see `sectioned`.
+        sections: number of feature pairs of each axis.
+
+    Returns:
+        (B, T, R/2).
+
+    Raises:
+        ValueError: the sections do not add up to R/2, or alternating pairs do not reach the number of an axis.
+    """
+    axes, pairs = len(sections), angles.shape[-1]
+    if not are_interleaved_sections(sections, pairs):
+        raise ValueError(f"interleaved: got sections {tuple(sections)}; expected alternating axes of {pairs} pairs")
+    selected = angles[0].clone()
+    for axis in range(1, axes):
+        chosen = slice(axis, axes * sections[axis], axes)
+        selected[..., chosen] = angles[axis, ..., chosen]
+    return selected
+
+
+def are_interleaved_sections(sections: Sequence[int], pairs: int) -> bool:
+    """Returns whether `interleaved` gives each axis its number of feature pairs, of `pairs` in all."""
+    axes = len(sections)
+    last = [axis + axes * (size - 1) for axis, size in enumerate(sections) if axis and size]
+    return sum(sections) == pairs and max(last, default=0) < pairs

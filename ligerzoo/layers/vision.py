@@ -235,15 +235,22 @@ def patch_positions(grid: Tensor, count: int, merge_size: int) -> tuple[Tensor, 
     Returns:
         (N,) bool, whether a patch is the first of its frame; and (2, N) int64, row and column of each patch.
     """
-    m, index = merge_size, torch.arange(count, device=grid.device)
+    m, image = merge_size, image_of_patch(grid, count)
     frames, height, width = grid.clamp(min=1).unbind(1)
     ends = (frames * height * width).cumsum(0)
-    image = torch.searchsorted(ends, index, right=True).clamp(max=len(grid) - 1)
+    index = torch.arange(count, device=grid.device)
     in_frame = (index - F.pad(ends, (1, 0))[image]) % (height * width)[image]
     block, in_block = in_frame // m**2, in_frame % m**2
     blocks = (width // m).clamp(min=1)[image]  # per row
     positions = [block // blocks * m + in_block // m, block % blocks * m + in_block % m]
     return in_frame == 0, torch.stack(positions)
+
+
+def image_of_patch(grid: Tensor, count: int) -> Tensor:
+    """Returns the index of the image of each patch, (N,) int64. The arguments are those of `patch_positions`."""
+    ends = grid.clamp(min=1).prod(1).cumsum(0)
+    index = torch.arange(count, device=grid.device)
+    return torch.searchsorted(ends, index, right=True).clamp(max=len(grid) - 1)
 
 
 def window_order(is_first: Tensor, positions: Tensor, side: int) -> tuple[Tensor, Tensor]:
@@ -264,14 +271,20 @@ def window_order(is_first: Tensor, positions: Tensor, side: int) -> tuple[Tensor
     return order, F.pad(number[1:] != number[:-1], (1, 0), value=True)
 
 
-def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, sizes: Tensor | None = None) -> Tensor:
+def masked_index(mask: Tensor, count: int) -> Tensor:
+    """Returns the indices of `count` True entries of a mask in its flattened form, (count,) int64, in order."""
+    return (~mask).flatten().to(torch.uint8).argsort(stable=True)[:count]  # static shape, unlike `nonzero`
+
+
+def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, runs: Tensor | None = None) -> Tensor:
     """Replaces the embeddings of masked tokens, in order; x: (B, T, H) -> (B, T, H).
 
     Args:
         x: embeddings of all tokens.
         mask: (B, T) bool, True for N tokens.
         embeddings: (N, H).
-        sizes: (n,) int64, number of tokens of each image or video, which must be adjacent; None to skip this check.
+        runs: (n, 2) int64, for each image or video its number of runs of adjacent tokens, and the tokens of a run; None
+            to skip this check.
 
     Raises:
         ValueError: the number of masked tokens is not N, or the tokens of an image are not adjacent. See `check`.
@@ -285,17 +298,20 @@ def scatter_embeddings(x: Tensor, mask: Tensor, embeddings: Tensor, sizes: Tenso
             "the number of image or video tokens in input_ids"
         ),
     )
-    index = (~mask).flatten().to(torch.uint8).argsort(stable=True)[: len(embeddings)]  # static shape, unlike `nonzero`
-    if sizes is not None:
-        sizes = sizes.to(index.device)
-        ends = sizes.cumsum(0)
-        first, last = (index[i.clamp(0, len(embeddings) - 1)] for i in (ends - sizes, ends - 1))
+    index = masked_index(mask, len(embeddings))
+    if runs is not None:
+        count, size = runs.to(index.device).clamp(min=1).unbind(1)
+        ends = (count * size).cumsum(0)
+        token = torch.arange(len(embeddings), device=index.device)
+        item = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+        begins_run = (token - F.pad(ends, (1, 0))[item]) % size[item] == 0
+        row = index // x.shape[1]
         embeddings = check(
             embeddings,
-            ((last - first == sizes - 1) & (first // x.shape[1] == last // x.shape[1])).all(),
+            (begins_run[1:] | ((index.diff() == 1) & (row.diff() == 0))).all(),
             lambda: (
-                "input_ids: the tokens of an image or video are not adjacent; "
-                f"expected runs of {sizes.tolist()} tokens, in this order"
+                "input_ids: the tokens of an image or video are not adjacent; expected runs of "
+                f"{[tokens for number, tokens in runs.tolist() for _ in range(number)]} tokens, in this order"
             ),
         )
     return x.flatten(0, 1).index_copy(0, index, embeddings.to(x.dtype)).view_as(x)
@@ -309,11 +325,19 @@ class Grids(NamedTuple):
         sizes: (n, 3) int, number of frames, rows and columns of tokens of each.
         interval: (n,) or 0-d, increase of the temporal position from frame to frame; the product with the frame index
             is rounded down.
+        separate_frames: text separates the frames, which have the positions of images (Qwen3-VL). `interval` is unused.
     """
 
     mask: Tensor
     sizes: Tensor
     interval: Tensor
+    separate_frames: bool = False
+
+    @property
+    def runs(self) -> Tensor:
+        """(n, 2), see `scatter_embeddings`."""
+        t, h, w = self.sizes.long().unbind(1)
+        return torch.stack([t, h * w] if self.separate_frames else [t.new_ones(len(t)), t * h * w], 1)
 
 
 def grid_positions(
@@ -338,7 +362,7 @@ def grid_positions(
         The positions, (3, B, T) int64; and the offset of positions of future tokens, (B, 1) int64.
     """
     positions, skipped = token_positions.expand(3, -1, -1), torch.zeros_like(token_positions)
-    for mask, sizes, interval in grids:
+    for mask, sizes, interval, separate_frames in grids:
         t, h, w = sizes.to(token_positions.device, torch.int64).unbind(1)
         interval = interval.to(token_positions.device).expand_as(t)
         tokens = t * h * w
@@ -346,6 +370,9 @@ def grid_positions(
         count = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # masked tokens before each masked token
         image = torch.searchsorted(ends, count, right=True).clamp(max=len(tokens) - 1)
         token = count - (ends - tokens)[image]
+        if separate_frames:
+            t, tokens = torch.ones_like(t), h * w
+            token = token % tokens[image]
         h_, w_ = h[image], w[image]
         time = (token // (h_ * w_) * interval[image]).long()
         coordinates = torch.stack([time, token // w_ % h_, token % w_])

@@ -40,6 +40,9 @@ from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText, Qwen3_5MoeTextConfi
 from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
+from ligerzoo.models.qwen3_vision import Qwen3VLVisionConfig
+from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
+from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe, Qwen3VLMoeConfig
 from ligerzoo.models.seed_oss import SeedOss, SeedOssConfig
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
@@ -122,6 +125,11 @@ __all__ = [
     "Qwen3MoeConfig",
     "Qwen3Next",
     "Qwen3NextConfig",
+    "Qwen3VL",
+    "Qwen3VLConfig",
+    "Qwen3VLMoe",
+    "Qwen3VLMoeConfig",
+    "Qwen3VLVisionConfig",
     "Qwen3_5MoeText",
     "Qwen3_5MoeTextConfig",
     "Qwen3_5Text",

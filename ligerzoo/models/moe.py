@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import (
@@ -161,8 +161,8 @@ class MoECausalLM(CausalLM):
 
     config: MoEConfig
 
-    def __init__(self, config: MoEConfig, model: Decoder, lm_head: LMHead) -> None:
-        super().__init__(config, model, lm_head)
+    def __init__(self, config: MoEConfig, model: Decoder, lm_head: LMHead, **parts: nn.Module) -> None:
+        super().__init__(config, model, lm_head, **parts)
         self.aux_loss_weight = config.router_aux_loss_coef
 
     def aux_loss(self, context: Context) -> Tensor | None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from ligerzoo.errors import ConfigError
 from ligerzoo.layers import Context, GatedMLP, RMSNorm, WindowedVisionTower
 from ligerzoo.models.causal_lm import FactoryKwargs
-from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
+from ligerzoo.models.qwen2_vl import Qwen2VisionLM, Qwen2VisionLMConfig
+from ligerzoo.models.vision_lm import VisionTowerConfig, patch_merger, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +74,13 @@ class Qwen2_5VLVisionConfig(VisionTowerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2_5VLConfig(VisionLMConfig):
-    """Configuration of Qwen2.5-VL. Decoder defaults: those of `VisionLMConfig`."""
+class Qwen2_5VLConfig(Qwen2VisionLMConfig):
+    """Configuration of Qwen2.5-VL."""
 
     vision_config: Qwen2_5VLVisionConfig = field(default_factory=lambda: Qwen2_5VLVisionConfig(out_hidden_size=8192))
 
 
-class Qwen2_5VL(VisionLM):
+class Qwen2_5VL(Qwen2VisionLM):
     """Qwen2.5-VL with a language-model head."""
 
     config: Qwen2_5VLConfig
@@ -131,6 +132,6 @@ def vision_tower(config: Qwen2_5VLVisionConfig, **factory_kwargs: Unpack[Factory
         return GatedMLP(c.hidden_size, c.intermediate_size, bias=True, **factory_kwargs)
 
     return WindowedVisionTower(
-        *tower_parts(c, norm, mlp, **factory_kwargs),
+        *tower_parts(c, norm, mlp, **factory_kwargs), patch_merger(c, norm(), **factory_kwargs),
         merge_size=c.spatial_merge_size, window=c.window, full_blocks=c.fullatt_block_indexes,
     )  # fmt: skip

@@ -15,9 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from ligerzoo.layers import MLP, LayerNorm, VisionTower
+from ligerzoo.layers import MLP, LayerNorm, SectionedRotaryEmbedding, VisionTower
 from ligerzoo.models.causal_lm import FactoryKwargs
-from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
+from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
+from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, patch_merger, tower_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,43 @@ class Qwen2VLVisionConfig(VisionTowerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VLConfig(VisionLMConfig):
-    """Configuration of Qwen2-VL. Decoder defaults: those of `VisionLMConfig`."""
+class Qwen2VisionLMConfig(Qwen2Config, VisionLMConfig):
+    """Configuration of Qwen2 with a vision tower.
+
+    Defaults: those of transformers' Qwen2VLTextConfig and Qwen2_5_VLTextConfig, close to the 72B models.
+    """
+
+    vocab_size: int = 152064
+    hidden_size: int = 8192
+    intermediate_size: int = 29568
+    num_hidden_layers: int = 80
+    num_attention_heads: int = 64
+    num_key_value_heads: int | None = 8
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    max_window_layers: int = field(default=80, metadata={"least": 0})
+
+
+class Qwen2VisionLM(VisionLM):
+    """Qwen2 with a language-model head and a vision tower; the arguments are those of `VisionLM`."""
+
+    def __init__(
+        self, config: Qwen2VisionLMConfig, visual: VisionTower, **factory_kwargs: Unpack[FactoryKwargs]
+    ) -> None:
+        c = config
+        frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
+        decoder = qwen2_decoder(c, SectionedRotaryEmbedding(c.mrope_section, *frequencies), **factory_kwargs)
+        super().__init__(c, decoder, visual, **factory_kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLConfig(Qwen2VisionLMConfig):
+    """Configuration of Qwen2-VL."""
 
     vision_config: Qwen2VLVisionConfig = field(default_factory=lambda: Qwen2VLVisionConfig(hidden_size=8192))
 
 
-class Qwen2VL(VisionLM):
+class Qwen2VL(Qwen2VisionLM):
     """Qwen2-VL with a language-model head."""
 
     config: Qwen2VLConfig
@@ -69,4 +100,8 @@ def vision_tower(config: Qwen2VLVisionConfig, **factory_kwargs: Unpack[FactoryKw
     def mlp() -> MLP:
         return MLP(c.embed_dim, c.mlp_ratio * c.embed_dim, activation="quick_gelu", **factory_kwargs)
 
-    return VisionTower(*tower_parts(c, norm, mlp, **factory_kwargs), merge_size=c.spatial_merge_size)
+    return VisionTower(
+        *tower_parts(c, norm, mlp, **factory_kwargs),
+        patch_merger(c, norm(), **factory_kwargs),
+        merge_size=c.spatial_merge_size,
+    )

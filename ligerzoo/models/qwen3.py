@@ -11,11 +11,15 @@ QK-norm is an RMSNorm over the features of each head before rotation, with one w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
 
+from torch import nn
+
 from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
+from ligerzoo.models.config import DecoderConfig
 from ligerzoo.models.qwen2 import Qwen2Config
 
 
@@ -40,21 +44,44 @@ class Qwen3(CausalLM):
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
-        def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
+        def mlp(layer: int) -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
 
-        def block(layer: int) -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.window(layer),
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
-            )  # fmt: skip
-            return PreNormBlock(
-                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            )
+        decoder = qwen3_decoder(c, rotary, mlp, c.window, bias=c.attention_bias, **factory_kwargs)
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
 
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
-        layers = [block(layer) for layer in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+
+def qwen3_decoder(
+    config: DecoderConfig,
+    rotary: RotaryEmbedding,
+    mlp: Callable[[int], nn.Module],
+    window: Callable[[int], int | None] = lambda layer: None,
+    *,
+    bias: bool = False,
+    **factory_kwargs: Unpack[FactoryKwargs],
+) -> Decoder:
+    """Builds the Qwen3 decoder.
+
+    Args:
+        config: config of the architecture.
+        rotary: rotary embedding of queries and keys.
+        mlp: builds the MLP or MoE layer of the block with this index.
+        window: returns the sliding window of the block with this index; None for full attention.
+        bias: add biases to the query, key, value and output projections.
+        factory_kwargs: device and dtype of the weights.
+    """
+    c = config
+
+    def norm(size: int = c.hidden_size) -> RMSNorm:
+        return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
+
+    def block(layer: int) -> PreNormBlock:
+        attention = Attention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+            q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=window(layer),
+            qkv_bias=bias, output_bias=bias, **factory_kwargs,
+        )  # fmt: skip
+        return PreNormBlock(norm(), attention, norm(), mlp(layer))
+
+    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    return Decoder(embedding, [block(layer) for layer in range(c.num_hidden_layers)], norm())

@@ -14,21 +14,10 @@ from typing import Unpack
 
 from torch import nn
 
-from ligerzoo.layers import (
-    Attention,
-    Decoder,
-    Embedding,
-    Experts,
-    GatedMLP,
-    LMHead,
-    MoE,
-    PreNormBlock,
-    RMSNorm,
-    RotaryEmbedding,
-    Router,
-)
+from ligerzoo.layers import Experts, GatedMLP, LMHead, MoE, RotaryEmbedding, Router
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
+from ligerzoo.models.qwen3 import qwen3_decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +43,19 @@ class Qwen3Moe(MoECausalLM):
     def __init__(self, config: Qwen3MoeConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
         rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+        decoder = qwen3_decoder(
+            c, rotary, lambda layer: qwen3_moe_mlp(c, layer, **factory_kwargs), lambda layer: c.sliding_window,
+            bias=c.attention_bias, **factory_kwargs,
+        )  # fmt: skip
+        super().__init__(config, decoder, LMHead(c.hidden_size, c.vocab_size, **factory_kwargs))
 
-        def norm(size: int = c.hidden_size) -> RMSNorm:
-            return RMSNorm(size, c.rms_norm_eps, **factory_kwargs)
 
-        def mlp(i: int) -> nn.Module:
-            if not c.has_mixture(i):
-                return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            return MoE(
-                Router(
-                    c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs
-                ),
-                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
-            )
-
-        def block(i: int) -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
-                q_norm=norm(c.head_size), k_norm=norm(c.head_size), window=c.sliding_window,
-                qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
-            )  # fmt: skip
-            return PreNormBlock(norm(), attention, norm(), mlp(i))
-
-        embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
-        layers = [block(i) for i in range(c.num_hidden_layers)]
-        super().__init__(
-            config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        )
+def qwen3_moe_mlp(config: SparseStepMoEConfig, layer: int, **factory_kwargs: Unpack[FactoryKwargs]) -> nn.Module:
+    """Builds the MoE layer, or the dense MLP, of the block with this index."""
+    c = config
+    if not c.has_mixture(layer):
+        return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+    return MoE(
+        Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs),
+        Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
+    )

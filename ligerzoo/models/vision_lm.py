@@ -1,4 +1,4 @@
-"""Shared by Qwen2-VL and Qwen2.5-VL: Qwen2 with images and videos at positions in time, height and width."""
+"""Shared by Qwen's models with images and videos, at positions in time, height and width."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from ligerzoo.layers import (
     Attention,
     AxialRotaryEmbedding,
     Context,
+    Decoder,
+    DeepStack,
     Grids,
     LMHead,
     PatchEmbedding,
     PatchMerger,
     PreNormBlock,
-    SectionedRotaryEmbedding,
     VisionTower,
     grid_positions,
+    masked_index,
     repeated_items,
     scatter_embeddings,
 )
 from ligerzoo.layers.rope_scaling import MAX_ROTARY_DIM, is_rotary_dim
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
-from ligerzoo.models.config import check_fields
-from ligerzoo.models.qwen2 import Qwen2Config, qwen2_decoder
+from ligerzoo.models.config import DecoderConfig, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +79,8 @@ class VisionTowerConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionLMConfig(Qwen2Config):
-    """Config of Qwen2 with a vision tower. Unless noted, fields are those of the decoder.
-
-    Defaults: those of transformers' Qwen2VLTextConfig and Qwen2_5_VLTextConfig, close to the 72B models.
+class VisionLMConfig(DecoderConfig):
+    """Config of a decoder with a vision tower. Unless noted, fields are those of the decoder.
 
     Attributes:
         vision_config: config of the vision tower.
@@ -92,15 +91,6 @@ class VisionLMConfig(Qwen2Config):
         vision_end_token_id: token after an image or video; unused by the model.
     """
 
-    vocab_size: int = 152064
-    hidden_size: int = 8192
-    intermediate_size: int = 29568
-    num_hidden_layers: int = 80
-    num_attention_heads: int = 64
-    num_key_value_heads: int | None = 8
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 1e6
-    max_window_layers: int = field(default=80, metadata={"least": 0})
     vision_config: VisionTowerConfig
     mrope_section: Sequence[int] = field(default_factory=lambda: [16, 24, 24])
     image_token_id: int = 151655
@@ -110,7 +100,7 @@ class VisionLMConfig(Qwen2Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sections, pairs = self.mrope_section, self.head_size // 2
+        sections, pairs = self.mrope_section, self.rotary_size // 2
         are_sizes = isinstance(sections, list | tuple) and all(type(size) is int and size >= 0 for size in sections)
         if not are_sizes or len(sections) != 3 or sum(sections) != pairs:
             raise ConfigError(
@@ -129,31 +119,30 @@ class VisionLMConfig(Qwen2Config):
 
 
 class VisionLM(CausalLM):
-    """Qwen2 with a language-model head and a vision tower; see `CausalLM`, and `embed` for images and videos.
+    """A decoder with a language-model head and a vision tower; see `CausalLM`, and `embed` for images and videos.
 
     Args:
         config: config of the architecture.
+        model: token ids to final hidden states, with a rotary embedding of three axes.
         visual: the vision tower.
-        factory_kwargs: device and dtype of the weights.
+        factory_kwargs: device and dtype of the weights of the head.
 
     Attributes:
+        separates_frames: in prompts, text separates the frames of a video, which have the positions of images.
         frames_advance: positions after a video continue after its last frame, as in transformers 4, instead of only
             after its last row or column, as in transformers 5.
     """
 
     config: VisionLMConfig
     visual: VisionTower
+    separates_frames = False
     frames_advance = False
 
-    def __init__(self, config: VisionLMConfig, visual: VisionTower, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c = config
-        frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
-        rotary = SectionedRotaryEmbedding(c.mrope_section, *frequencies)
-        decoder, head = (
-            qwen2_decoder(c, rotary, **factory_kwargs),
-            LMHead(c.hidden_size, c.vocab_size, **factory_kwargs),
-        )
-        super().__init__(config, decoder, head, visual=visual)
+    def __init__(
+        self, config: VisionLMConfig, model: Decoder, visual: VisionTower, **factory_kwargs: Unpack[FactoryKwargs]
+    ) -> None:
+        head = LMHead(config.hidden_size, config.vocab_size, **factory_kwargs)
+        super().__init__(config, model, head, visual=visual)
 
     @property
     def placeholders(self) -> Mapping[int, str]:
@@ -190,13 +179,15 @@ class VisionLM(CausalLM):
         Raises:
             ValueError: the numbers of patches, grids and vision tokens do not match.
         """
+        if self.separates_frames and frame_interval is not None:
+            raise ValueError("frame_interval: got a value; expected None, since timestamps in the text separate frames")
         c, m, one = self.config, self.visual.merge_size, torch.ones((), device=x.device)
         kinds = (
             (c.image_token_id, pixel_values, image_grid_thw, one),
             (c.video_token_id, pixel_values_videos, video_grid_thw, one if frame_interval is None else frame_interval),
         )
         embeddings = x if x.is_floating_point() else self.model.embed_tokens(x)
-        padding_mask, grids = context.call_padding_mask(), []
+        padding_mask, grids, deepstack = context.call_padding_mask(), [], []
         for token_id, patches, grid, interval in kinds:
             if patches is None and grid is None:
                 continue
@@ -208,9 +199,15 @@ class VisionLM(CausalLM):
                     f"got only some of them: {', '.join(given)}"
                 )
             mask = x == token_id if padding_mask is None else (x == token_id) & padding_mask
-            tokens = grid // grid.new_tensor([1, m, m])
-            embeddings = scatter_embeddings(embeddings, mask, self.visual(patches, grid), tokens.long().prod(1))
-            grids.append(Grids(mask, tokens, interval))
+            is_separate = self.separates_frames and token_id == c.video_token_id
+            grids.append(Grids(mask, grid // grid.new_tensor([1, m, m]), interval, is_separate))
+            output = self.visual(patches, grid)  # (N, H), or (1 + L, N, H) with DeepStack features
+            tokens, *features = output.view(-1, *output.shape[-2:])
+            embeddings = scatter_embeddings(embeddings, mask, tokens, grids[-1].runs)
+            deepstack.append((masked_index(mask, len(tokens)), *features))
+        if any(features for _, *features in deepstack):
+            index, *levels = (torch.cat(tensors) for tensors in zip(*deepstack, strict=True))
+            context.deepstack = DeepStack(index, levels)
         self._set_positions(context, grids)
         return embeddings
 
@@ -264,17 +261,20 @@ def tower_parts(
     config: VisionTowerConfig,
     norm: Callable[[], nn.Module],
     mlp: Callable[[], nn.Module],
+    *,
+    patch_bias: bool = False,
     **factory_kwargs: Unpack[FactoryKwargs],
-) -> tuple[PatchEmbedding, list[PreNormBlock], PatchMerger]:
-    """Builds the arguments of `ligerzoo.layers.VisionTower` for both architectures.
+) -> tuple[PatchEmbedding, list[PreNormBlock]]:
+    """Builds the first parts of a vision tower.
 
     Args:
         config: config of the tower.
         norm: builds a norm of `patch_features` features.
         mlp: builds the MLP of a block.
+        patch_bias: add a bias to the patch embedding.
         factory_kwargs: device and dtype of the weights.
     """
-    c, features, merged = config, config.patch_features, config.spatial_merge_size**2
+    c, features = config, config.patch_features
     rotary = AxialRotaryEmbedding(2, features // c.num_heads, in_fp32=True)
 
     def block() -> PreNormBlock:
@@ -284,7 +284,12 @@ def tower_parts(
         return PreNormBlock(norm(), attention, norm(), mlp())
 
     patch = (c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
-    merger = PatchMerger(
-        norm(), MLP(merged * features, merged * features, c.token_features, **factory_kwargs), merged=merged
-    )
-    return PatchEmbedding(patch, features, **factory_kwargs), [block() for _ in range(c.depth)], merger
+    embedding = PatchEmbedding(patch, features, bias=patch_bias, **factory_kwargs)
+    return embedding, [block() for _ in range(c.depth)]
+
+
+def patch_merger(config: VisionTowerConfig, norm: nn.Module, **factory_kwargs: Unpack[FactoryKwargs]) -> PatchMerger:
+    """Builds the merger from patches of a tower to tokens of the decoder; `norm` as in `PatchMerger`."""
+    merged = config.spatial_merge_size**2
+    features = merged * config.patch_features
+    return PatchMerger(norm, MLP(features, features, config.token_features, **factory_kwargs), merged=merged)

@@ -109,7 +109,7 @@ class Qwen2VLPreprocessor:
             are ordered by time, merged square, and patch within the square. The features of a row are ordered by
             channel, frame, pixel row and pixel column.
         """
-        height, width = self.resized(frames.shape[2], frames.shape[3], where)
+        height, width = self.resized(frames.shape[2], frames.shape[3], where, len(frames))
         frames = torch.stack([resize(frame, height, width, self.resample, where) for frame in frames])
         t = math.ceil(len(frames) / self.temporal_patch_size)
         numbers = torch.arange(t * self.temporal_patch_size, device="cpu")
@@ -119,11 +119,27 @@ class Qwen2VLPreprocessor:
         blocks = frames.reshape(t, self.temporal_patch_size, 3, h // merge, merge, patch, w // merge, merge, patch)
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3, -1), (t, h, w)
 
-    def resized(self, height: int, width: int, where: str = "image") -> tuple[int, int]:
+    def resized(self, height: int, width: int, where: str = "image", frames: int = 1) -> tuple[int, int]:
         """Returns the height and width in pixels to which an image of this size is resized.
+
+        Args:
+            height, width: size in pixels.
+            where: the name of the image or video in error messages.
+            frames: number of frames of a video; unused, since the limits of pixels hold for each frame.
 
         Raises:
             ImageError: the aspect ratio is above `MAX_ASPECT_RATIO`.
+        """
+        return self._within_limits(height, width, where, 1, 1)
+
+    def _within_limits(self, height: int, width: int, where: str, frames: int, rounded_frames: int) -> tuple[int, int]:
+        """Returns height and width such that the pixels of this number of frames are within the limits.
+
+        Args:
+            height, width: size in pixels.
+            where: the name of the image or video in error messages.
+            frames: number of frames, for the scale.
+            rounded_frames: number of frames, for the comparison with the limits.
         """
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise ImageError(
@@ -135,12 +151,12 @@ class Qwen2VLPreprocessor:
             )
         unit = self.patch_size * self.merge_size
         tall, wide = round(height / unit) * unit, round(width / unit) * unit
-        if tall * wide > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
+        if rounded_frames * tall * wide > self.max_pixels:
+            shrink = math.sqrt(frames * height * width / self.max_pixels)
             tall = max(unit, math.floor(height / shrink / unit) * unit)
             wide = max(unit, math.floor(width / shrink / unit) * unit)
-        elif tall * wide < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
+        elif rounded_frames * tall * wide < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
             tall, wide = math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
         return tall, wide
 
@@ -158,13 +174,17 @@ class Qwen2VLProcessorFamily(ProcessorFamily):
 
     def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
         self.images = Qwen2VLPreprocessor.for_images(files.image_settings())
-        self.videos = Qwen2VLPreprocessor.for_videos(files.video_settings())
+        self.videos = self.video_preprocessor(files.video_settings())
         named = tokenizer.special_tokens
         self.placeholders = {
             "image": named.get("image_token", "<|image_pad|>"),
             "video": named.get("video_token", "<|video_pad|>"),
         }
         self.soft_tokens = self.placeholders
+
+    def video_preprocessor(self, settings: Settings) -> Qwen2VLPreprocessor:
+        """Builds the preprocessor of videos."""
+        return Qwen2VLPreprocessor.for_videos(settings)
 
     def image_text(self, height: int, width: int, where: str = "image") -> str:
         tall, wide = self.images.resized(height, width, where)

@@ -13,10 +13,15 @@ from ligerzoo.generate import generate
 from ligerzoo.kernels.fp8 import FP8
 from tests.generate.models import Recorder
 from tests.models import prompts as qwen2_vl
-from tests.models import tiny_gemma3, tiny_mllama, tiny_qwen2_vl
+from tests.models import tiny_gemma3, tiny_mllama, tiny_qwen2_vl, tiny_qwen3_vl
 from tests.models.prompts import image
 
-FAMILIES: dict[str, Any] = {"qwen2_vl": tiny_qwen2_vl, "gemma3": tiny_gemma3, "mllama": tiny_mllama}
+FAMILIES: dict[str, Any] = {
+    "qwen2_vl": tiny_qwen2_vl,
+    "qwen3_vl": tiny_qwen3_vl,
+    "gemma3": tiny_gemma3,
+    "mllama": tiny_mllama,
+}
 
 
 class Batch(NamedTuple):
@@ -41,7 +46,7 @@ def batch_of(model: Any, *, is_single: bool = False) -> Batch:
     """Returns ragged prompts, some with images, or a single one."""
     kind = "an image" if is_single else "a padded batch"
     config = model.config
-    if config.__class__.__name__.startswith("Qwen2VL"):
+    if config.__class__.__name__.startswith(("Qwen2VL", "Qwen3VL")):
         rows: Any = [[4, image(2, 4), 5, image(2, 2), 9], [7], [image(3, 2), 12]]
         p: Any = qwen2_vl.prompt(rows[:1] if is_single else rows, vars(config.vision_config))
         return Batch(p.ids, p.mask, p.vision)

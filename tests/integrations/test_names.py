@@ -35,7 +35,7 @@ def test_names_and_order(model_type: str, tmp_path: Path) -> None:
         assert got == expected
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl", "gemma3"])
 def test_copies_and_pickles_of_renamed_parts(model_type: str, tmp_path: Path) -> None:
     model = ours(write(model_type, tmp_path))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301

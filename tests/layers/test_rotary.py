@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2VLTextConfig
+from transformers import LlamaConfig, Qwen2VLTextConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from ligerzoo.kernels import rope
-from ligerzoo.layers import RotaryEmbedding, sectioned
+from ligerzoo.layers import InterleavedSectionedRotaryEmbedding, RotaryEmbedding, interleaved, sectioned
 
 DIM = 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -141,6 +142,24 @@ def test_sections_match_qwen2_vl(sections: list[int]) -> None:
     else:
         expected = qwen2_vl.apply_rotary_pos_emb(q, k, *theirs, unsqueeze_dim=2)
     torch.testing.assert_close(rope(q, k, cos, sin), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sections", [[24, 20, 20], [11, 11, 10], [2, 1, 1], [4, 0, 2], [5, 0, 0]], ids=str)
+def test_interleaved_sections_match_qwen3_vl(sections: list[int]) -> None:
+    positions, dim = torch.randint(1000, (3, 2, 7)), 2 * sum(sections)
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    theirs = qwen3_vl.Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(head_dim=dim, rope_parameters=parameters))
+    expected = [angles[..., : dim // 2] for angles in theirs(torch.ones(()), positions)]
+    ours = InterleavedSectionedRotaryEmbedding(sections, dim, 1e4)
+    torch.testing.assert_close(list(ours(positions, torch.float32)), expected, rtol=0, atol=1e-5)
+    plain = RotaryEmbedding(dim, 1e4)(positions[0], torch.float32)
+    assert all(map(torch.equal, ours(positions[0], torch.float32), plain))
+
+
+@pytest.mark.parametrize("sections", [[2, 2, 1], [1, 1, 2], [0, 3, 1]], ids=str)
+def test_interleaved_sections_must_fit(sections: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"interleaved: got sections .*; expected alternating axes of 4 pairs"):
+        interleaved(torch.ones(3, 1, 2, 4), sections)
 
 
 def test_equal_positions_on_all_axes() -> None:

@@ -1,7 +1,7 @@
 """Comparison helpers for tests against transformers."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,10 @@ def load_both(
     return AutoModel.from_pretrained(directory, dtype=dtype, device=device), model.to(device).eval()
 
 
-def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:
+def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames tensors from our parameter names to those of transformers, through the weight table."""
     shapes = shapes_of(tensors)
-    layout = architecture_of_model(ours).layout_of(theirs, shapes)
+    layout = architecture_of_model(ours).layout_of(shapes_of(theirs), shapes)
     return dict(StoredTensors(layout.slices(shapes), tensors))
 
 

@@ -1,5 +1,6 @@
 """Prompts with images and videos, in the format of a processor's output."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,20 @@ def image(height: int, width: int) -> tuple[int, Grid]:
 
 def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
     return VIDEO, (frames, height, width)
+
+
+def apart(row: Row, vision_config: Mapping[str, Any]) -> Row:
+    """Returns the row with videos as the model reads them: Qwen3-VL has text, a timestamp, before each frame."""
+    if "deepstack_visual_indexes" not in vision_config:
+        return row
+    pieces: Row = []
+    for piece in row:
+        if isinstance(piece, int) or piece[0] != VIDEO:
+            pieces.append(piece)
+            continue
+        frames, height, width = piece[1]
+        pieces += [1, video(1, height, width)] * frames
+    return pieces
 
 
 PROMPTS: dict[str, list[Row]] = {
@@ -60,14 +75,14 @@ def prompt(rows: list[Row], vision_config: Mapping[str, Any], side: str = "left"
     grids: dict[int, list[Grid]] = {IMAGE: [], VIDEO: []}
     for row in rows:
         text: list[int] = []
-        for piece in row:
+        for piece in apart(row, vision_config):
             if isinstance(piece, int):
                 text += torch.randint(3, 89, (piece,)).tolist()
-                continue
-            kind, (frames, height, width) = piece
-            text += [kind] * (frames * height * width)
-            grids[kind].append((frames, m * height, m * width))
+            else:
+                text += [piece[0]] * math.prod(piece[1])
         texts.append(text)
+        for kind, (frames, height, width) in (piece for piece in row if not isinstance(piece, int)):
+            grids[kind].append((frames, m * height, m * width))
     longest = max(map(len, texts))
     pads = [[0] * (longest - len(text)) for text in texts]
     both = zip(texts, pads, strict=True)

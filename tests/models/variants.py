@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import EMBEDDING, Tensors, Tiny
+from tests.models.tiny import Tensors, Tiny
 
 
 def variant(
@@ -38,7 +38,7 @@ def with_steady_mixtures(tensors: Tensors) -> Tensors:
         return 2.0 * (torch.arange(numbers)[:, None] >> torch.arange(bits) & 1) - 1
 
     for name, tensor in tensors.items():
-        if name == EMBEDDING:
+        if name.endswith("embed_tokens.weight"):
             tensor[:, :bits] = 2 * signs(len(tensor))
         elif name.endswith("layernorm.weight"):
             tensor[:bits] = 1
@@ -47,6 +47,10 @@ def with_steady_mixtures(tensors: Tensors) -> Tensors:
         elif name.endswith(".gate.weight"):
             tensor[:, bits:] *= 0.05
             tensor[:, :bits] = 0.4 * 2.0 ** torch.arange(bits) * signs(len(tensor))
+        elif name.endswith(".linear_fc2.weight") and "merger" in name:
+            tensor[:bits] = 0
+        elif name.endswith(".linear_fc2.bias") and "merger" in name:
+            tensor[:bits] = 2 if ".merger." in name else 0
         if name.endswith(".experts.down_proj"):
             tensor *= 0.25
     return tensors

@@ -24,44 +24,49 @@ from ligerzoo.models import (
     Qwen2_5VLConfig,
     Qwen2VL,
     Qwen2VLConfig,
+    Qwen3VL,
+    Qwen3VLConfig,
+    Qwen3VLMoe,
+    Qwen3VLMoeConfig,
+    Qwen3VLVisionConfig,
 )
 from ligerzoo.models.gemma3 import Gemma3VisionConfig
 from ligerzoo.models.mllama_vision import MllamaVisionConfig
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
-KINDS = ["qwen2_vl", "qwen2_5_vl", "gemma3", "mllama"]
+QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+KINDS = [*QWENS, "gemma3", "mllama"]
 
 _QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TOKENS = {
-    "qwen2_vl": _QWEN_TOKENS,
-    "qwen2_5_vl": _QWEN_TOKENS,
+    **dict.fromkeys(QWENS, _QWEN_TOKENS),
     "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
     "mllama": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>"],
 }
 """Special tokens, from id 256 on."""
 
-END = {"qwen2_vl": "<|im_end|>", "qwen2_5_vl": "<|im_end|>", "gemma3": "<end_of_turn>", "mllama": "<|eot_id|>"}
+END = {**dict.fromkeys(QWENS, "<|im_end|>"), "gemma3": "<end_of_turn>", "mllama": "<|eot_id|>"}
 BOS = {"gemma3": "<bos>", "mllama": "<|begin_of_text|>"}
 PLACEHOLDERS = {
-    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
     "gemma3": "<start_of_image>",
     "mllama": "<|image|>",
 }
 HEADERS = {
-    "qwen2_vl": ("<|im_start|>", "\n"),
-    "qwen2_5_vl": ("<|im_start|>", "\n"),
+    **dict.fromkeys(QWENS, ("<|im_start|>", "\n")),
     "gemma3": ("<start_of_turn>", "\n"),
     "mllama": ("<|start_header_id|>", "<|end_header_id|>"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"processor_class": "Qwen2VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"},
     "qwen2_5_vl": {"processor_class": "Qwen2_5_VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"},
+    "qwen3_vl": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
+    "qwen3_vl_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "gemma3": {"processor_class": "Gemma3Processor", "size": {"height": 24, "width": 24}},
     "mllama": {"processor_class": "MllamaProcessor", "size": {"height": 12, "width": 12}},
 }
-for _kind in ("qwen2_vl", "qwen2_5_vl"):
+for _kind in QWENS:
     SETTINGS[_kind] |= {"patch_size": 4, "min_pixels": 64, "max_pixels": 1024}
 
 _TEXT: dict[str, Any] = {
@@ -111,9 +116,9 @@ def new_model(kind: str) -> CausalLM:
     ids = ids_of(kind)
     model: CausalLM
     match kind:
-        case "qwen2_vl" | "qwen2_5_vl":
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
             text = {
-                **_TEXT, "vocab_size": 264, "mrope_section": [1, 1, 2], "image_token_id": ids["<|image_pad|>"],
+                **_TEXT, "vocab_size": 264, "mrope_section": [2, 1, 1], "image_token_id": ids["<|image_pad|>"],
                 "video_token_id": ids["<|video_pad|>"], "rope_theta": 100.0, "eos_token_id": ids["<|im_end|>"],
                 "tie_word_embeddings": True,
             }  # fmt: skip
@@ -121,6 +126,14 @@ def new_model(kind: str) -> CausalLM:
             if kind == "qwen2_vl":
                 vision = Qwen2VLVisionConfig(**tower, embed_dim=16, hidden_size=32)
                 model = Qwen2VL(Qwen2VLConfig(**text, vision_config=vision))
+            elif kind.startswith("qwen3"):
+                sizes = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+                learned = {"num_position_embeddings": 9, "deepstack_visual_indexes": [0, 1]}
+                vision_3 = Qwen3VLVisionConfig(**tower, **sizes, **learned)
+                text |= {"head_dim": 8, "vision_config": vision_3}
+                experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+                is_dense = kind == "qwen3_vl"
+                model = Qwen3VL(Qwen3VLConfig(**text)) if is_dense else Qwen3VLMoe(Qwen3VLMoeConfig(**text, **experts))
             else:
                 sizes = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16}
                 vision_25 = Qwen2_5VLVisionConfig(**tower, **sizes, fullatt_block_indexes=[1])

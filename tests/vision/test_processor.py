@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -21,12 +23,17 @@ from transformers.models.mllama.processing_mllama import MllamaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.video_utils import VideoMetadata
 
 import ligerzoo
 from ligerzoo.errors import CheckpointError, ConfigError, ImageError, LigerzooError, TokenizerError
 from ligerzoo.text.tokenizer import Tokenizer
 from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
-from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl
+from ligerzoo.vision.qwen3_vl import Qwen3VLVideoPreprocessor
+from ligerzoo.vision.settings import Settings
+from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl, tiny_qwen3_vl
 from tests.models.comparing import assert_close
 from tests.models.tiny import Tiny
 
@@ -51,6 +58,19 @@ SETTINGS["mllama"] = {
 }
 SETTINGS["qwen2_5_vl"] = {**SETTINGS["qwen2_vl"], "processor_class": "Qwen2_5_VLProcessor"}
 
+SETTINGS["qwen3_vl"] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_size": 2,
+    "patch_size": 16,
+    "size": {"shortest_edge": 2048, "longest_edge": 9000},
+    "temporal_patch_size": 2,
+}
+VIDEO_SETTINGS = {**SETTINGS["qwen3_vl"], "video_processor_type": "Qwen3VLVideoProcessor"}
+VIDEO_SETTINGS["size"] = {"shortest_edge": 4096, "longest_edge": 20000}
+
 # Similar to the templates on the hub.
 QWEN_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
@@ -69,15 +89,15 @@ TOKENS["qwen2_vl"] += ["<|image_pad|>", "<|video_pad|>"]
 TOKENS["gemma3"] = ["<bos>", "<eos>", "<pad>", "<start_of_turn>", "<end_of_turn>"]
 TOKENS["gemma3"] += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 TOKENS["mllama"] = ["<|begin_of_text|>", "<|eot_id|>", "<|pad|>", "<|python_tag|>", "<|image|>"]
-TOKENS["qwen2_5_vl"] = TOKENS["qwen2_vl"]
+TOKENS["qwen2_5_vl"] = TOKENS["qwen3_vl"] = TOKENS["qwen2_vl"]
 NAMED: dict[str, dict[str, str]] = {
     "qwen2_vl": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
 }
 NAMED["gemma3"] = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
 NAMED["gemma3"] |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 NAMED["mllama"] = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
-NAMED["qwen2_5_vl"] = NAMED["qwen2_vl"]
-TEMPLATES = {"qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE}
+NAMED["qwen2_5_vl"] = NAMED["qwen3_vl"] = NAMED["qwen2_vl"]
+TEMPLATES = {"qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN_TEMPLATE}
 TEMPLATES["gemma3"] = (
     "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message['role'] }}\n"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}<start_of_image>"
@@ -114,6 +134,8 @@ def checkpoint(directory: Path, kind: str) -> Path:
     write_json(directory / "tokenizer_config.json", NAMED[kind])
     write_json(directory / "config.json", {"model_type": kind})
     write_json(directory / "preprocessor_config.json", SETTINGS[kind])
+    if kind == "qwen3_vl":
+        write_json(directory / "video_preprocessor_config.json", VIDEO_SETTINGS)
     write_json(directory / "chat_template.json", {"chat_template": TEMPLATES[kind]})
     return directory
 
@@ -145,17 +167,40 @@ class VideosWithoutTorchvision:
         return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "video_metadata": metadata}
 
 
+class Qwen3VideosWithoutTorchvision:
+    """transformers' video processor of Qwen3-VL, which resizes with Pillow, because the original needs torchvision."""
+
+    merge_size = temporal_patch_size = 2
+    min_frames, max_frames = 4, 768
+
+    def __call__(self, videos: list[Any], video_metadata: list[Any], **kwargs: Any) -> dict[str, Any]:
+        patches, grids = [], []
+        for video, metadata in zip(videos, video_metadata, strict=True):
+            metadata.frames_indices = Qwen3VLVideoProcessor.sample_frames(self, metadata, fps=2)
+            frames = [video[i] for i in metadata.frames_indices]
+            limits = {"min_pixels": 4096, "max_pixels": 20000}
+            height, width = smart_resize(len(frames), frames[0].height, frames[0].width, 2, 32, **limits)
+            levels = np.stack([np.array(frame.resize((width, height), Image.Resampling.BICUBIC)) for frame in frames])
+            pixels = (torch.from_numpy(levels).permute(0, 3, 1, 2)[None] / 255 - 0.5) / 0.5
+            flat, *grid = Qwen3VLVideoProcessor.patchify(self, pixels, 16, 2, 2)
+            patches.append(flat[0])
+            grids.append(grid)
+        grid = np.array(grids)
+        return {"pixel_values_videos": torch.cat(patches), "video_grid_thw": grid, "video_metadata": video_metadata}
+
+
 def their_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     named = json.loads((directory / "tokenizer_config.json").read_text())
     return PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), padding_side="left", **named)
 
 
 def their_qwen(directory: Path, kind: str) -> Any:
-    base = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}[kind]
+    base = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[kind]
     unchecked = {"check_argument_for_proper_class": lambda *_: None}  # the check requires the video processor
     images = Qwen2VLImageProcessorPil(**SETTINGS[kind])
+    videos = Qwen3VideosWithoutTorchvision() if kind == "qwen3_vl" else VideosWithoutTorchvision(images)
     return type(base.__name__, (base,), unchecked)(
-        images, their_tokenizer(directory), VideosWithoutTorchvision(images), chat_template=TEMPLATES[kind]
+        images, their_tokenizer(directory), videos, chat_template=TEMPLATES[kind]
     )
 
 
@@ -204,7 +249,54 @@ def test_qwen_texts(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(ours["second_per_grid_ts"], torch.tensor([1.0, 2 / 30]))
 
 
-@pytest.mark.parametrize("kind", QWENS)
+def test_qwen3_texts(tmp_path: Path) -> None:
+    """The tokens around a video in the prompt are replaced, too: each of its temporal patches has its own."""
+    directory = checkpoint(tmp_path, "qwen3_vl")
+    texts = [f"Two: {IMAGE}{IMAGE}, one {VIDEO}?", "None.", f"{VIDEO} and {IMAGE}"]
+    images = [picture(40, 90), picture(200, 100), picture(31, 30)]
+    videos = [[picture(60, 80).rotate(i) for i in range(70)], [picture(50, 20)] * 5]
+    rates = [8.0, 3.0]
+    ours = Processor.from_pretrained(directory)(texts, images=images, videos=videos, fps=rates)
+    metadata = [VideoMetadata(len(video), fps=rate) for video, rate in zip(videos, rates, strict=True)]
+    bare = [one.replace(VIDEO, "<|video_pad|>") for one in texts]
+    theirs = their_qwen(directory, "qwen3_vl")(
+        text=bare, images=images, videos=videos, video_metadata=metadata, padding=True, return_tensors="pt"
+    )
+    assert_same(ours, theirs, "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    assert ours["video_grid_thw"][:, 0].tolist() == [9, 2]
+    decoded = Processor.from_pretrained(directory).tokenizer.decode(ours["input_ids"][2], skip_special_tokens=False)
+    assert "<|vision_end|><1.2 seconds><|vision_start|><|video_pad|>" in decoded
+
+
+frame_sizes = st.integers(8, 500)
+
+
+@given(height=frame_sizes, width=frame_sizes, frames=st.integers(2, 50))
+def test_qwen3_sizes_of_videos(height: int, width: int, frames: int) -> None:
+    preprocessor = Qwen3VLVideoPreprocessor.for_videos(Settings(VIDEO_SETTINGS, ""))
+    expected = smart_resize(frames, height, width, 2, 32, min_pixels=4096, max_pixels=20000)
+    assert preprocessor.resized(height, width, frames=frames) == expected
+
+
+@given(frames=st.integers(1, 3000), fps=st.floats(0.5, 100))
+def test_qwen3_samples_of_videos(frames: int, fps: float) -> None:
+    preprocessor = Qwen3VLVideoPreprocessor.for_videos(Settings({}, ""))
+    metadata = VideoMetadata(frames, fps=fps)
+    expected = Qwen3VLVideoProcessor.sample_frames(Qwen3VideosWithoutTorchvision(), metadata, fps=2).tolist()
+    got = preprocessor.sampled(frames, fps)
+    assert got == expected
+    assert preprocessor.timestamps(got, fps) == Qwen3VLProcessor._calculate_timestamps(None, expected, fps, 2)
+    every = Qwen3VLVideoPreprocessor.for_videos(Settings({"do_sample_frames": False}, ""))
+    assert every.sampled(frames, fps) == list(range(frames))
+
+
+def test_qwen3_refuses_a_video_of_one_frame(tmp_path: Path) -> None:
+    process = Processor.from_pretrained(checkpoint(tmp_path, "qwen3_vl"))
+    with pytest.raises(ImageError, match=r"videos\[0\]: the video has too few frames; got 1; expected at least 2"):
+        process(VIDEO, videos=[[picture(60, 80)]])
+
+
+@pytest.mark.parametrize("kind", [*QWENS, "qwen3_vl"])
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_qwen_conversations(tmp_path: Path, kind: str, add_generation_prompt: bool) -> None:
     directory = checkpoint(tmp_path, kind)
@@ -221,15 +313,18 @@ def test_qwen_conversations(tmp_path: Path, kind: str, add_generation_prompt: bo
     assert_same(ours, theirs, "pixel_values", "image_grid_thw")
 
 
-@pytest.mark.parametrize("kind", QWENS)
+@pytest.mark.parametrize("kind", [*QWENS, "qwen3_vl"])
 @torch.no_grad()
 def test_qwen_models_read_the_inputs(tmp_path: Path, kind: str, device: str) -> None:
     """The model gives transformers' logits for the processor's inputs of conversations."""
     process = Processor.from_pretrained(checkpoint(tmp_path, kind))
-    row: Tiny = {"qwen2_vl": tiny_qwen2_vl, "qwen2_5_vl": tiny_qwen2_5_vl}[kind].CHECKPOINTS[0]
+    families = {"qwen2_vl": tiny_qwen2_vl, "qwen2_5_vl": tiny_qwen2_5_vl, "qwen3_vl": tiny_qwen3_vl}
+    row: Tiny = families[kind].CHECKPOINTS[0]
     ids = {f"{name}_token_id": process.tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
-    vision = {**row.config["vision_config"], "patch_size": 14, "window_size": 56}
-    config = {**row.config, **ids, "vocab_size": len(process.tokenizer), "vision_config": vision}
+    vision = {**row.config["vision_config"], "patch_size": 16 if kind == "qwen3_vl" else 14, "window_size": 56}
+    size = {"vocab_size": len(process.tokenizer)}
+    size |= {"text_config": {**row.config["text_config"], **size}} if kind == "qwen3_vl" else {}
+    config = {**row.config, **ids, **size, "vision_config": vision}
     dataclasses.replace(row, config=config).write(tmp_path)
     ours = ligerzoo.AutoModel.from_pretrained(tmp_path, dtype=torch.float32, device=device)
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).to(device)

@@ -160,8 +160,9 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
         Raises:
             CheckpointError: weights are missing, or names are unknown. Nothing is loaded.
         """
-        names = super().state_dict().keys()
-        if state_dict.keys() <= names:
+        own = super().state_dict()
+        names = own.keys()
+        if state_dict.keys() <= names and not self._is_transposed(state_dict, own):
             state = self._with_tied_names(state_dict)
             missing = [name for name in names if name not in state]
             if strict and missing:
@@ -172,6 +173,13 @@ class WrappedModel(PreTrainedModel, Generic[Model]):
             return result
         self.to_zoo_model().load_hf_state_dict(state_dict)
         return nn.modules.module._IncompatibleKeys([], [])
+
+    def _is_transposed(self, state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> bool:
+        """Whether the weights have the shapes of a checkpoint whose names are this model's (Qwen3-VL-MoE's experts)."""
+        if all(tensor.shape == own[name].shape for name, tensor in state_dict.items()):
+            return False
+        stored = shapes_of(self.to_zoo_model().hf_state_dict())
+        return all(stored.get(name) == shape for name, shape in shapes_of(state_dict).items())
 
     def _with_tied_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns `state` with a weight that it has under one of two tied names under both."""

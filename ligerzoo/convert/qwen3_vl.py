@@ -1,0 +1,92 @@
+"""Converter for Qwen3-VL checkpoints, and the parts that Qwen3-VL-MoE shares.
+
+config.json holds the decoder's entries in `text_config` and the vision tower's in `vision_config`. Only the entry
+`tie_word_embeddings` of the top level counts, as in transformers. Checkpoints use other names for the vision tower's
+tensors, and store its query, key and value projections as one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ligerzoo.convert.architecture import GELU_TANH, Architecture
+from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
+from ligerzoo.convert.qwen2_vl import VISION_TOKENS, read_sectioned_rope, refuse_other_tower_rotation
+from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
+from ligerzoo.models.qwen3_vision import Qwen3VisionLM, Qwen3VisionLMConfig
+from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
+
+LAYOUT = Layout(
+    (
+        ModuleRules(
+            "visual.",
+            (
+                Rename("patch_embed.proj", "patch_embed"),
+                Rename("norm1", "input_layernorm"),
+                Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                Rename("attn.proj", "self_attn.o_proj"),
+                Rename("norm2", "post_attention_layernorm"),
+                Rename("linear_fc1", "fc1"),
+                Rename("linear_fc2", "fc2"),
+            ),
+        ),
+    )
+)
+
+
+def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
+    """Returns the entries of all levels of config.json under the names of our fields."""
+    text, vision = object_entry(raw, "text_config"), object_entry(raw, "vision_config")
+    refuse(text, "model_type", unless=(None, f"{model_type}_text"))
+    refuse(text, "use_sliding_window", unless=(None, False))
+    refuse(vision, "model_type", unless=(None, model_type, f"{model_type}_vision"))
+    refuse(vision, "hidden_act", unless=(None, GELU_TANH))
+    refuse_other_tower_rotation(vision)
+    tokens = {name: raw[name] for name in VISION_TOKENS if raw.get(name) is not None}
+    tie = {"tie_word_embeddings": flag_entry(raw, "tie_word_embeddings")}
+    experts = {"num_experts": first_given(text, "num_local_experts", "num_experts")}  # of MoE models
+    return {**text, **experts, "sliding_window": None, **tokens, **tie, "vision_config": vision}
+
+
+def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+    """Reads `rope_theta`, `rope_scaling` and `mrope_section`. The axes are always interleaved."""
+    entry = dict(rope_entry(raw))
+    refuse(entry, "mrope_interleaved", unless=(None, True))
+    entry.pop("mrope_interleaved", None)
+    return read_sectioned_rope({**raw, "rope_scaling": entry, "rope_parameters": None}, default_theta)
+
+
+def _write_entries(config: Qwen3VisionLMConfig, entries: dict[str, Any], *, model_type: str) -> dict[str, Any]:
+    """Returns the entries of config.json from those named like the fields of the config."""
+    sections = {"mrope_section": list(entries.pop("mrope_section")), "mrope_interleaved": True}
+    top = {name: entries.pop(name) for name in (*VISION_TOKENS, "tie_word_embeddings")}
+    vision = {"model_type": model_type, "hidden_act": GELU_TANH, **entries.pop("vision_config")}
+    scaling = {**(config.rope_scaling or {"rope_type": "default"}), **sections}
+    text = {"model_type": f"{model_type}_text", **entries, "rope_scaling": scaling}
+    return {**top, "text_config": text, "vision_config": vision}
+
+
+def vision_lm(
+    model_type: str,
+    hf_class: str,
+    model_class: type[Qwen3VisionLM],
+    config_class: type[Qwen3VisionLMConfig],
+    layouts: tuple[Layout, ...],
+) -> Architecture:
+    """Returns an architecture whose checkpoints have this format; the arguments are fields of `Architecture`."""
+    return Architecture(
+        model_type,
+        hf_class,
+        model_class,
+        config_class,
+        read_entries=partial(_read_entries, model_type=model_type),
+        read_rope=_read_rope,
+        write_entries=partial(_write_entries, model_type=model_type),
+        layouts=layouts,
+        prefixes={"model.": ("model.language_model.",), "visual.": ("model.visual.",)},
+    )
+
+
+ARCHITECTURE = vision_lm("qwen3_vl", "Qwen3VLForConditionalGeneration", Qwen3VL, Qwen3VLConfig, (LAYOUT,))

@@ -1,0 +1,168 @@
+"""DeepStack (Meng et al. 2024), and the vision tower of Qwen3-VL (Bai et al. 2025, section 2).
+
+The outputs of some tower blocks become further features. The decoder adds them to the hidden states of image and
+video tokens: the first features to the output of its first block, and so on.
+
+Shapes: N patches of all images, n images, m x m patches per token, E features of the tower, H features of the decoder;
+L sets of DeepStack features, M image and video tokens; B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels.recompute import Recompute
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.decoder import run_blocks
+from ligerzoo.layers.embedding import Embedding
+from ligerzoo.layers.mlp import MLP
+from ligerzoo.layers.vision import PatchSegments, VisionTower, image_of_patch
+
+
+class DeepStack(NamedTuple):
+    """Features to add to hidden states between the blocks of a decoder.
+
+    Attributes:
+        tokens: (M,) int64, indices of the tokens in the flattened batch, without repetitions.
+        features: (M, H) for each of the first L blocks.
+    """
+
+    tokens: Tensor
+    features: Sequence[Tensor]
+
+    def add(self, x: Tensor, block: int) -> Tensor:
+        """Returns the output of the block with this index plus its features; x: (B, T, H) -> (B, T, H)."""
+        if block >= len(self.features):
+            return x
+        return x.flatten(0, 1).index_add(0, self.tokens, self.features[block].to(x.dtype)).view_as(x)
+
+
+class ResampledPositionEmbedding(Embedding):
+    """Learned embedding of positions on a square grid, resampled bilinearly to the grid of each image.
+
+    The corners of both grids coincide, as with `align_corners=True` of `torch.nn.functional.interpolate`.
+
+    Args:
+        side: positions per side of the learned grid.
+        embed_dim: E.
+    """
+
+    def __init__(
+        self,
+        side: int,
+        embed_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(side**2, embed_dim, device=device, dtype=dtype)
+        self.side = side
+
+    def forward(self, positions: Tensor, sizes: Tensor) -> Tensor:  # type: ignore[override]
+        """Interpolates in fp32. Returns (N, E) fp32.
+
+        Args:
+            positions: (2, N) int64, row and column of each patch.
+            sizes: (2, N) int64, rows and columns of the patch's image.
+        """
+        source = positions.float() * (self.side - 1) / (sizes - 1).clamp(min=1)
+        low = source.floor()
+        taps = low.long(), (low.long() + 1).clamp(max=self.side - 1)
+        weights = 1 - (source - low), source - low
+        result: Tensor | None = None
+        for (row, _), (row_weight, _) in zip(taps, weights, strict=True):
+            for (_, column), (_, column_weight) in zip(taps, weights, strict=True):
+                index = (row * self.side + column).to(self.weight.device)
+                weight = (row_weight * column_weight).to(self.weight.device)
+                term = super().forward(index).float() * weight[:, None]
+                result = term if result is None else result + term
+        assert result is not None
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{self.side}, {self.embedding_dim}"
+
+
+class MergerMLP(MLP):
+    """Merges blocks of patches into one embedding each: `PatchMerger` as an MLP with a norm.
+
+    Args:
+        norm: norm of E features; or, for DeepStack features, of the m^2 * E features of a block.
+        embed_dim: E.
+        output_size: H.
+        merged: m^2, patches per block.
+        norm_merged: apply the norm after the concatenation.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        embed_dim: int,
+        output_size: int,
+        *,
+        merged: int,
+        norm_merged: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(merged * embed_dim, merged * embed_dim, output_size, device=device, dtype=dtype)
+        self.norm, self.norm_merged = norm, norm_merged
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (..., E), N patches in all, ordered by block -> (N / m^2, H)."""
+        if not self.norm_merged:
+            return super().forward(self.norm(x).reshape(-1, self.hidden_size))
+        return super().forward(self.norm(x.reshape(-1, self.hidden_size)))
+
+
+class DeepStackVisionTower(VisionTower):
+    """Vision tower with learned positions and with DeepStack features from some of its blocks.
+
+    Args:
+        patch_embed: patches to features.
+        pos_embed: position embedding, added to them.
+        blocks: blocks, called as `PreNormBlock`.
+        merger: see `VisionTower`.
+        merge_size: m.
+        deepstack_blocks: indices of the blocks whose outputs become DeepStack features.
+        deepstack_mergers: a merger for each of them.
+    """
+
+    def __init__(
+        self,
+        patch_embed: nn.Module,
+        pos_embed: ResampledPositionEmbedding,
+        blocks: Iterable[nn.Module],
+        merger: nn.Module,
+        *,
+        merge_size: int,
+        deepstack_blocks: Sequence[int] = (),
+        deepstack_mergers: Iterable[nn.Module] = (),
+    ) -> None:
+        super().__init__(patch_embed, blocks, merger, merge_size=merge_size)
+        self.pos_embed = pos_embed
+        self.deepstack_blocks = tuple(deepstack_blocks)
+        self.deepstack_merger_list = nn.ModuleList(deepstack_mergers)
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
+        """Returns (1 + L, N / m^2, H): the embeddings, and the features in the order of the blocks.
+
+        The arguments are those of `VisionTower.forward`.
+        """
+        patches, is_first, positions = self._check_frames(patches, grid_thw)
+        frames = PatchSegments(is_first, positions, patches.device)
+        image = image_of_patch(grid_thw.to(positions.device), len(patches))
+        sizes = grid_thw.to(positions.device)[:, 1:].T[:, image]
+        x = self.patch_embed(patches)
+        x = frames.batch(x + self.pos_embed(positions, sizes).to(x.dtype))
+        recompute = Recompute.BLOCK if self.gradient_checkpointing else Recompute.NOTHING
+        features = []
+        for index, block in enumerate(self.blocks):
+            x = run_blocks([block], x, frames.context, recompute=recompute)
+            if index in self.deepstack_blocks:
+                features.append(self.deepstack_merger_list[self.deepstack_blocks.index(index)](x))
+        return torch.stack([self.merger(x), *features])

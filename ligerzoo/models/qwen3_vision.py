@@ -1,0 +1,130 @@
+"""Shared by Qwen3-VL's dense and MoE models: the vision tower with DeepStack, and interleaved M-RoPE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Unpack
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import (
+    MLP,
+    DeepStackVisionTower,
+    InterleavedSectionedRotaryEmbedding,
+    LayerNorm,
+    MergerMLP,
+    ResampledPositionEmbedding,
+)
+from ligerzoo.layers.rotary import are_interleaved_sections
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfig, tower_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLVisionConfig(VisionTowerConfig):
+    """Configuration of the vision tower. Defaults: those of transformers' Qwen3VLVisionConfig.
+
+    Attributes:
+        hidden_size: features of a patch.
+        intermediate_size: intermediate features of an MLP.
+        out_hidden_size: features of an output token; equals the decoder's `hidden_size`.
+        num_position_embeddings: learned positions; a square number.
+        deepstack_visual_indexes: indices of the blocks with DeepStack features, counted from 0. The i-th features that
+            the tower computes are added to the output of decoder block i; without such a block they have no effect.
+    """
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    patch_size: int = 16
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: Sequence[int] = field(default_factory=lambda: [8, 16, 24])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks, positions = self.deepstack_visual_indexes, self.num_position_embeddings
+        are_indices = isinstance(blocks, list | tuple) and all(type(block) is int and block >= 0 for block in blocks)
+        if not are_indices or len(set(blocks)) < len(blocks):
+            raise ConfigError(
+                "invalid block indices", where="vision_config, deepstack_visual_indexes", got=repr(blocks)[:200],
+                expected="a list of different integers, 0 or more",
+            )  # fmt: skip
+        if math.isqrt(positions) ** 2 != positions:
+            raise ConfigError(
+                "invalid value", where="vision_config, num_position_embeddings", got=positions,
+                expected="a square number",
+            )  # fmt: skip
+
+    @property
+    def patch_features(self) -> int:
+        return self.hidden_size
+
+    @property
+    def token_features(self) -> int:
+        return self.out_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VisionLMConfig(VisionLMConfig):
+    """Configuration of Qwen3 with a vision tower.
+
+    Attributes:
+        attention_bias: add biases to the query, key, value and output projections.
+    """
+
+    vision_config: Qwen3VLVisionConfig
+    vocab_size: int = 151936
+    max_position_embeddings: int = 128000
+    rope_theta: float = 5e5
+    attention_bias: bool = False
+    mrope_section: Sequence[int] = field(default_factory=lambda: [24, 20, 20])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = self.rotary_size // 2
+        if not are_interleaved_sections(self.mrope_section, pairs):
+            raise ConfigError(
+                "invalid sections", where="mrope_section", got=repr(self.mrope_section),
+                expected=f"a second and third number of at most a third of {pairs}, the number of feature pairs",
+            )  # fmt: skip
+
+
+class Qwen3VisionLM(VisionLM):
+    """Qwen3 with a vision tower; the arguments are those of `VisionLM`. Text separates the frames of a video."""
+
+    separates_frames = True
+
+
+def interleaved_rotary(config: Qwen3VisionLMConfig) -> InterleavedSectionedRotaryEmbedding:
+    """Builds the rotary embedding of the decoder."""
+    c = config
+    frequencies = c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings
+    return InterleavedSectionedRotaryEmbedding(c.mrope_section, *frequencies)
+
+
+def vision_tower(config: Qwen3VLVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> DeepStackVisionTower:
+    """Builds the vision tower, from patches to embeddings and DeepStack features of `out_hidden_size` features."""
+    c = config
+
+    def norm(size: int = c.hidden_size) -> LayerNorm:
+        return LayerNorm(size, 1e-6, **factory_kwargs)
+
+    def mlp() -> MLP:
+        return MLP(c.hidden_size, c.intermediate_size, activation="gelu_tanh", **factory_kwargs)
+
+    def merger(*, norm_merged: bool = False) -> MergerMLP:
+        merged = c.spatial_merge_size**2
+        return MergerMLP(
+            norm(merged * c.hidden_size if norm_merged else c.hidden_size), c.hidden_size, c.out_hidden_size,
+            merged=merged, norm_merged=norm_merged, **factory_kwargs,
+        )  # fmt: skip
+
+    patch_embed, blocks = tower_parts(c, norm, mlp, patch_bias=True, **factory_kwargs)
+    pos_embed = ResampledPositionEmbedding(math.isqrt(c.num_position_embeddings), c.hidden_size, **factory_kwargs)
+    return DeepStackVisionTower(
+        patch_embed, pos_embed, blocks, merger(), merge_size=c.spatial_merge_size,
+        deepstack_blocks=c.deepstack_visual_indexes,
+        deepstack_mergers=[merger(norm_merged=True) for _ in c.deepstack_visual_indexes],
+    )  # fmt: skip

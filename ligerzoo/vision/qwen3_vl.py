@@ -1,0 +1,143 @@
+"""Qwen3-VL: images as in Qwen2-VL; a timestamp as text before the tokens of each temporal patch of a video.
+
+A video is sampled at a fixed rate. Its limits of pixels hold for all frames together (Bai et al., "Qwen3-VL Technical
+Report", 2025; sampled, rounded and written as transformers' `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` do).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ligerzoo.errors import ImageError
+from ligerzoo.text.tokenizer import Tokenizer
+from ligerzoo.vision.family import PreprocessedMedia
+from ligerzoo.vision.files import ProcessorFiles
+from ligerzoo.vision.io import MAX_PIXELS
+from ligerzoo.vision.qwen2_vl import Qwen2VLPreprocessor, Qwen2VLProcessorFamily
+from ligerzoo.vision.settings import Settings
+from ligerzoo.vision.transforms import BICUBIC, HALF, Normalization, resample_of
+
+_MAX_FRAMES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLVideoPreprocessor(Qwen2VLPreprocessor):
+    """Samples the frames of videos, and cuts them into patches.
+
+    Attributes:
+        min_pixels, max_pixels: range of the number of pixels of all resized frames of a video together.
+        fps: sampled frames per second; None for all frames.
+        min_frames, max_frames: range of the number of sampled frames, if the video has as many.
+    """
+
+    fps: float | None
+    min_frames: int
+    max_frames: int
+
+    @classmethod
+    def for_videos(cls, settings: Settings) -> Qwen3VLVideoPreprocessor:
+        """Builds it from the entries of video_preprocessor_config.json.
+
+        Raises:
+            ConfigError: an entry is malformed or not supported.
+        """
+        settings.require("cap_pixels_per_frame", False)
+        settings.require("num_frames", None)
+        size = settings.section("size")
+        return cls(
+            min_pixels=size.integer("shortest_edge", 128 * 32**2, at_most=MAX_PIXELS),
+            max_pixels=size.integer("longest_edge", 768 * 32**2, at_most=MAX_PIXELS),
+            patch_size=settings.integer("patch_size", 16, at_most=256),
+            merge_size=settings.integer("merge_size", 2, at_most=16),
+            temporal_patch_size=settings.integer("temporal_patch_size", 2, at_most=8),
+            resample=resample_of(settings, BICUBIC),
+            normalization=Normalization.from_settings(settings, mean=HALF, std=HALF),
+            fps=settings.number("fps", 2.0) if settings.boolean("do_sample_frames", True) else None,
+            min_frames=settings.integer("min_frames", 4, at_most=_MAX_FRAMES),
+            max_frames=settings.integer("max_frames", 768, at_most=_MAX_FRAMES),
+        )
+
+    def sampled(self, frames: int, fps: float) -> list[int]:
+        """Returns the indices of the sampled frames, evenly spaced.
+
+        Args:
+            frames: number of frames of the video.
+            fps: frames per second of the video.
+        """
+        if self.fps is None:
+            return list(range(frames))
+        count = min(max(int(frames / fps * self.fps), self.min_frames), self.max_frames, frames)
+        indices: list[int] = np.linspace(0, frames - 1, count).round().astype(int).tolist()
+        return indices
+
+    def timestamps(self, indices: list[int], fps: float) -> list[float]:
+        """Returns the time of each temporal patch in seconds: the mean of its first and its last frame."""
+        size = self.temporal_patch_size
+        padded = indices + indices[-1:] * (-len(indices) % size)
+        seconds = [index / fps for index in padded]
+        return [(first + last) / 2 for first, last in zip(seconds[::size], seconds[size - 1 :: size], strict=True)]
+
+    def resized(self, height: int, width: int, where: str = "video", frames: int = 1) -> tuple[int, int]:
+        """Returns the height and width in pixels to which the frames of a video of this size are resized.
+
+        Raises:
+            ImageError: the aspect ratio is above `MAX_ASPECT_RATIO`, or the video is shorter than a temporal patch.
+        """
+        temporal, unit = self.temporal_patch_size, self.patch_size * self.merge_size
+        if frames < temporal:
+            raise ImageError(
+                "the video has too few frames", where=where, got=frames, expected=f"at least {temporal}",
+                remedy="Repeat the frame, or pass it as an image.",
+            )  # fmt: skip
+        if min(height, width) < unit:
+            scale = max(unit / height, unit / width)
+            height, width = int(height * scale), int(width * scale)
+        return self._within_limits(height, width, where, frames, round(frames / temporal) * temporal)
+
+
+class Qwen3VLProcessorFamily(Qwen2VLProcessorFamily):
+    """Replaces each image by its tokens, and each video by a timestamp and the tokens of each temporal patch.
+
+    As in Qwen's reference, the vision start and end tokens that the chat template puts around a video are replaced,
+    too, since each temporal patch has its own. transformers 5 keeps them around the whole.
+    """
+
+    model_type = "qwen3_vl"
+    hf_class = "Qwen3VLProcessor"
+    videos: Qwen3VLVideoPreprocessor
+
+    def __init__(self, files: ProcessorFiles, tokenizer: Tokenizer) -> None:
+        super().__init__(files, tokenizer)
+        named = tokenizer.special_tokens
+        self.vision_start = named.get("vision_start_token", "<|vision_start|>")
+        self.vision_end = named.get("vision_end_token", "<|vision_end|>")
+
+    def video_preprocessor(self, settings: Settings) -> Qwen3VLVideoPreprocessor:
+        return Qwen3VLVideoPreprocessor.for_videos(settings)
+
+    def prepare_prompt(self, text: str) -> str:
+        video = self.placeholders["video"]
+        return text.replace(self.vision_start + video + self.vision_end, video)
+
+    def preprocess_videos(self, videos: list[Tensor], fps: list[float]) -> PreprocessedMedia:
+        patches, grids, replacements = [], [], []
+        for i, (video, rate) in enumerate(zip(videos, fps, strict=True)):
+            indices = self.videos.sampled(len(video), rate)
+            one, (t, h, w) = self.videos(video[indices], f"videos[{i}]")
+            tokens = self.vision_start + self.soft_tokens["video"] * self.videos.num_tokens((1, h, w)) + self.vision_end
+            times = self.videos.timestamps(indices, rate)
+            replacements.append("".join(f"<{time:.1f} seconds>{tokens}" for time in times))
+            patches.append(one)
+            grids.append((t, h, w))
+        inputs = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+        return PreprocessedMedia(inputs, replacements)
+
+
+class Qwen3VLMoeProcessorFamily(Qwen3VLProcessorFamily):
+    """The preprocessing of Qwen3-VL, for its MoE models."""
+
+    model_type = "qwen3_vl_moe"
