@@ -22,6 +22,7 @@ from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import dequantized_infos, find_quantized, read_quantization
 from ligerzoo.models.config import DecoderConfig, WindowedConfig
+from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.mllama import MllamaConfig
 from ligerzoo.models.moe import RoutedConfig
 from ligerzoo.text.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ PARTS = {
     "lm_head": "head",
     "score.weight": "head",
     "norm": "norms",
+    "linear_attn": "linear attention",
     "self_attn": "attention",
     "cross_attn": "cross-attention",
     ".experts.": "experts",
@@ -267,6 +269,7 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         ("shape", f"{config.num_hidden_layers} layers, {sizes}; {heads}"),
         *_describe_experts(config),
         *_describe_windows(config),
+        *_describe_states(config),
         *_describe_cross_attention(config),
         ("context", f"{config.max_position_embeddings:,} tokens, {rope}"),
     ]
@@ -283,6 +286,8 @@ def _windows(config: DecoderConfig) -> list[int | None]:
     """Returns the window of each self-attention layer; None for full attention."""
     if isinstance(config, WindowedConfig):
         return [config.window(layer) for layer in range(config.num_hidden_layers)]
+    if isinstance(config, GatedDeltaConfig):
+        return [None for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     window = getattr(config, "sliding_window", None)
     layers = config.num_hidden_layers - len(_cross_attention_layers(config))
     return [window if isinstance(window, int) else None] * layers
@@ -299,6 +304,15 @@ def _describe_windows(config: DecoderConfig) -> Lines:
     return [
         ("windows", f"{count} of {config.num_hidden_layers} layers attend to the last {window:,} tokens")
         for window, count in counts.items()
+    ]
+
+
+def _describe_states(config: DecoderConfig) -> Lines:
+    if not isinstance(config, GatedDeltaConfig):
+        return []
+    layers = sum(config.is_linear(layer) for layer in range(config.num_hidden_layers))
+    return [
+        ("states", f"{layers} of {config.num_hidden_layers} layers use linear attention, whose state has a fixed size")
     ]
 
 
@@ -334,6 +348,8 @@ def _describe_memory(tensors: Sequence[TensorInfo], config: DecoderConfig | None
         generation += f", {_bytes(bytes_per_token * windows.count(None))} per token of context"
         if in_windows := sum(window for window in windows if window is not None):
             generation += f", up to {_bytes(bytes_per_token * in_windows)} for windows"
+        if isinstance(config, GatedDeltaConfig):
+            generation += f", {_bytes(config.state_bytes(tensors[0].dtype.itemsize))} per sequence for states"
     return [
         ("dtype", " and ".join(sorted(dtypes))),
         ("generation", generation),

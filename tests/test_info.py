@@ -6,11 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ligerzoo import cli, info, models
 from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import ConfigError
-from ligerzoo.models import Gemma2, Gemma2Config, Llama, LlamaConfig, Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models import (
+    Gemma2,
+    Gemma2Config,
+    Llama,
+    LlamaConfig,
+    Qwen3_5Text,
+    Qwen3_5TextConfig,
+    Qwen3Moe,
+    Qwen3MoeConfig,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,3 +87,24 @@ def test_an_unknown_architecture_is_described_by_its_weight_files(tmp_path: Path
     assert f"generation {4 * parameters / 1000:.3g} kB for the weights" in lines
     assert any(line.startswith("model.safetensors ") for line in lines)
     assert not any(line.startswith(("shape", "context")) for line in lines)
+
+
+def test_states_of_linear_attention(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 3,
+    }
+    model = Qwen3_5Text(Qwen3_5TextConfig(**sizes, **heads, num_hidden_layers=4, intermediate_size=24))
+    model.save_pretrained(tmp_path)
+    text = info.describe(tmp_path)
+    assert "states        3 of 4 layers use linear attention, whose state has a fixed size" in text
+    assert "linear attention" in text
+    cache = model.new_cache()
+    model(torch.tensor([[1, 2]]), past_key_values=cache)
+    states = [buffer for layer in cache.layers[:3] for buffer in (layer._keys, layer._values)]
+    nbytes = sum(state.nbytes for state in states if state is not None)
+    assert model.config.state_bytes(4) == nbytes
+    assert f"128 B per token of context, {nbytes / 1000:.3g} kB per sequence for states" in text

@@ -76,8 +76,13 @@ class Target:
 
 
 def targets_of(model: LanguageModel) -> list[Target]:
-    """Returns all weights of a model that have updates or can have some, in the order of its modules."""
-    layout = architecture_of_model(model).module_layout
+    """Returns all weights of a model that have updates or can have some, in the order of its modules.
+
+    Without those that transformers interleaves, such as Qwen3-Next's `in_proj_qkv` and `in_proj_z`: PEFT's files could
+    not describe their updates.
+    """
+    architecture = architecture_of_model(model)
+    layout = architecture.module_layout
     shapes = base_shapes(model)
     found = []
     for module_name, module in model.named_modules():
@@ -87,6 +92,8 @@ def targets_of(model: LanguageModel) -> list[Target]:
             continue
         for parameter in parameters:
             name = f"{module_name}.{parameter}"
+            if architecture.interleaves(name):
+                continue
             part, *others = layout.slices_of(name, shapes)
             first = part.stored_index[0].start if part.stored_index else 0
             rows = first, first + shapes[name][0]

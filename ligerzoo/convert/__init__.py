@@ -45,7 +45,10 @@ MODEL_TYPES = (
     "qwen2_moe",
     "qwen2_vl",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "smollm3",
 )
 """Every `model_type` of the zoo. Each has a module of this name here, which is imported when it is needed."""
@@ -93,8 +96,9 @@ def architecture_of_model(model: LanguageModel) -> Architecture:
             remedy="ligerzoo.from_transformers converts models of transformers.",
         )  # fmt: skip
     if isinstance(model, SequenceClassifier):
-        return classifier_architecture(architecture_for_config(type(model.config)), model.labels)
-    return architecture_for(type(model))
+        architecture = architecture_for_config(type(model.config)).with_layouts_for(model.config)
+        return classifier_architecture(architecture, model.labels)
+    return architecture_for(type(model)).with_layouts_for(model.config)
 
 
 def architecture_for(model_class: type) -> Architecture:
@@ -228,7 +232,7 @@ def _check_layout(layout: object) -> None:
     if not is_rules:
         raise ConfigError(
             "not a tuple of rules", where="layout", got=repr(layout),
-            expected="a tuple of Rename, Fused, PerExpert and ModuleRules from ligerzoo.convert.weights",
+            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.weights",
         )  # fmt: skip
 
 

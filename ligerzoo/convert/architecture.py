@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_entry, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import Fused, Interleaved, Layout, ModuleRules, Rename, Rule, Shape, Transposed
+from ligerzoo.convert.weights import (
+    Fused,
+    FusedByHead,
+    Interleaved,
+    Layout,
+    ModuleRules,
+    Rename,
+    Rule,
+    Shape,
+    Transposed,
+)
 from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")
@@ -55,6 +65,7 @@ class Architecture:
         read_rope: returns the fields of the rotary embedding from these entries and the default `rope_theta`.
         write_entries: returns the entries of config.json from the config and the entries named like its fields.
         layouts: possible layouts of the tensors. New models are saved in the first.
+        layouts_of_config: returns the layouts for a config where they depend on it, instead of `layouts`.
         prefixes: prefixes of parameter names with the possible prefixes in checkpoints, in any layout. New models get
             the first. A checkpoint of the bare decoder (`LlamaModel`) lacks "model.".
         is_extra_tensor: returns whether a stored tensor of this name is not part of the model. Loading keeps such
@@ -62,6 +73,7 @@ class Architecture:
         keeps_extra_layers: loading keeps the tensors of layers with an index of `num_hidden_layers` or more, such as
             those for multi-token prediction (MTP), and saving writes them again. Otherwise loading leaves them out.
         aliases: other values of `model_type` in config.json; see `ligerzoo.convert.ALIASES`.
+        keeps_fp32: returns whether a parameter of this name stays in fp32 where half-precision files store it so.
         classifier_class: class in transformers that classifies sequences. Defaults to a name like that of `hf_class`.
         optional: parameters that a checkpoint may lack. They keep their initialization, and a warning names them.
         unused: names of stored tensors that loading leaves out.
@@ -79,10 +91,12 @@ class Architecture:
     read_rope: Callable[[Mapping[str, Any], float], dict[str, Any]] = rope_fields
     write_entries: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, entries: entries
     layouts: tuple[Layout, ...] = (Layout(),)
+    layouts_of_config: Callable[[Any], tuple[Layout, ...]] | None = None
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"model.": ("model.", "")})
     is_extra_tensor: Callable[[str], bool] = is_rotary_buffer
     keeps_extra_layers: bool = False
     aliases: tuple[str, ...] = ()
+    keeps_fp32: Callable[[str], bool] = lambda name: False
     classifier_class: str | None = None
     optional: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
@@ -129,6 +143,12 @@ class Architecture:
         activations = {name: values[0] for name, values in self.activations.items()}
         return self.write_entries(config, {**activations, **written_fields(config)})
 
+    def with_layouts_for(self, config: Any) -> Architecture:
+        """Returns this architecture with the layouts for a config."""
+        if self.layouts_of_config is None:
+            return self
+        return replace(self, layouts=self.layouts_of_config(config), layouts_of_config=None)
+
     @property
     def layout_of_new(self) -> Layout:
         """The layout in which a new model is saved."""
@@ -142,7 +162,8 @@ class Architecture:
         """The layout of parameters in transformers' modules, whose names adapters of PEFT have.
 
         Of the rules of checkpoints, those of fused, interleaved and transposed weights and of parts such as a vision
-        tower hold. The names of other modules are ours, which follow transformers.
+        tower hold. The names of other modules are ours, which follow transformers, except for projections into heads
+        that it interleaves, see `interleaves`.
         """
         kinds = Fused | ModuleRules | Interleaved | Transposed
         return Layout(tuple(rule for rule in self.layouts[0].rules if isinstance(rule, kinds)))
@@ -163,6 +184,14 @@ class Architecture:
             return rule
 
         return Layout(tuple(map(renamed, self.module_layout.rules)))
+
+    def interleaves(self, name: str) -> bool:
+        """Returns whether transformers' modules interleave this parameter with others, head by head.
+
+        Adapters of PEFT cannot have an update of such a parameter alone.
+        """
+        rules = self.layouts[0].rules
+        return any(isinstance(rule, FusedByHead) and rule.path_in(name) is not None for rule in rules)
 
     def build(
         self, config: Any, model_class: type[LanguageModel] = LanguageModel, device: torch.device | str | None = None

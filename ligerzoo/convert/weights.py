@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 class TensorSlice:
     """Maps a slice of a stored tensor to a slice of a parameter.
 
-    In a layout, at least one of the two slices is a whole tensor; see also `within`.
+    In a layout, at least one of the two slices is a whole tensor, or both are rows; see also `within`.
 
     Attributes:
         stored_name: name of the stored tensor.
@@ -141,6 +141,44 @@ class PerExpert:
                 stored_name = _replace_path(name, self.path, path.format(expert=expert))
                 index = (expert, slice(i * rows, (i + 1) * rows))
                 yield TensorSlice(stored_name, (rows, *rest), name, index=index)
+
+
+@dataclass(frozen=True)
+class FusedByHead:
+    """One stored tensor that concatenates the rows of several parameters head by head, as Qwen3-Next's `in_proj_qkvz`.
+
+    Attributes:
+        stored_path: dotted path in the checkpoint.
+        parts: for each part of a head's rows, in order: dotted path of the parameter, rows of the part in each head,
+            and row of the parameter with which the part of the first head begins.
+        heads: number of heads.
+    """
+
+    stored_path: str
+    parts: tuple[tuple[str, int, int], ...]
+    heads: int
+
+    def slices(self, name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
+        path = self.path_in(name)
+        return None if path is None else self._slices_by_head(name, path, shapes[name])
+
+    def path_in(self, name: str) -> str | None:
+        """Returns the path of the part that a parameter is; None for other parameters."""
+        return next((path for path, *_ in self.parts if _contains(name, path)), None)
+
+    def _slices_by_head(self, name: str, path: str, shape: Shape) -> Iterator[TensorSlice]:
+        """Yields slices one at a time, because a malicious config.json may set any number of heads."""
+        head_rows = sum(rows for _, rows, _ in self.parts)
+        stored_name = _replace_path(name, path, self.stored_path)
+        stored_shape = (self.heads * head_rows, *shape[1:])
+        for head in range(self.heads):
+            stored_first = head * head_rows
+            for part_path, rows, first in self.parts:
+                if part_path == path:
+                    stored_index = (slice(stored_first, stored_first + rows),)
+                    index = (slice(first + head * rows, first + (head + 1) * rows),)
+                    yield TensorSlice(stored_name, stored_shape, name, stored_index, index)
+                stored_first += rows
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ class ConversationCache:
     """The KV cache of a conversation, so that each call of `generate` processes only the tokens that are new.
 
     Each call receives the token ids of the whole conversation. A chat template may write earlier answers with other
-    tokens than the model generated. So the cache keeps only the first tokens that both have in common.
+    tokens than the model generated. So the cache keeps only the first tokens that both have in common. A cache of
+    recurrent layers cannot drop tokens: it is emptied unless the text extends the cached one.
 
         cache = ConversationCache(model)
         ids = model.generate(input_ids, past_key_values=cache.shared_with(input_ids), max_new_tokens=100)
@@ -32,7 +33,8 @@ class ConversationCache:
 
     def __init__(self, model: SupportsNewCache) -> None:
         self._cache = model.new_cache()
-        self._cache.keep_all_tokens()
+        if not self._cache.is_recurrent:
+            self._cache.keep_all_tokens()
         self._tokens = torch.empty(0, dtype=torch.int64)
 
     def shared_with(self, input_ids: Tensor) -> KVCache:
@@ -44,7 +46,9 @@ class ConversationCache:
         ids = input_ids[0].to("cpu", torch.int64)
         tokens = min(len(ids) - 1, len(self._tokens), self._cache.length)
         is_same = ids[:tokens] == self._tokens[:tokens]
-        self._cache.crop(int(is_same.cumprod(0).sum()))
+        shared = int(is_same.cumprod(0).sum())
+        is_extended = shared == self._cache.length
+        self._cache.crop(shared if is_extended or not self._cache.is_recurrent else 0)
         return self._cache
 
     def keep(self, sequences: Tensor) -> None:

@@ -83,6 +83,10 @@ class DraftOptions:
         has_cache = hasattr(model, "new_cache")
         expected = f"a ligerzoo.models.CausalLM, with {option}"
         require(has_cache, "model", f"a {type_name(model)} without new_cache", expected, plain)
+        for name, one in (("model", model), ("assistant_model", self.assistant_model)):
+            is_recurrent = one is not None and one.new_cache().is_recurrent  # type: ignore[attr-defined]
+            got = f"a {type_name(one)}, whose recurrent layers cannot remove rejected drafts"
+            require(not is_recurrent, name, got, "a model with self-attention only", plain)
         if cache is not None and any(isinstance(layer, RollingLayerCache) for layer in cache.layers):
             got = f"a cache whose sliding windows have dropped tokens, with {option}"
             remedy = "Call cache.keep_all_tokens() before the first token."

@@ -167,9 +167,13 @@ def _check_mask_of_cached(model: SupportsGenerate, mask: Tensor) -> None:
     is_last = bool(mask[:, -1].all())
     remedy = "Pad on the left."
     require(is_last, "attention_mask", "padding in the last column", "tokens, with past_key_values", remedy)
-    if hasattr(model, "new_cache") and any(isinstance(layer, RollingLayerCache) for layer in model.new_cache().layers):
+    cache = model.new_cache() if hasattr(model, "new_cache") else KVCache([])
+    if cache.is_recurrent or any(isinstance(layer, RollingLayerCache) for layer in cache.layers):
         is_left = bool((mask[:, 1:] >= mask[:, :-1]).all())
-        expected = "padding on the left only, with past_key_values and a sliding window, which counts padding"
+        cause = (
+            "recurrent layers, whose states include it" if cache.is_recurrent else "a sliding window, which counts it"
+        )
+        expected = f"padding on the left only, with past_key_values and {cause}"
         remedy = "Leave out past_key_values."
         require(is_left, "attention_mask", "padding between tokens", expected, remedy)
 

@@ -115,7 +115,7 @@ class Scheduler:
         cache_options = CacheOptions(cache_dtype, exact)
         cache_options.check(model)
         if max_cache_tokens is None:
-            max_cache_tokens = default_cache_tokens(model, cache_dtype)
+            max_cache_tokens = default_cache_tokens(model, batch_size, cache_dtype)
         self.max_cache_tokens = max_cache_tokens
         self._slots = Slots(model, batch_size, max_cache_tokens, cache_options)
         limits = (self._slots.max_length, self.max_cache_tokens)

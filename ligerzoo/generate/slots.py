@@ -156,7 +156,8 @@ class Slots:
         return self._logits
 
     def remove_last(self, row: int, tokens: int) -> None:
-        """Removes the last tokens of a row."""
+        """Removes the last tokens of a row. Raises ValueError if the model has recurrent layers."""
+        self._current.cache.require_tokens("remove_last")
         self._lengths[self._index[row]] -= tokens
         self._is_changed = True
 
@@ -186,7 +187,8 @@ class Slots:
         """
         device = self._current.device
         ids, lengths = to_device(pad_sequence(prompts, batch_first=True), device), [len(prompt) for prompt in prompts]
-        cache = self._current.cache.prefill_rows(upload(indices, device), self._current.rows)
+        ragged = upload(lengths, device) if lengths[-1] < lengths[0] else None
+        cache = self._current.cache.prefill_rows(upload(indices, device), self._current.rows, ragged)
         chunk = max(1, PREFILL_TOKENS // len(prompts))
         parts, start, count = [], 0, len(prompts)
         while count > 0:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligerzoo.convert import architecture_for, architecture_of
@@ -68,7 +68,9 @@ def load(
         name_or_path: directory, or id of a repository on the hub ("org/name"), of which config.json,
             generation_config.json and the safetensors files of the model are downloaded.
         model_class: expected class, or a subclass of your own. `CausalLM` accepts all.
-        dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding.
+        dtype: dtype of the weights; "auto" means that of config.json, or else that of the stored embedding. Weights
+            that need fp32, such as the decay rates of linear attention, stay in fp32 if half-precision files store
+            them so.
         device: device of the weights. Defaults to torch's default device.
         strict: False loads a checkpoint into an extended class. Parameters that the files lack keep the initialization
             of the constructor, and tensors that the model lacks are left out. A warning and `model.origin` list them.
@@ -108,6 +110,7 @@ def load(
             dtype = stored_dtype(raw) or _embedding_dtype(checkpoint, match.slices)
         dtype = parse_dtype(dtype, where="argument dtype")
         model.to(dtype)  # some layers keep tensors in fp32, such as the biases of routers
+        _keep_fp32(model, checkpoint, match.slices, architecture)
         if shard is not None:
             _refuse_computed_tensors(model, match, directory)
             _refuse_different_tied_weights(model, match, checkpoint)
@@ -325,6 +328,19 @@ def _embedding_dtype(checkpoint: Checkpoint, slices: Sequence[TensorSlice]) -> t
     """Returns the stored dtype of the embedding or the head, or of any tensor if neither is stored."""
     part = next((part for part in slices if part.name in TIED), slices[0])
     return checkpoint.tensors[part.stored_name].dtype
+
+
+def _keep_fp32(
+    model: LanguageModel, checkpoint: Checkpoint, slices: Sequence[TensorSlice], architecture: Architecture
+) -> None:
+    """Gives parameters fp32 that the files store in fp32 among weights of another dtype, as `keeps_fp32` says."""
+    if _embedding_dtype(checkpoint, slices) == torch.float32:
+        return
+    for part in slices:
+        module, _, name = part.name.rpartition(".")
+        if architecture.keeps_fp32(part.name) and checkpoint.tensors[part.stored_name].dtype == torch.float32:
+            weight = model.get_parameter(part.name)
+            setattr(model.get_submodule(module), name, nn.Parameter(weight.float(), weight.requires_grad))
 
 
 def _read(

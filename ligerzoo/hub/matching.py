@@ -66,7 +66,7 @@ def match_tensors(
         CheckpointError: A stored tensor has another shape or dtype, or is incomplete; or, if `strict`, is missing or
             unexpected.
     """
-    layout = architecture.layout_of(source.tensors, shapes)
+    layout = architecture.with_layouts_for(config).layout_of(source.tensors, shapes)
 
     def is_stored(name: str) -> bool:  # checks one slice, because experts can be any number
         return next(layout.slices_of(name, shapes)).stored_name in source.tensors
@@ -80,9 +80,10 @@ def match_tensors(
     missing = [name for name in shapes if name in may_lack and name not in tied and not is_stored(name)]
     left_out = {*tied, *missing}
     needed = (part for name in shapes if name not in left_out for part in layout.slices_of(name, shapes))
-    # Each slice is a whole parameter or a whole stored tensor. More slices than there are of both cannot be stored, so
-    # no more are listed, even if config.json has billions of experts.
-    slices = list(islice(needed, len(shapes) + len(source.tensors) + 1))
+    # Each slice is a whole parameter or at least a row of a stored tensor. More slices than there are of both cannot be
+    # stored, so no more are listed, even if config.json has billions of experts.
+    rows = sum(info.shape[0] if info.shape else 1 for info in source.tensors.values())
+    slices = list(islice(needed, len(shapes) + rows + 1))
     _refuse_missing(source, slices)
     unexpected = _check_tensors(
         source,

@@ -29,7 +29,8 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     By default both share the weights, so training one trains the other, and there is no copy. A parameter that both
     have is the same `nn.Parameter`: `requires_grad`, gradients and optimizers are shared too. A parameter that
     transformers fuses, such as Phi3's `qkv_proj`, is a view of its rows: its memory is shared, its gradient is not. So
-    use one of the two models in a training step, and its own parameters in the optimizer.
+    use one of the two models in a training step, and its own parameters in the optimizer. Parameters that transformers
+    interleaves, as in Qwen3-Next's `in_proj_qkvz`, can be copied only.
 
     Sharing ends if either model replaces its parameters, as `model.to(...)` does with another dtype, `to_empty`,
     `resize_token_embeddings` and FSDP do. Move and cast `hf_model` first. Hooks, adapters and activation checkpointing
@@ -54,6 +55,7 @@ def from_transformers(hf_model: nn.Module, *, copy: bool = False) -> CausalLM:
     model = cast("CausalLM", architecture.build_on_meta(config))
     if has_tensors_outside_state_dict(model):
         model = architecture.build(config, device=next(iter(tensors.values())).device)
+    architecture = architecture.with_layouts_for(config)
     shapes = shapes_of(model.state_dict())
     source = Source(
         tensors,

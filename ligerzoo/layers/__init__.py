@@ -2,13 +2,22 @@
 
 from ligerzoo.layers.attention import Attention, SinkAttention, attend
 from ligerzoo.layers.backend import set_backend
-from ligerzoo.layers.block import GatedPreNormBlock, PostNormBlock, PreNormBlock, SandwichBlock, ScaledPreNormBlock
+from ligerzoo.layers.block import (
+    GatedPreNormBlock,
+    LinearAttentionBlock,
+    PostNormBlock,
+    PreNormBlock,
+    SandwichBlock,
+    ScaledPreNormBlock,
+)
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache
 from ligerzoo.layers.context import Context, shifted_labels
 from ligerzoo.layers.cross_attention import CrossAttention, CrossAttentionBlock
 from ligerzoo.layers.cross_attention_inputs import CrossAttentionInputs, tile_cross_attention_inputs
 from ligerzoo.layers.decoder import BlockStack, Decoder
+from ligerzoo.layers.delta_net import CausalConv1d, GatedDeltaNet, GatedRMSNorm
 from ligerzoo.layers.embedding import Embedding, ScaledEmbedding
+from ligerzoo.layers.gated_attention import GatedAttention
 from ligerzoo.layers.head import LMHead
 from ligerzoo.layers.image_tower import ImageEmbedding, ImageTower, PoolingProjector
 from ligerzoo.layers.kv_cache import KVCache
@@ -18,6 +27,7 @@ from ligerzoo.layers.masks import Mask, TileMask
 from ligerzoo.layers.mlp import MLP, GatedMLP
 from ligerzoo.layers.moe import DeepSeekMoE, Experts, MoE, SharedExpertMoE, load_balancing_loss
 from ligerzoo.layers.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
+from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
 from ligerzoo.layers.rotary import AxialRotaryEmbedding, RotaryEmbedding, SectionedRotaryEmbedding, sectioned
 from ligerzoo.layers.routers import Router, SigmoidRouter
 from ligerzoo.layers.static_cache import StaticLayerCache
@@ -39,6 +49,7 @@ __all__ = [
     "Attention",
     "AxialRotaryEmbedding",
     "BlockStack",
+    "CausalConv1d",
     "Context",
     "CrossAttention",
     "CrossAttentionBlock",
@@ -48,8 +59,11 @@ __all__ = [
     "DeepSeekMoE",
     "Embedding",
     "Experts",
+    "GatedAttention",
+    "GatedDeltaNet",
     "GatedMLP",
     "GatedPreNormBlock",
+    "GatedRMSNorm",
     "Grids",
     "ImageEmbedding",
     "ImageTower",
@@ -59,6 +73,7 @@ __all__ = [
     "LayerCache",
     "LayerNorm",
     "Linear",
+    "LinearAttentionBlock",
     "Mask",
     "MoE",
     "PatchEmbedding",
@@ -67,6 +82,7 @@ __all__ = [
     "PostNormBlock",
     "PreNormBlock",
     "RMSNorm",
+    "RecurrentLayerCache",
     "RollingLayerCache",
     "RotaryEmbedding",
     "Router",
@@ -78,6 +94,7 @@ __all__ = [
     "SigmoidRouter",
     "SinkAttention",
     "StaticLayerCache",
+    "StaticRecurrentLayerCache",
     "TileEmbedding",
     "TileMask",
     "TilePositionEmbedding",

@@ -305,6 +305,10 @@ class Attention(nn.Module):
             features.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
             for features in self.project(x)
         )
+        return self.o_proj(self.mix(q, k, v, context, cache).flatten(-2))  # type: ignore[no-any-return]
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
+        """Attends from the queries (B, T, N, D) to the new and cached keys and values -> (B, T, N, D)."""
         q, k = self.position(q, k, context)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -315,8 +319,7 @@ class Attention(nn.Module):
             cache=cache,
             force=self.softcap is not None,  # only FlexAttention fuses soft caps, and it needs a mask
         )
-        out = self.attend(q, k, v, mask, context)
-        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+        return self.attend(q, k, v, mask, context)
 
     def position(self, q: Tensor, k: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Returns queries (B, T, N, D) and keys (B, T, K, D), normalized and rotated."""

@@ -25,9 +25,14 @@ class ResidualBlock(nn.Module):
 
     self_attn: nn.Module
 
+    @property
+    def mixer(self) -> nn.Module:
+        """The layer in which tokens see others: the attention."""
+        return self.self_attn
+
     def new_cache(self, capacity: int | None = None) -> LayerCache:
-        """Returns an empty cache of the attention."""
-        return new_layer_cache(self.self_attn, capacity)
+        """Returns an empty cache of the mixer."""
+        return new_layer_cache(self.mixer, capacity)
 
 
 class PreNormBlock(ResidualBlock):
@@ -51,9 +56,34 @@ class PreNormBlock(ResidualBlock):
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         normalized, x = normalize(x, self.input_layernorm)
-        attended = self.self_attn(normalized, context, cache)
-        normalized, x = add_and_normalize(x, attended, self.post_attention_layernorm)
+        mixed = self.mixer(normalized, context, cache)
+        normalized, x = add_and_normalize(x, mixed, self.post_attention_layernorm)
         return x + self.mlp(normalized, context)  # type: ignore[no-any-return]
+
+
+class LinearAttentionBlock(PreNormBlock):
+    """Pre-norm block with linear attention, `x += linear_attn(norm(x)); x += mlp(norm(x))`.
+
+    Args:
+        input_layernorm: norm before linear attention.
+        linear_attn: the linear attention, such as `GatedDeltaNet`.
+        post_attention_layernorm: norm before the MLP.
+        mlp: the MLP.
+    """
+
+    def __init__(
+        self, input_layernorm: nn.Module, linear_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module
+    ) -> None:
+        nn.Module.__init__(self)
+        self.input_layernorm = input_layernorm
+        self.linear_attn = linear_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The linear attention."""
+        return self.linear_attn
 
 
 class ScaledPreNormBlock(PreNormBlock):

@@ -196,10 +196,20 @@ class Context:
             fork._rotations, fork._masks = dict(self._rotations), dict(self._masks)
         return fork
 
+    def require_padding_mask(self, layer: str) -> None:
+        """Raises ValueError if an attention mask was given: a recurrent layer can apply a padding mask only."""
+        if self._full_mask is not None:
+            raise ValueError(
+                f"attention_mask: got a mask of 4 dimensions, or a Mask; expected a (B, S) padding mask, since {layer} "
+                "has no attention scores. Pack texts with cu_seqlens or position_ids"
+            )
+
     def call_padding_mask(self) -> Tensor | None:
         """Returns the padding mask of the call's tokens, (B or 1, T) bool, False for padding; None without padding."""
         if self._packed_end is not None:
             return self.cache_position < self._packed_end
+        if self.cache is not None and self.cache.prompt_lengths is not None:
+            return self.cache_position < self.cache.prompt_lengths[:, None]
         return None if self.padding_mask is None else self._at_tokens(self.padding_mask)
 
     def token_positions(self) -> Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 from ligerzoo.kernels.exact_attention import HEAD_SIZES
 from ligerzoo.layers.attention import Attention
 from ligerzoo.layers.cross_attention import CrossAttention
+from ligerzoo.layers.delta_net import GatedDeltaNet
 from ligerzoo.layers.latent_attention import LatentAttention
 from ligerzoo.layers.moe import Experts
 from ligerzoo.layers.plain import is_plain_tensor
@@ -55,7 +56,7 @@ def _obstacles(module: nn.Module, capacity: int | None, dtype: torch.dtype | Non
         if weight.dtype != torch.bfloat16 or not is_plain_tensor(weight):
             yield f"{name}", "a plain tensor of torch.bfloat16", f"is a {type(weight).__name__} of {weight.dtype}"
     for name, part in module.named_modules():
-        if isinstance(part, Experts | CrossAttention | LatentAttention):
+        if isinstance(part, Experts | CrossAttention | GatedDeltaNet | LatentAttention):
             yield f"{name}", "a dense decoder with self-attention only", f"is a {type(part).__name__}"
         if isinstance(part, Attention):
             if part.head_dim not in HEAD_SIZES:

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels.fp8 import FP8, as_bytes
+from ligerzoo.kernels.fp8 import FP8
 from ligerzoo.layers.cache import CrossAttentionLayerCache, LayerCache, RollingLayerCache, writable
-from ligerzoo.layers.static_cache import PrefillLayerCache, StaticLayerCache
+from ligerzoo.layers.recurrent_cache import RecurrentLayerCache
+from ligerzoo.layers.static_cache import StaticLayerCache
 
 
 def new_layer_cache(layer: nn.Module, capacity: int | None = None) -> LayerCache:
@@ -45,7 +46,8 @@ class KVCache:
         layers: one per layer, of any classes. `Decoder.new_cache` chooses them by layer.
         dtype: float8_e4m3fn stores keys and values in half the memory of bf16. They are rounded to it, without scales,
             as they are written; beyond +-448 they become +-448. Each token attends to the rounded ones, its own
-            included, so results do not depend on how a prompt is divided into calls. None stores them unchanged.
+            included, so results do not depend on how a prompt is divided into calls. None stores them unchanged. The
+            states of recurrent layers stay in their dtypes.
         exact: results of tokens have the same bits as in one forward of the whole text without a cache, whatever the
             calls, batches and rows; see `layers.exactness`. All tokens are kept, also in sliding-window layers.
 
@@ -56,6 +58,7 @@ class KVCache:
         position_offset: (B or 1, 1) int64, position ids of future tokens minus their sequence indices (M-RoPE, where
             images span fewer positions than tokens); None for 0.
         last_image_mask: (B, 1, images, tiles) bool, the cross-attention mask of the last token; None for all images.
+        prompt_lengths: (B,) int64, the first tokens of each row that count, the rest being padding; None for all.
 
     Raises:
         ValueError: another dtype.
@@ -66,6 +69,7 @@ class KVCache:
         self.max_valid_length: int | None = None
         self.position_offset: Tensor | None = None
         self.last_image_mask: Tensor | None = None
+        self.prompt_lengths: Tensor | None = None
         self._set_layers(layers)
         if exact:
             self.keep_all_tokens()
@@ -90,6 +94,23 @@ class KVCache:
         """Bytes of the buffers of static caches."""
         buffers = [buffer for layer in self._static for buffer in (layer._keys, layer._values)]
         return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state instead of tokens, so that tokens cannot be removed."""
+        return any(isinstance(layer, RecurrentLayerCache) for layer in self.layers)
+
+    def require_tokens(self, what: str) -> None:
+        """Raises ValueError if a layer is recurrent, so that tokens cannot be removed.
+
+        Args:
+            what: what needs to remove tokens, for the error message.
+        """
+        if self.is_recurrent:
+            raise ValueError(
+                f"{what}: the model has recurrent layers, such as GatedDeltaNet, which keep a state instead of tokens; "
+                "expected a model with self-attention only, since tokens must be removed again"
+            )
 
     def advance(self, tokens: int) -> None:
         """Counts tokens that a replayed CUDA graph has written to static caches."""
@@ -117,14 +138,18 @@ class KVCache:
             layer.length = longest
         self._static[0].position.set(lengths, longest)
 
-    def prefill_rows(self, index: Tensor, rows: int) -> KVCache:
+    def prefill_rows(self, index: Tensor, rows: int, prompt_lengths: Tensor | None = None) -> KVCache:
         """Returns a cache that writes prompts to some rows of these static caches; see `PrefillLayerCache`.
 
         Args:
             index: (n,) int64, the rows.
             rows: B.
+            prompt_lengths: (n,) int64; None if all are equal. Recurrent layers ignore the tokens that follow.
         """
-        return KVCache((PrefillLayerCache(layer, index, rows) for layer in self._static), self.dtype, exact=self.exact)
+        layers = (layer.prefill_rows(index, rows) for layer in self._static)
+        cache = KVCache(layers, self.dtype, exact=self.exact)
+        cache.prompt_lengths = prompt_lengths
+        return cache
 
     def copy_rows_from(self, other: KVCache, index: Tensor, rows: int, *, frees: bool = False) -> None:
         """Copies the tokens of rows `index`, (n,) int64, of other static caches to the first n of B = `rows` rows.
@@ -158,13 +183,7 @@ class KVCache:
             rows: B of these caches.
         """
         for layer, other_layer in zip(self._static, other.layers, strict=True):
-            if other_layer.length == 0:  # a layer without attention
-                continue
-            kept = columns[columns >= other_layer.first] - other_layer.first
-            new = other_layer.read()
-            for buffer, x in zip(layer.allocate(rows, *new), new, strict=True):
-                tokens = as_bytes(x[source]).index_select(0, kept.to(x.device)).view(x.dtype)
-                buffer[target, :, len(columns) - len(kept) : len(columns)] = tokens.transpose(0, 1)
+            layer.copy_tokens_from(other_layer, source, columns, target, rows)
 
     def append_tokens_to(self, other: KVCache, rows: Tensor, positions: Tensor) -> None:
         """Appends tokens of static caches to another cache of any kind.
@@ -175,12 +194,7 @@ class KVCache:
             positions: (B, n) int64, positions of the tokens in each row.
         """
         for layer, other_layer in zip(self._static, other.layers, strict=True):
-            if layer.length > 0 and layer._keys is not None and layer._values is not None:
-                keys, values = (
-                    as_bytes(x).transpose(1, 2)[rows[:, None], positions].view(x.dtype)
-                    for x in (layer._keys, layer._values)
-                )
-                other_layer.append(keys, values)
+            layer.append_tokens_to(other_layer, rows, positions)
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` tokens of rows of static caches to other rows; see `StaticLayerCache.copy_rows`."""
@@ -232,13 +246,15 @@ class KVCache:
             layer.select_rows(index)
         if self._static and (lengths := self._static[0].position.lengths) is not None:
             self._static[0].position.lengths = lengths.index_select(0, index.to(lengths.device))
-        for name in ("position_offset", "last_image_mask"):
+        for name in ("position_offset", "last_image_mask", "prompt_lengths"):
             value = getattr(self, name)
             if value is not None and len(value) == rows:  # else 1 row, the same for all
                 setattr(self, name, value.index_select(0, index.to(value.device)))
 
     def remove_last(self, tokens: int | Tensor) -> None:
         """Removes the last tokens; cross-attention caches keep their states. See `LayerCache.remove_last`.
+
+        Caches of recurrent layers cannot remove tokens; see `is_recurrent`.
 
         Args:
             tokens: number of tokens; of each row, (B,) int64 on the device, if all caches are static and not empty.
@@ -248,6 +264,7 @@ class KVCache:
             ValueError: there are fewer tokens, or a number for each row but caches that are empty or not static.
         """
         if isinstance(tokens, Tensor):
+            self.require_tokens("remove_last")
             lengths = self._static[0].position.lengths if self.is_static else None
             if lengths is None:
                 raise ValueError("remove_last: got a tensor; expected an int, since the caches are empty or not static")
@@ -273,7 +290,8 @@ class KVCache:
 
         Raises:
             ValueError: the cache holds fewer tokens, the number is negative, or a layer with a sliding window has
-                dropped tokens that the window would reach again; see `keep_all_tokens`. The cache is unchanged then.
+                dropped tokens that the window would reach again; see `keep_all_tokens`; or a layer is recurrent. The
+                cache is unchanged then.
         """
         if not 0 <= length <= self.length:
             remedy = ". remove_last(n) removes the last n tokens" if length < 0 else ""
@@ -305,8 +323,9 @@ class KVCache:
         """Makes an empty cache keep all tokens, also in sliding-window layers, so that any number can be removed.
 
         Raises:
-            ValueError: the cache holds tokens already.
+            ValueError: the cache holds tokens already, or a layer is recurrent.
         """
+        self.require_tokens("keep_all_tokens")
         if any(isinstance(layer, RollingLayerCache) for layer in self.layers):
             if self.length > 0:
                 raise ValueError(f"keep_all_tokens: the cache holds {self.length} tokens; expected an empty cache")

@@ -164,6 +164,28 @@ class StaticLayerCache(LayerCache):
             for buffer, source in zip(buffers, sources, strict=True):
                 as_bytes(buffer)[: len(index), :, :tokens] = as_bytes(source)[index, :, :tokens]
 
+    def prefill_rows(self, index: Tensor, rows: int) -> LayerCache:
+        """Returns a cache that writes prompts to rows `index`, (n,) int64, of B = `rows`."""
+        return PrefillLayerCache(self, index, rows)
+
+    def copy_tokens_from(self, other: LayerCache, source: int, columns: Tensor, target: int, rows: int) -> None:
+        """See `KVCache.copy_tokens_from`."""
+        if other.length == 0:  # a layer without attention
+            return
+        kept = columns[columns >= other.first] - other.first
+        new = other.read()
+        for buffer, x in zip(self.allocate(rows, *new), new, strict=True):
+            tokens = as_bytes(x[source]).index_select(0, kept.to(x.device)).view(x.dtype)
+            buffer[target, :, len(columns) - len(kept) : len(columns)] = tokens.transpose(0, 1)
+
+    def append_tokens_to(self, other: LayerCache, rows: Tensor, positions: Tensor) -> None:
+        """See `KVCache.append_tokens_to`."""
+        if self.length > 0 and self._keys is not None and self._values is not None:
+            keys, values = (
+                as_bytes(x).transpose(1, 2)[rows[:, None], positions].view(x.dtype) for x in (self._keys, self._values)
+            )
+            other.append(keys, values)
+
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` tokens of rows `sources` to rows `targets`, (n,) int64 each."""
         for buffer in (self._keys, self._values):

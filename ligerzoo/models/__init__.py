@@ -28,7 +28,10 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisi
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
+from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText, Qwen3_5MoeTextConfig
+from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from ligerzoo.models.sequence_classifier import Labels, SequenceClassifier
 from ligerzoo.models.smollm3 import SmolLM3, SmolLM3Config
 
@@ -92,6 +95,12 @@ __all__ = [
     "Qwen3Config",
     "Qwen3Moe",
     "Qwen3MoeConfig",
+    "Qwen3Next",
+    "Qwen3NextConfig",
+    "Qwen3_5MoeText",
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5Text",
+    "Qwen3_5TextConfig",
     "SequenceClassifier",
     "SequenceClassifierOutput",
     "SmolLM3",

@@ -224,6 +224,22 @@ class PartialRotaryConfig(DecoderConfig):
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def check_layer_types(config: Any, kinds: Sequence[str]) -> None:
+    """Raises ConfigError unless `layer_types` is None or lists one of these kinds for each layer."""
+    types = config.layer_types
+    if types is not None and (
+        not isinstance(types, list | tuple)
+        or len(types) != config.num_hidden_layers
+        or not all(isinstance(kind, str) and kind in kinds for kind in types)
+    ):
+        raise ConfigError(
+            "invalid layer types",
+            where="layer_types",
+            got=repr(types)[:200],
+            expected=f"a list of {config.num_hidden_layers} entries, each {' or '.join(kinds)}",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(DecoderConfig):
     """Config of a decoder in which some layers use a sliding window.
@@ -238,18 +254,7 @@ class WindowedConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types = self.layer_types
-        if types is not None and (
-            not isinstance(types, list | tuple)
-            or len(types) != self.num_hidden_layers
-            or not all(isinstance(kind, str) and kind in LAYER_TYPES for kind in types)
-        ):
-            raise ConfigError(
-                "invalid layer types",
-                where="layer_types",
-                got=repr(types)[:200],
-                expected=f"a list of {self.num_hidden_layers} entries, each {' or '.join(LAYER_TYPES)}",
-            )
+        check_layer_types(self, LAYER_TYPES)
 
     def slides(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses the sliding window if `layer_types` is None."""

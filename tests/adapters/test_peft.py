@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from ligerzoo import AutoModel, adapters
 from tests.adapters.models import randomize
+from tests.models.tiny import well_conditioned
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),  # as it should
@@ -37,6 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                  "shared_expert_intermediate_size": 24, "tie_word_embeddings": False},
+    "Qwen3_5": {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
 PATTERNS = {"rank_pattern": {"o_proj": 6}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
@@ -57,14 +60,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"target_modules": ["q_proj"], **EXPERTS}),
     "mixtral, down": ("Mixtral", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
     "qwen3_moe": ("Qwen3Moe", {"target_modules": "all-linear"}),
+    "qwen3_5": ("Qwen3_5", {"target_modules": "all-linear"}),
     "gpt_oss": ("GptOss", {"target_modules": ["q_proj"], **EXPERTS}),
     "qwen2_moe": ("Qwen2Moe", {"target_modules": ["q_proj", "shared_expert.down_proj"], **EXPERTS}),
 }  # fmt: skip
 
 
 def their_model(name: str) -> Any:
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{name}{'Text' if name == 'Qwen3_5' else ''}Config")(**SIZES, **MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if name == "Qwen3_5":
+        for parameter_name, parameter in model.named_parameters():
+            values = well_conditioned(parameter_name, torch.randn_like(parameter))
+            parameter.data = parameter.data if values is None else values
+    return model
 
 
 def their_class(name: str) -> Any:

@@ -203,12 +203,12 @@ IGNORED = {
     # Entries without effect: of training, of other software, or of unused parts.
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "attn_logit_softcapping",
     "auto_map", "AutoModel", "AutoModelForCausalLM", "cache_implementation", "dropout", "embd_pdrop",
-    "final_logit_softcapping", "in_chans", "initializer_range", "pretraining_tp", "resid_pdrop", "spatial_patch_size",
-    "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha", "ep_size", "num_nextn_predict_layers",
-    "seq_aux",
+    "final_logit_softcapping", "in_chans", "initializer_range", "mtp_num_hidden_layers", "pretraining_tp",
+    "resid_pdrop", "spatial_patch_size", "transformers_version", "use_cache", "vision_use_head", "aux_loss_alpha",
+    "ep_size", "num_nextn_predict_layers", "seq_aux",
     # Entries without effect in some architectures, as in transformers.
     "attention_bias", "experts_per_token", "hidden_act", "hidden_activation", "initial_context_length",
-    "max_window_layers", "partial_rotary_factor", "rope_theta",
+    "max_window_layers", "mrope_interleaved", "mrope_section", "partial_rotary_factor", "rope_theta",
     "sliding_window", "tie_word_embeddings",
     # Entries over which another entry takes precedence.
     "factor", "hidden_size", "high_freq_factor", "image_token_id", "low_freq_factor", "model_type", "num_experts",

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import ligerzoo
-from tests.generate.models import VOCAB
+from tests.generate.models import HYBRID, VOCAB
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
     "mixtral": {"num_local_experts": 4},
     "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 16},
+    "qwen3_5_text": {name: value for name, value in HYBRID.items() if name.startswith(("layer", "linear"))},
 }
 
 

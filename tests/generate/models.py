@@ -26,6 +26,20 @@ TINY: dict[str, Any] = {
 }
 
 
+HYBRID: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+"""Sizes of a tiny Qwen3-Next, in addition to those of `TINY`."""
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ligerzoo.errors import LigerzooError
 from ligerzoo.generate import Scheduler, captured, slot_sequences, slots
 from ligerzoo.kernels.fp8 import FP8, to_storage
-from ligerzoo.layers import Attention, KVCache, LayerCache
+from ligerzoo.layers import Attention, KVCache, LayerCache, RecurrentLayerCache
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, VOCAB
 from tests.generate.test_captured import BUILD, build
@@ -46,7 +46,8 @@ def capture(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 
 
 def rounding_cache(model: Any) -> KVCache:
-    return KVCache(RoundingCache() for _ in model.model.layers)
+    layers = model.new_cache().layers  # the states of recurrent layers are not rounded
+    return KVCache(layer if isinstance(layer, RecurrentLayerCache) else RoundingCache() for layer in layers)
 
 
 @torch.no_grad()
@@ -69,7 +70,10 @@ def test_logits_are_those_of_rounded_keys_and_values(model: Any, prompts: list[T
             logits = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)], 1)
             tolerance = 1e-9 if logits.dtype == torch.float64 else 0.1 * expected.abs().max().item()
             torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
-            assert all(layer._keys is not None and layer._keys.dtype == FP8 for layer in cache.layers)
+            for layer in cache.layers:
+                is_recurrent = isinstance(layer, RecurrentLayerCache)
+                assert layer._keys is not None
+                assert layer._keys.dtype == (logits.dtype if is_recurrent else FP8)
 
 
 @pytest.mark.usefixtures("capture")

@@ -30,10 +30,12 @@ from ligerzoo.models import (
     Phi3Config,
     Qwen3Moe,
     Qwen3MoeConfig,
+    Qwen3Next,
+    Qwen3NextConfig,
 )
 from tests.covering import covering
 from tests.generate.graphs import replace_graphs
-from tests.generate.models import NO_END, TINY, VOCAB
+from tests.generate.models import HYBRID, NO_END, TINY, VOCAB
 
 SIZES: dict[str, Any] = {**TINY, "num_key_value_heads": 2, "head_dim": 16}
 MOE: dict[str, Any] = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -53,6 +55,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "gemma3_text": lambda: Gemma3Text(Gemma3TextConfig(**SIZES, sliding_window=7)),
     "mixtral": lambda: Mixtral(MixtralConfig(**SIZES, num_experts=4)),
     "qwen3_moe": lambda: Qwen3Moe(Qwen3MoeConfig(**MOE)),
+    "qwen3_next": lambda: Qwen3Next(Qwen3NextConfig(**SIZES, **HYBRID)),
     "gpt_oss": lambda: GptOss(GptOssConfig(**SIZES, num_experts=4, num_experts_per_tok=2, sliding_window=7)),
     "phi3": lambda: Phi3(Phi3Config(**{**PHI3, "hidden_size": 96})),  # the longest prompts end beyond 50 tokens
 }

@@ -34,10 +34,14 @@ KINDS: dict[str, Callable[[Any], KVCache]] = {
 def test_calls_with_a_cache_equal_calls_without(family: str, kind: str) -> None:
     """Rows are ragged, end at different tokens, and are continued by ragged texts, padded on the left.
 
-    With a sliding window, only the prompts are ragged: a window counts padding.
+    With a sliding window, only the prompts are ragged: a window counts padding. So it is with recurrent layers.
     """
-    is_windowed = "sliding_window" in FAMILIES[family]
+    is_windowed = "sliding_window" in FAMILIES[family] or family == "qwen3_5_text"
     model = Recorder(pair(family)[0])
+    if kind == "all" and family == "qwen3_5_text":
+        with pytest.raises(ValueError, match=r"^keep_all_tokens: the model has recurrent layers"):
+            keeping_all(model.model)
+        return
     cache = KINDS[kind](model.model)
     ids, mask = prompts("cpu", 3, 17), mask_of(LEFT, "cpu")
     ends, pad = ([] if is_windowed else [3, 8, 40, 60, 90]), VOCAB + 3  # padding has no embedding
@@ -178,3 +182,25 @@ def test_a_conversation_that_starts_again_shares_nothing() -> None:
     assert conversation.shared_with(other).length == 0
     got = generate(model, other, max_new_tokens=4, past_key_values=conversation.shared_with(other))
     assert torch.equal(got, tiny_llama("cpu").generate(other, max_new_tokens=4))
+
+
+def test_a_conversation_with_recurrent_layers_is_reused_if_it_is_extended() -> None:
+    """Else it is read again from its first token, since states cannot go back."""
+    model, ids = Recorder(pair("qwen3_5_text")[0]), prompts("cpu", 1, 9)
+    cache = ConversationCache(model.model)
+    for is_changed, tokens_read in ((False, 9), (False, 5), (True, 27)):
+        if is_changed:
+            ids[0, 11] = (ids[0, 11] + 1) % VOCAB
+        model.read.clear()
+        answered = generate(model, ids, past_key_values=cache.shared_with(ids), max_new_tokens=5)
+        assert torch.equal(answered, model.model.generate(ids, max_new_tokens=5))
+        assert model.read[0].shape[1] == tokens_read
+        cache.keep(answered)
+        ids = torch.cat([answered, prompts("cpu", 1, 4, seed=tokens_read)], 1)
+
+
+def test_rows_that_ended_earlier_cannot_be_continued_with_recurrent_layers() -> None:
+    model, _ = pair("qwen3_5_text")
+    ids, mask = prompts("cpu", 2, 7), mask_of(["..#####", "##..###"], "cpu")
+    with pytest.raises(LigerzooError, match=r"^attention_mask: .*on the left only, with past_key_values and recurrent"):
+        model.generate(ids, mask, past_key_values=model.new_cache(), max_new_tokens=2)

@@ -402,7 +402,7 @@ class Memory:
 
 
 BUDGETS: dict[str, list[Any]] = {
-    "name": ["llama", "mistral", "qwen3_moe"],
+    "name": ["llama", "mistral", "qwen3_moe", "qwen3_next"],
     "max_cache_tokens": [60, 61, 100, 130, 250, 10_000],
     "batch_size": [1, 3, 8],
     "new": [20, 40],

@@ -24,6 +24,8 @@ def test_names_and_order(model_type: str, tmp_path: Path) -> None:
     got, expected = ([name for name, _ in each.named_parameters()] for each in (ours(directory), model))
     if model_type == "glm4":  # its norms keep our names
         got, expected = ([name for name in names if "norm" not in name] for names in (got, expected))
+    if model_type == "qwen3_next":  # its interleaved projections keep our names
+        got, expected = ([name for name in names if "in_proj" not in name] for names in (got, expected))
     if model_type == "gpt_oss":  # its experts' weights have another layout, and so other names
         got = [re.sub("_(split|transposed)$", "", name) for name in got]
     assert set(got) == set(expected)

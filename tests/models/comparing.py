@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from ligerzoo import AutoModel
-from ligerzoo.convert import architecture_for
+from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import StoredTensors, shapes_of
 from ligerzoo.models import CausalLM
 
@@ -56,7 +56,7 @@ def load_both(
 def under_their_names(ours: CausalLM, tensors: dict[str, Tensor], theirs: Collection[str]) -> dict[str, Tensor]:
     """Renames tensors from our parameter names to those of transformers, through the weight table."""
     shapes = shapes_of(tensors)
-    layout = architecture_for(type(ours)).layout_of(theirs, shapes)
+    layout = architecture_of_model(ours).layout_of(theirs, shapes)
     return dict(StoredTensors(layout.slices(shapes), tensors))
 
 
@@ -70,11 +70,12 @@ def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.
     return {name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
 
 
-def assert_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
+def assert_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor, *, is_recurrent: bool = False) -> None:
     """Asserts, in bf16, that our error against fp32 is at most that of transformers, up to a factor.
 
     Fused kernels round less often than transformers' eager operations, so their results differ. On a GPU the rounding
-    of the two is independent, so that the errors of a few tokens vary more and the factor is larger.
+    of the two is independent, so that the errors of a few tokens vary more and the factor is larger; so it is in
+    recurrent layers, where the ratio is 0.78 to 1.25 over the tiny checkpoints and four seeds, 0.98 on average.
     """
-    allowed = 1.05 if ours.device.type == "cpu" else 1.2
+    allowed = 1.3 if is_recurrent else 1.05 if ours.device.type == "cpu" else 1.2
     assert (ours - truth).norm() <= allowed * (theirs - truth).norm()

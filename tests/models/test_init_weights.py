@@ -17,6 +17,7 @@ from ligerzoo.layers import (
     Embedding,
     GatedMLP,
     GatedPreNormBlock,
+    GatedRMSNorm,
     LayerNorm,
     Linear,
     LMHead,
@@ -114,6 +115,10 @@ def test_statistics(model_type: str, std: float) -> None:
             if isinstance(module, RMSNorm | LayerNorm) and own == "weight":
                 offset = module.weight_offset if isinstance(module, RMSNorm) else 0.0
                 assert (parameter + offset == 1).all(), name
+            elif isinstance(module, GatedRMSNorm) or own == "dt_bias":
+                assert (parameter == 1).all(), name
+            elif own == "A_log":  # of rates between 0 and 16
+                assert math.log(0.01) <= parameter.min().item() < parameter.max().item() <= math.log(16), name
             elif own.endswith("bias"):
                 assert (parameter == 0).all(), name
             elif isinstance(module, CrossAttentionBlock) or own == "gate":

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ligerzoo import AutoModel
 from ligerzoo.convert.architecture import is_beyond_last_layer
 from ligerzoo.generate.decode_batch import has_static_decoding
-from ligerzoo.layers import Attention
+from ligerzoo.layers import Attention, GatedDeltaNet
 from ligerzoo.models import CausalLM
 from tests.models.comparing import (
     assert_as_exact,
@@ -29,6 +29,16 @@ from tests.models.zoo import TEXT_CHECKPOINTS, once_per_model
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
+
+
+KEPT_IN_FP32 = (
+    "inv_freq",
+    "e_score_correction_bias",
+    "linear_attn.A_log",
+    "linear_attn.dt_bias",
+    "linear_attn.norm.weight",
+)
+"""Ends of the names of tensors that loading and saving leave in fp32."""
 
 
 @pytest.fixture(scope="module", params=TEXT_CHECKPOINTS, ids=str)
@@ -82,14 +92,16 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
 @once_for_each_model
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
-    tokens = random_tokens(tiny, device)
+    is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
+    # Their rounding is independent, and moves some tokens to another expert: more tokens for a mean.
+    tokens = torch.cat([random_tokens(tiny, device) for _ in range(4 if is_recurrent else 1)])
     got, expected = ours(tokens).logits, theirs(tokens).logits
     assert got.dtype == expected.dtype == torch.bfloat16
-    if device == "cpu":
+    if device == "cpu" and not is_recurrent:  # whose convolution and gates transformers rounds more often
         ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
         assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
     truth = theirs.float()(tokens).logits
-    assert_as_exact(got, expected, truth)
+    assert_as_exact(got, expected, truth, is_recurrent=is_recurrent)
 
 
 def window_is_within(model: CausalLM, padding: int) -> bool:
@@ -190,7 +202,7 @@ def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Pa
     model.save_pretrained(tmp_path / "saved", max_shard_size=size // tiny.shards + 1)
 
     expected = {
-        name: tensor if name.endswith(("inv_freq", "e_score_correction_bias")) else tensor.to(model.dtype)
+        name: tensor if name.endswith(KEPT_IN_FP32) else tensor.to(model.dtype)
         for name, tensor in original.items()
         if ".layers.12." not in name
     }

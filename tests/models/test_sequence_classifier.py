@@ -184,7 +184,7 @@ def test_a_causal_lm_becomes_a_classifier(row: Tiny, tmp_path: Path) -> None:
 
 def expected_class(row: Tiny) -> str:
     name = row.config["architectures"][0].replace("ForCausalLM", CLASSIFIER_SUFFIX)
-    return name.replace("Gemma3For", "Gemma3TextFor")
+    return name.replace("Gemma3For", "Gemma3TextFor").replace("Qwen3_5For", "Qwen3_5TextFor")
 
 
 # Where a sequence ends

@@ -85,9 +85,13 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
     auto_class = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     model = auto_class.from_config(AutoConfig.for_model(**copied), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    is_recurrent = any(name.endswith("A_log") for name, _ in model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if is_recurrent and (values := well_conditioned(name, noise)) is not None:
+                parameter.copy_(values)
+                continue
             is_scale = re.search(r"(norm(\d|_pre|_post)?|ln_q)\.weight$", name)
             is_gate = parameter.shape == (1,)  # its tanh scales a branch
             parameter.copy_(1 + 0.2 * noise if is_scale else noise if is_gate else 0.2 * noise)
@@ -99,6 +103,22 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> PreTrainedModel:
 def fp32_buffers(model: PreTrainedModel) -> Tensors:
     """Returns the tensors that stay in fp32 in checkpoints of any dtype."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def well_conditioned(name: str, noise: Tensor) -> Tensor | None:
+    """Returns random weights of a hybrid with which rounding is not amplified from layer to layer; None for others.
+
+    Decay rates are moderate, matrices keep the size of their inputs, and norms scale by about 1.
+    """
+    if name.endswith("A_log"):
+        return -1.2 + 0.5 * noise
+    if name.endswith("dt_bias"):
+        return -0.3 + 0.4 * noise
+    if name.endswith("norm.weight") and "linear_attn" not in name:  # the scale is 1 plus the weight
+        return 0.2 * noise
+    if noise.ndim > 1:
+        return noise * math.prod(noise.shape[2 if noise.ndim == 3 and noise.shape[1] > 1 else 1 :]) ** -0.5
+    return None
 
 
 def write_shards(directory: Path, tensors: Tensors, shards: int = 1) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ligerzoo.adapters import add_lora
 from ligerzoo.errors import LigerzooError
 from ligerzoo.kernels import dispatch
-from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig
+from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.train import captured_step
 from ligerzoo.train.captured_step import CapturedStep
 from ligerzoo.train.optimizers import SkipNonFinite, StepInBackward, clip_grad_norm, make_optimizer, schedule, set_lr
@@ -183,6 +183,26 @@ def test_the_load_balancing_loss_is_the_mean_of_the_micro_batches(
         losses.append(float(loss))
     assert losses[0] > 20
     assert losses[0] == pytest.approx(losses[1], rel=0.1)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_recurrent_layers_are_captured(segments: int, graphs: list[RecordedGraph]) -> None:
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+    }
+    layers = ["linear_attention", "full_attention"]
+    config = Qwen3_5TextConfig(**{**SIZES, **heads, "head_dim": 8}, layer_types=layers)
+
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        return Qwen3_5Text(config).train()
+
+    _, _, reasons = train_both(new, [[inputs] for inputs in random_batches(5, segments=segments)])
+    assert [reason is None for reason in reasons] == [False, False, True, True, True]
+    assert len(graphs) == 2
 
 
 # Changes between steps

@@ -70,8 +70,8 @@ class GenerationCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """True: `crop` restores the cache exactly."""
-        return True
+        """Whether `crop` restores the cache exactly; it cannot if layers are recurrent."""
+        return not self.caches.is_recurrent
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: only layers of ligerzoo fill this cache."""

@@ -1,0 +1,43 @@
+"""Converter for Qwen3-Next checkpoints.
+
+Checkpoints store the projections of linear attention in two tensors, key head by key head: queries, keys, values and
+output gates in one, writing strengths and decays in the other. Experts are stored one by one, or stacked under our
+names. The head for multi-token prediction (`mtp`) is not part of the model.
+"""
+
+from __future__ import annotations
+
+from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.qwen2_moe import LAYOUTS
+from ligerzoo.convert.qwen3_5_moe_text import read_entries
+from ligerzoo.convert.qwen3_5_text import ACCEPTED, is_extra_tensor, keeps_fp32, read_rope
+from ligerzoo.convert.weights import FusedByHead, Layout
+from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
+
+
+def layouts_of_config(config: Qwen3NextConfig) -> tuple[Layout, ...]:
+    """Returns the layouts of checkpoints, which depend on the number of heads."""
+    heads, keys = config.linear_num_key_heads, config.linear_key_head_dim
+    group = config.linear_num_value_heads // heads
+    values = group * config.linear_value_head_dim
+    qkv, z, b, a = (f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
+    qkvz_parts = (qkv, keys, 0), (qkv, keys, heads * keys), (qkv, values, 2 * heads * keys), (z, values, 0)
+    rules = (
+        FusedByHead("linear_attn.in_proj_qkvz", qkvz_parts, heads),
+        FusedByHead("linear_attn.in_proj_ba", ((b, group, 0), (a, group, 0)), heads),
+    )
+    return tuple(Layout((*rules, *layout.rules)) for layout in LAYOUTS)
+
+
+ARCHITECTURE = Architecture(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    Qwen3Next,
+    Qwen3NextConfig,
+    accepted={**ACCEPTED, "use_sliding_window": (False,)},
+    read_entries=read_entries,
+    read_rope=read_rope,
+    layouts_of_config=layouts_of_config,
+    is_extra_tensor=is_extra_tensor,
+    keeps_fp32=keeps_fp32,
+)

@@ -1,0 +1,286 @@
+"""Linear attention with the gated delta rule (Yang et al. 2025, "Gated Delta Networks"), as in Qwen3-Next and Qwen3.5.
+
+Shapes: B batch, T tokens in the call, H hidden features, K key heads, V value heads, D_k and D_v their sizes,
+C = 2 * K * D_k + V * D_v channels of the convolution.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ligerzoo.kernels import (
+    causal_conv1d,
+    causal_conv1d_step,
+    delta_gates,
+    gated_delta_rule,
+    gated_delta_step,
+    gated_rms_norm,
+)
+from ligerzoo.kernels.dispatch import Backend, check_backend
+from ligerzoo.layers.context import Context
+from ligerzoo.layers.linear import INIT_STD, Linear, check_features
+from ligerzoo.layers.lora import project_jointly
+from ligerzoo.layers.recurrent_cache import RecurrentLayerCache, StaticRecurrentLayerCache
+from ligerzoo.layers.token_order import tokens_first
+
+_LARGEST_DECAY = 16.0
+"""Decay rates of new layers are between 0 and this."""
+
+
+class CausalConv1d(nn.Module):
+    """Causal depthwise convolution without bias, followed by SiLU; see `ligerzoo.kernels.causal_conv1d`.
+
+    Args:
+        channels: C.
+        kernel_size: inputs that an output depends on, its own included.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Attributes:
+        weight: (C, 1, kernel_size), as in `torch.nn.Conv1d`; the last column is the factor of the token itself.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        *,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend: Backend = check_backend(backend)
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples the weight from N(0, std^2)."""
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(
+        self, x: Tensor, initial_state: Tensor | None = None, segment_start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: (B, T, C) -> (B, T, C), and the last inputs, (B, kernel_size - 1, C)."""
+        return causal_conv1d(  # type: ignore[return-value]
+            x, self.weight.squeeze(1), initial_state=initial_state, segment_start=segment_start, activation="silu",
+            output_final_state=True, backend=self.backend,
+        )  # fmt: skip
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """x: (B, 1, C) -> (B, 1, C); updates the last inputs, (B, kernel_size - 1, C), in place."""
+        return causal_conv1d_step(x, state, self.weight.squeeze(1), activation="silu", backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, kernel_size={self.weight.shape[2]}"
+
+
+class GatedRMSNorm(nn.Module):
+    """RMS normalization with an output gate, `norm(x) * silu(z)`; see `ligerzoo.kernels.gated_rms_norm`.
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.backend: Backend = check_backend(backend)
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.init_weights()
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Sets the scale to 1. `std` is unused; it keeps the signature uniform."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x: (..., D), z: (..., D) -> (..., D)."""
+        return gated_rms_norm(x, z, self.weight, self.eps, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention with the gated delta rule, a short convolution and an output gate.
+
+        q, k, v = silu(conv(in_proj_qkv(x)))
+        y = out_proj(norm(gated_delta_rule(q, k, v, decay, strength)) * silu(in_proj_z(x)))
+
+    The state of a text begins with its first token: padding, and the other segments of a packed row, have no effect.
+
+    Args:
+        hidden_size: H.
+        num_key_heads: K.
+        num_value_heads: V, a multiple of K: value heads j*V/K to (j+1)*V/K - 1 share query and key head j.
+        key_head_dim: D_k.
+        value_head_dim: D_v.
+        conv_kernel_size: inputs that an output of the convolution depends on, its own included.
+        eps: added to the mean square by the norm of the outputs.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Attributes:
+        in_proj_qkv: (C, H), queries, keys and values, in this order.
+        in_proj_z: (V * D_v, H), output gates.
+        in_proj_b: (V, H), writing strengths before the sigmoid.
+        in_proj_a: (V, H), decays, see `ligerzoo.kernels.delta_gates`.
+        A_log: (V,), logarithms of the decay rates. Saved in fp32 if it was loaded in fp32, like `dt_bias` and `norm`.
+        dt_bias: (V,), added to the decays.
+
+    Raises:
+        ValueError: a size is not positive, V is not a multiple of K, or `backend` is unknown.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_head_dim: int,
+        value_head_dim: int,
+        *,
+        conv_kernel_size: int = 4,
+        eps: float = 1e-6,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "num_key_heads": num_key_heads, "num_value_heads": num_value_heads, "key_head_dim": key_head_dim,
+            "value_head_dim": value_head_dim, "conv_kernel_size": conv_kernel_size,
+        }  # fmt: skip
+        if min(sizes.values()) < 1 or num_value_heads % num_key_heads:
+            got = ", ".join(f"{name}={value}" for name, value in sizes.items())
+            raise ValueError(
+                f"GatedDeltaNet: {got}; expected positive numbers, and num_value_heads a multiple of num_key_heads"
+            )
+        self.hidden_size = hidden_size
+        self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
+        self.key_size, self.value_size = num_key_heads * key_head_dim, num_value_heads * value_head_dim
+        self.backend: Backend = check_backend(backend)
+        channels = 2 * self.key_size + self.value_size
+        self.conv1d = CausalConv1d(channels, conv_kernel_size, backend=backend, device=device, dtype=dtype)
+        self.dt_bias = nn.Parameter(torch.empty(num_value_heads, device=device, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(num_value_heads, device=device, dtype=dtype))
+        self.norm = GatedRMSNorm(value_head_dim, eps, backend=backend, device=device, dtype=dtype)
+        self.out_proj = Linear(self.value_size, hidden_size, bias=False, device=device, dtype=dtype)
+        self.in_proj_qkv = Linear(hidden_size, channels, bias=False, device=device, dtype=dtype)
+        self.in_proj_z = Linear(hidden_size, self.value_size, bias=False, device=device, dtype=dtype)
+        self.in_proj_b = Linear(hidden_size, num_value_heads, bias=False, device=device, dtype=dtype)
+        self.in_proj_a = Linear(hidden_size, num_value_heads, bias=False, device=device, dtype=dtype)
+        self.init_weights()
+
+    def init_weights(self, std: float = INIT_STD) -> None:
+        """Samples decay rates from U(0.01, 16) and sets `dt_bias` to 1, as in Mamba. `std` is unused here."""
+        nn.init.uniform_(self.A_log, 0.01, _LARGEST_DECAY)
+        with torch.no_grad():
+            self.A_log.log_()
+        nn.init.ones_(self.dt_bias)
+
+    def forward(self, x: Tensor, context: Context, cache: RecurrentLayerCache | None = None) -> Tensor:
+        """x: (B, T, H) -> (B, T, H); 0 for padding.
+
+        Args:
+            x: the hidden states of T new tokens.
+            context: padding and segments of these tokens.
+            cache: the states after the earlier tokens; they are updated.
+
+        Raises:
+            ValueError: the context has a 4-D attention mask, which a recurrence cannot apply.
+        """
+        check_features(self, x, self.hidden_size)
+        context.require_padding_mask("GatedDeltaNet")
+        mask = None if context.segment_start is not None else context.call_padding_mask()
+        if mask is None:
+            return self._mix(x, context.segment_start, None, cache)
+        order = tokens_first(mask.expand(x.shape[:2]))
+        return order.undo(self._mix(order.apply(x), None, order.lengths, cache))
+
+    def new_cache(self, capacity: int | None = None) -> RecurrentLayerCache:
+        """Returns an empty cache: of fixed size if `capacity` is given."""
+        return RecurrentLayerCache() if capacity is None else StaticRecurrentLayerCache(capacity)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one row of a cache."""
+        channels, _, kernel_size = self.conv1d.weight.shape
+        conv_state = channels * (kernel_size - 1) * self.conv1d.weight.element_size()
+        return int(conv_state + self.value_size * self.key_head_dim * torch.float32.itemsize)
+
+    def _mix(
+        self, x: Tensor, segment_start: Tensor | None, lengths: Tensor | None, cache: RecurrentLayerCache | None
+    ) -> Tensor:
+        """x: (B, T, H) -> (B, T, H).
+
+        Args:
+            x: the hidden states.
+            segment_start: see `Context`.
+            lengths: (B,) int64, tokens of each row, which come first; None for T.
+            cache: see `forward`.
+        """
+        qkv, z, b, a = project_jointly(
+            x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, backend=self.backend
+        )
+        g, beta = delta_gates(a, b, self.A_log, self.dt_bias, backend=self.backend)
+        if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not qkv.requires_grad:
+            conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x)))
+            q, k, v = self._heads(self.conv1d.step(qkv, conv_state))
+            o = gated_delta_step(q, k, v, g, beta, state, backend=self.backend)
+            cache.count(1)
+        else:
+            before, state_before = (None, None) if cache is None else cache.read_states(len(x))
+            mixed, conv_state = self.conv1d(qkv, before, segment_start)
+            if lengths is not None:  # padding does not change the states
+                conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])
+                is_padding = torch.arange(x.shape[1], device=x.device)[:, None] >= lengths[:, None, None]
+                g, beta = g.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
+            result = gated_delta_rule(
+                *self._heads(mixed), g, beta, initial_state=state_before, segment_start=segment_start,
+                output_final_state=cache is not None, backend=self.backend,
+            )  # fmt: skip
+            if cache is None:
+                o = cast(Tensor, result)
+            else:
+                o, state = cast(tuple[Tensor, Tensor], result)
+                cache.write_states(conv_state.detach(), state.detach(), x.shape[1])
+        gated = self.norm(o, z.unflatten(-1, (-1, self.value_head_dim)))  # type: ignore[no-untyped-call]
+        return self.out_proj(gated.flatten(-2))  # type: ignore[no-any-return]
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, C) -> queries and keys (B, T, K, D_k), values (B, T, V, D_v)."""
+        q, k, v = torch.split(qkv, [self.key_size, self.key_size, self.value_size], -1)
+        keys, values = (-1, self.key_head_dim), (-1, self.value_head_dim)
+        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        key_heads, value_heads = self.key_size // self.key_head_dim, self.value_size // self.value_head_dim
+        return f"{key_heads} key heads of {self.key_head_dim}, {value_heads} value heads of {self.value_head_dim}"
+
+
+def _last_inputs(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
+    """Returns the last inputs of each row, (B, count, C).
+
+    Args:
+        x: (B, T, C) inputs, of which the first `lengths`, (B,), count.
+        before: (B, count, C) inputs before them; None for zeros.
+        lengths: (B,) int64.
+        count: k - 1.
+    """
+    before = x.new_zeros(len(x), count, x.shape[2]) if before is None else before
+    index = lengths[:, None] + torch.arange(count, device=x.device)  # into the inputs with those before them
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    earlier, new = before[rows, index.clamp(max=count - 1)], x[rows, (index - count).clamp(min=0)]
+    return torch.where((index < count)[..., None], earlier, new)

@@ -1,0 +1,117 @@
+"""Shared by hybrids of linear and full attention: configuration of the layers, and their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import nn
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import (
+    Decoder,
+    Embedding,
+    GatedAttention,
+    GatedDeltaNet,
+    LinearAttentionBlock,
+    PreNormBlock,
+    RMSNorm,
+    RotaryEmbedding,
+)
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.config import PartialRotaryConfig, check_layer_types
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig(PartialRotaryConfig):
+    """Configuration of a decoder with gated delta rule layers and output-gated attention layers (Qwen).
+
+    Attributes:
+        attention_bias: add biases to the query, key, value and output projections of full attention.
+        layer_types: "linear_attention" or "full_attention" for each layer; None: see `full_attention_interval`.
+        full_attention_interval: n; every n-th layer uses full attention, unless `layer_types` is set.
+        linear_num_key_heads: query and key heads of linear attention.
+        linear_num_value_heads: value heads of linear attention, a multiple of `linear_num_key_heads`.
+        linear_key_head_dim: features of a query or key head of linear attention.
+        linear_value_head_dim: features of a value head of linear attention.
+        linear_conv_kernel_dim: inputs that an output of the convolution depends on.
+    """
+
+    head_dim: int | None = 256
+    partial_rotary_factor: float = 0.25
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    layer_types: Sequence[str] | None = None
+    full_attention_interval: int = 4
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layer_types(self, LAYER_TYPES)
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ConfigError(
+                "invalid number of value heads of linear attention", where="linear_num_value_heads",
+                got=self.linear_num_value_heads,
+                expected=f"a multiple of linear_num_key_heads, {self.linear_num_key_heads}",
+            )  # fmt: skip
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses linear attention."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == "linear_attention"
+        return (layer + 1) % self.full_attention_interval != 0
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of the states of all layers for one sequence.
+
+        Args:
+            itemsize: bytes of a number in the inputs of the convolution. The states of the recurrence are in fp32.
+        """
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        convolution = itemsize * (self.linear_conv_kernel_dim - 1) * (2 * keys + values)
+        return sum(map(self.is_linear, range(self.num_hidden_layers))) * (
+            convolution + 4 * values * self.linear_key_head_dim
+        )
+
+
+def gated_delta_decoder(
+    config: GatedDeltaConfig, mlp: Callable[[int], nn.Module], **factory_kwargs: Unpack[FactoryKwargs]
+) -> Decoder:
+    """Builds a decoder of gated delta rule and gated attention blocks.
+
+    Args:
+        config: the sizes.
+        mlp: returns the MLP or MoE of a layer, counted from 0.
+        factory_kwargs: device and dtype.
+    """
+    c = config
+    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+    def norm(size: int = c.hidden_size) -> RMSNorm:
+        return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)
+
+    def block(i: int) -> PreNormBlock:
+        if c.is_linear(i):
+            mixer = GatedDeltaNet(
+                c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
+                c.linear_value_head_dim, conv_kernel_size=c.linear_conv_kernel_dim, eps=c.rms_norm_eps,
+                **factory_kwargs,
+            )  # fmt: skip
+            return LinearAttentionBlock(norm(), mixer, norm(), mlp(i))
+        attention = GatedAttention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary,
+            q_norm=norm(c.head_size), k_norm=norm(c.head_size),
+            qkv_bias=c.attention_bias, output_bias=c.attention_bias, **factory_kwargs,
+        )  # fmt: skip
+        return PreNormBlock(norm(), attention, norm(), mlp(i))
+
+    embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
+    return Decoder(embedding, [block(i) for i in range(c.num_hidden_layers)], norm())

@@ -1,0 +1,63 @@
+"""Qwen3.5 and Qwen3.6, MoE models, text only, such as Qwen3.6-35B-A3B (Qwen Team 2026).
+
+    tokens -> embedding -> L x [ x += mixer(norm(x));  x += moe(norm(x)) ] -> norm -> head
+
+Distinctive: Qwen3.5 with MoE and a gated shared expert in every layer; renormalized expert weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from ligerzoo.errors import ConfigError
+from ligerzoo.layers import Experts, GatedMLP, Linear, LMHead, Router, SharedExpertMoE
+from ligerzoo.models.causal_lm import FactoryKwargs
+from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
+from ligerzoo.models.moe import MoECausalLM, MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeTextConfig(GatedDeltaConfig, MoEConfig):
+    """Configuration of Qwen3.5 with MoE, text only. Defaults: those of transformers' Qwen3_5MoeTextConfig.
+
+    Attributes:
+        intermediate_size: unused, since every layer uses MoE.
+        moe_intermediate_size: intermediate features of each expert.
+        shared_expert_intermediate_size: intermediate features of the shared expert.
+    """
+
+    vocab_size: int = 248320
+    hidden_size: int = 2048
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 2
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window is not None:
+            raise ConfigError("not supported", where="sliding_window", got=self.sliding_window, expected="None")
+
+
+class Qwen3_5MoeText(MoECausalLM):
+    """Qwen3.5 with MoE and a language-model head, text only."""
+
+    config: Qwen3_5MoeTextConfig
+
+    def __init__(self, config: Qwen3_5MoeTextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
+        c = config
+
+        def moe(i: int) -> SharedExpertMoE:
+            return SharedExpertMoE(
+                Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, **factory_kwargs),
+                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
+                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **factory_kwargs),
+                Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
+            )
+
+        head = LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
+        super().__init__(config, gated_delta_decoder(c, moe, **factory_kwargs), head)
