@@ -194,8 +194,6 @@ def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] 
         ),
         ({"is_causal": False}, "config.json, is_causal: not supported; got False"),
         ({"is_causal": None}, "config.json, is_causal: not supported; got None; expected True"),
-        ({"partial_rotary_factor": 0.5}, "config.json, partial_rotary_factor: not supported; got 0.5"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: not supported; got 0.5"),
         ({"quantization_config": {}}, "config.json, quantization_config: not supported"),
         ({"model_type": "gpt9"}, "config.json, model_type: no such architecture; got 'gpt9'; expected .* or llama"),
         ({"model_type": "evil/../llama"}, "config.json, model_type: no such architecture"),

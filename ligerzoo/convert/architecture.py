@@ -128,9 +128,9 @@ class Architecture:
             refuse(entries, name, unless=(None, *accepted))
         values = shared_fields(entries, config_class)
         names = {field.name for field in fields(config_class)}
-        if "partial_rotary_factor" not in names:  # the model rotates all features of each head
-            for part in (entries, rope_entry(entries)):
-                refuse(part, "partial_rotary_factor", unless=(None, 1.0))
+        for name, accepted in self.accepted.items():
+            if name == "partial_rotary_factor":  # either spelling
+                refuse(rope_entry(entries), name, unless=(None, *accepted))
         if "rope_theta" in names:
             values |= self.read_rope(entries, config_class.rope_theta)
         return build_config(config_class, {**values, **(overrides or {})})

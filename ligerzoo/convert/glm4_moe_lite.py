@@ -28,7 +28,7 @@ ARCHITECTURE = Architecture(
     "Glm4MoeLiteForCausalLM",
     Glm4MoeLite,
     Glm4MoeLiteConfig,
-    accepted=ROUTER_ENTRIES,
+    accepted={**ROUTER_ENTRIES, "partial_rotary_factor": (1.0,)},
     read_entries=read_entries,
     write_entries=write_entries,
     layouts=LAYOUTS,
