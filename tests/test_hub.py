@@ -193,6 +193,7 @@ def assert_refused(directory: Path, message: str, load: Callable[..., CausalLM] 
             "config.json, quantization_config: .* quant_method 'gptq'; expected no entry.*unquantized",
         ),
         ({"is_causal": False}, "config.json, is_causal: not supported; got False"),
+        ({"is_causal": None}, "config.json, is_causal: not supported; got None; expected True"),
         ({"quantization_config": {}}, "config.json, quantization_config: not supported"),
         ({"model_type": "gpt9"}, "config.json, model_type: no such architecture; got 'gpt9'; expected .* or llama"),
         ({"model_type": "evil/../llama"}, "config.json, model_type: no such architecture"),

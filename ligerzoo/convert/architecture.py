@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ligerzoo.convert.fields import build_config, refuse, rope_fields, shared_fields, written_fields
+from ligerzoo.convert.fields import build_config, refuse, rope_entry, rope_fields, shared_fields, written_fields
 from ligerzoo.convert.weights import (
     Fused,
     FusedByHead,
@@ -129,7 +129,11 @@ class Architecture:
         for name, accepted in (*self.activations.items(), *self.accepted.items()):
             refuse(entries, name, unless=(None, *accepted))
         values = shared_fields(entries, config_class)
-        if "rope_theta" in {field.name for field in fields(config_class)}:
+        names = {field.name for field in fields(config_class)}
+        for name, accepted in self.accepted.items():
+            if name == "partial_rotary_factor":  # either spelling
+                refuse(rope_entry(entries), name, unless=(None, *accepted))
+        if "rope_theta" in names:
             values |= self.read_rope(entries, config_class.rope_theta)
         return build_config(config_class, {**values, **(overrides or {})})
 

@@ -27,7 +27,7 @@ ARCHITECTURE = Architecture(
     DeepseekV3,
     DeepseekV3Config,
     aliases=("kimi_k2",),
-    accepted=glm4_moe.ROUTER_ENTRIES,
+    accepted={**glm4_moe.ROUTER_ENTRIES, "partial_rotary_factor": (1.0,)},
     read_entries=glm4_moe.read_entries,
     write_entries=write_entries,
     layouts=LAYOUTS,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.fields import first_given
+from ligerzoo.convert.fields import first_given, refuse
 from ligerzoo.convert.glm import read_rope
 from ligerzoo.convert.qwen2_moe import LAYOUTS
 from ligerzoo.models.glm4_moe import Glm4Moe, Glm4MoeConfig
@@ -22,7 +22,13 @@ ROUTER_ENTRIES: dict[str, tuple[object, ...]] = {
 
 
 def read_entries(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of config.json; `n_routed_experts` takes precedence over `num_local_experts`."""
+    """Returns the entries of config.json; `n_routed_experts` takes precedence over `num_local_experts`.
+
+    Raises:
+        ConfigError: An option is null. transformers takes null as false, but an absent entry as true.
+    """
+    for name in ("norm_topk_prob", "rope_interleave"):
+        refuse({name: True, **raw}, name, unless=(True, False))
     return {**raw, "num_experts": first_given(raw, "n_routed_experts", "num_local_experts")}
 
 

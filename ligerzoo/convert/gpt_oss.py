@@ -38,6 +38,7 @@ ARCHITECTURE = Architecture(
     "GptOssForCausalLM",
     GptOss,
     GptOssConfig,
+    accepted={"partial_rotary_factor": (1.0,)},
     read_entries=read_entries,
     read_rope=read_rope,
     write_entries=write_entries,

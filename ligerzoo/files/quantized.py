@@ -163,7 +163,9 @@ def find_quantized(
                 found[pair.info.name] = pair
         elif _values_of(info.name, tensors, stored_as) is None:
             expected = f"{stored_as.values_dtype} values in {_values_name(info.name, stored_as)!r}"
-            raise CheckpointError("scales without quantized values", where=locate(info), expected=expected)
+            values = tensors.get(_values_name(info.name, stored_as))
+            got = values.stored_dtype if values else "no such tensor"
+            raise CheckpointError("scales without quantized values", where=locate(info), got=got, expected=expected)
     if not found:
         raise CheckpointError(
             "no quantized tensor, but config.json has a quantization_config", where=directory,

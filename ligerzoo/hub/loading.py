@@ -180,7 +180,7 @@ def _read_config(
     overrides = overrides or {}
     raw = read_json(path)
     with _naming_source(path, overrides):
-        refuse(raw, "is_causal", unless=(None, True))
+        refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))  # null is false in transformers
         stored_dtype(raw)  # raises if it is invalid
         architecture = architecture_of(raw.get("model_type"))
         quantization = read_quantization(raw, architecture.quantized_formats)

@@ -91,7 +91,7 @@ def _read_config(hf_model: nn.Module) -> tuple[dict[str, Any], Architecture, Any
     raw = {name: value for name, value in entries.items() if value is not None and not name.startswith("_")}
     try:
         refuse(raw, "quantization_config", unless=(None,), remedy="Load the unquantized model.")
-        refuse(raw, "is_causal", unless=(None, True))
+        refuse({"is_causal": True, **raw}, "is_causal", unless=(True,))
         architecture = architecture_of(raw.get("model_type"))
         return raw, architecture, architecture.config_from_hf(entries)
     except ConfigError as error:

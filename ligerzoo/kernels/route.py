@@ -96,7 +96,7 @@ def selection_scores(scores: Tensor, bias: Tensor, num_groups: int = 1, num_sele
         return biased
     groups = biased.unflatten(1, (num_groups, -1))
     best = groups.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, :num_selected_groups]
-    is_selected = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    is_selected = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, True)
     return groups.masked_fill(~is_selected[..., None], -torch.inf).flatten(1)
 
 

@@ -150,6 +150,8 @@ def scaling_error(scaling: object, dim: int) -> str | None:
             return f"invalid {name} of rope type {rope_type}; got {_short(value)}; expected {expected}"
     if not isinstance(scaling.get("truncate"), bool | None):
         return f"invalid truncate of rope type {rope_type}; got {_short(scaling['truncate'])}; expected true or false"
+    if scaling.get("mscale_all_dim") and rope_type != "default" and scaling.get("factor") is None:
+        return f"mscale_all_dim of rope type {rope_type} without factor; expected both"
     if rope_type == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         return f"invalid low_freq_factor of rope type llama3; got {low}; expected less than high_freq_factor, {high}"

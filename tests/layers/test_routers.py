@@ -35,6 +35,18 @@ def test_each_token_by_definition(renormalize: bool) -> None:
         assert weights[token].tolist() == pytest.approx([2.5 * scores[e] / total for e in chosen], rel=1e-5)
 
 
+def test_gradients_per_sample() -> None:
+    """`torch.func.vmap` maps over the selection of groups too."""
+    gate, x = router(num_groups=4, num_selected_groups=2), torch.randn(3, 5, 16)
+    weight = gate.weight.detach()
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        return torch.func.functional_call(gate, {"weight": weight}, (x,))[2].square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
+    torch.testing.assert_close(got, torch.stack([torch.func.grad(loss)(weight, sample) for sample in x]))
+
+
 CONVERSIONS: list[Callable[[nn.Module], nn.Module]] = [
     lambda module: module.to(torch.bfloat16),
     lambda module: module.half(),

@@ -20,6 +20,7 @@ from tests.models.tiny import Tiny
 from tests.models.tiny_deepseek_v3 import CHECKPOINTS, DEEPSEEK_V3, with_mtp_on_the_hub
 from tests.models.tiny_glm4_moe import GLM4_MOE
 from tests.models.tiny_glm4_moe_lite import GLM4_MOE_LITE
+from tests.models.tiny_gpt_oss import GPT_OSS
 from tests.models.tiny_minimax_m2 import MINIMAX_M2
 from tests.models.tiny_minimax_m2 import ON_THE_HUB as MINIMAX_ON_THE_HUB
 
@@ -166,7 +167,7 @@ def test_a_missing_bias_is_refused(directory: Path) -> None:
 @pytest.mark.parametrize(
     "entry, value",
     [("scoring_func", "softmax"), ("topk_method", "greedy"), ("topk_method", "group_limited_greedy"),
-     ("moe_layer_freq", 2)],
+     ("moe_layer_freq", 2), ("norm_topk_prob", None), ("rope_interleave", None)],
 )  # fmt: skip
 def test_other_routers_are_refused(base: dict[str, Any], entry: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{entry}: not supported"):
@@ -201,6 +202,22 @@ def test_rotated_features_of_minimax() -> None:
 def test_sizes_are_checked(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
         architecture_of("deepseek_v3").config_from_hf({**DEEPSEEK_V3, **changes})
+
+
+def test_a_scale_of_scores_needs_the_scaling_factor() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "mscale_all_dim": 1.0}
+    with pytest.raises(ConfigError, match=r"^rope_scaling: mscale_all_dim of rope type longrope without factor"):
+        architecture_of("deepseek_v3").config_from_hf({**DEEPSEEK_V3, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("base", [DEEPSEEK_V3, GLM4_MOE_LITE, GPT_OSS], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize("where", ["top level", "rope_scaling"])
+def test_partial_rotation_is_refused(base: dict[str, Any], where: str) -> None:
+    """transformers fails when it rotates; ignoring the entry would give other numbers."""
+    scaling = {**(base.get("rope_scaling") or {}), "partial_rotary_factor": 0.5}
+    entries = {"partial_rotary_factor": 0.5} if where == "top level" else {"rope_scaling": scaling}
+    with pytest.raises(ConfigError, match=r"^partial_rotary_factor: not supported; got 0.5"):
+        architecture_of(base["model_type"]).config_from_hf({**base, **entries})
 
 
 def test_layer_types_of_glm_are_checked() -> None:
