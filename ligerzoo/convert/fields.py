@@ -167,6 +167,9 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     transformers 4 writes `rope_theta` and `rope_scaling` (with `type` or `rope_type`). transformers 5 writes one object
     `rope_parameters` that includes `rope_theta`. A non-empty `rope_scaling` takes precedence over `rope_parameters`,
     and a theta inside the object over the top-level one.
+
+    Raises:
+        ConfigError: The object holds an object for each type of layer, or a value of another JSON type.
     """
     scaling = dict(rope_entry(raw))
     rope_type = first_given(scaling, "rope_type", "type")
@@ -179,6 +182,11 @@ def rope_fields(raw: Mapping[str, Any], default_theta: float = 10000.0) -> dict[
     original = _first_not_null((_ORIGINAL, part.get(_ORIGINAL)) for part in (raw, scaling))
     if original is not None:
         scaling[_ORIGINAL] = original
+    if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
+        raise ConfigError(
+            "not supported", where="rope_parameters", got=f"an object with {', '.join(map(repr, nested))}",
+            expected="the parameters of all layers in one object",
+        )  # fmt: skip
     return {
         "rope_theta": default_theta if theta is None else theta,
         "rope_scaling": {"rope_type": rope_type, **scaling} if rope_type != "default" else None,

@@ -19,7 +19,9 @@ from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 _KEPT_IN_FP32 = re.compile(r".*\.linear_attn\.(A_log|dt_bias|norm\.weight)")
 _MROPE = ("mrope_section", "mrope_interleaved")
 
-ACCEPTED: Mapping[str, tuple[object, ...]] = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
+ACCEPTED: Mapping[str, tuple[object, ...]] = {
+    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "sliding_window": (), "use_sliding_window": (False,),
+}  # fmt: skip
 """Entries that transformers ignores: other values would change the numbers."""
 
 PREFIXES = {"model.": ("model.", "model.language_model.", "")}

@@ -34,7 +34,7 @@ ARCHITECTURE = Architecture(
     "Qwen3NextForCausalLM",
     Qwen3Next,
     Qwen3NextConfig,
-    accepted={**ACCEPTED, "use_sliding_window": (False,)},
+    accepted=ACCEPTED,
     read_entries=read_entries,
     read_rope=read_rope,
     layouts_of_config=layouts_of_config,

@@ -62,13 +62,13 @@ def reference(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORMALIZATION_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(group, 2) for x in (q * scale, k))
     decay = g.exp()
-    if segment_start is not None:  # nothing remains of the state before a segment's first token
-        begins = segment_start[:, 1:] != segment_start[:, :-1]
-        decay = torch.cat([decay[:, :1], decay[:, 1:].masked_fill(begins[..., None], 0.0)], 1)
     batch, tokens, heads, _ = k.shape
     state = v.new_zeros(batch, heads, k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
     for t in range(tokens):
+        if segment_start is not None and t > 0:  # not by a decay of 0, since 0 * inf is NaN
+            begins = segment_start[:, t] != segment_start[:, t - 1]
+            state = state.masked_fill(begins[:, None, None, None], 0.0)
         state = state * decay[:, t, :, None, None]
         delta = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, :, :, None]).sum(-2))
         state = state + k[:, t, :, :, None] * delta[:, :, None, :]

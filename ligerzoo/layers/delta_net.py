@@ -236,12 +236,12 @@ class GatedDeltaNet(nn.Module):
         )
         g, beta = delta_gates(a, b, self.A_log, self.dt_bias, backend=self.backend)
         if cache is not None and cache.is_updatable and lengths is None and x.shape[1] == 1 and not qkv.requires_grad:
-            conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x)))
+            conv_state, state = cast(tuple[Tensor, Tensor], cache.read_states(len(x), 1))
             q, k, v = self._heads(self.conv1d.step(qkv, conv_state))
             o = gated_delta_step(q, k, v, g, beta, state, backend=self.backend)
             cache.count(1)
         else:
-            before, state_before = (None, None) if cache is None else cache.read_states(len(x))
+            before, state_before = (None, None) if cache is None else cache.read_states(*x.shape[:2])
             mixed, conv_state = self.conv1d(qkv, before, segment_start)
             if lengths is not None:  # padding does not change the states
                 conv_state = _last_inputs(qkv, before, lengths, conv_state.shape[1])

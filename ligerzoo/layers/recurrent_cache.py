@@ -26,15 +26,21 @@ class RecurrentLayerCache(LayerCache):
         """Whether there are states, and a step may update the tensors of `read_states` in place."""
         return self._keys is not None
 
-    def read_states(self, rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def read_states(self, rows: int, tokens: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Returns the inputs of the convolution and the state of the recurrence; None twice before the first token.
 
         Args:
             rows: B.
+            tokens: number of tokens that follow. They must fit before a step updates the states in place.
 
         Raises:
-            ValueError: the states have another batch size.
+            ValueError: the states have another batch size, or the capacity is exceeded.
         """
+        if self.capacity is not None and self.length + tokens > self.capacity:
+            raise ValueError(
+                f"{type(self).__name__}: cannot append {tokens} tokens to the {self.length} in the cache; "
+                f"expected at most {self.capacity} in all, the capacity"
+            )
         if self._keys is None or self._values is None:
             return None, None
         if len(self._keys) != rows:
@@ -98,11 +104,6 @@ class StaticRecurrentLayerCache(RecurrentLayerCache, StaticLayerCache):
 
     def count(self, tokens: int) -> None:
         """See `RecurrentLayerCache.count`. Advances the position that all static layers share."""
-        if self.length + tokens > self.capacity:
-            raise ValueError(
-                f"StaticRecurrentLayerCache: cannot append {tokens} tokens to the {self.length} in the cache; "
-                f"expected at most {self.capacity} in all, the capacity"
-            )
         assert self._values is not None
         self.position.write(self.length, len(self._values), tokens, self._values.device)
         super().count(tokens)
@@ -167,7 +168,7 @@ class PrefillRecurrentCache(RecurrentLayerCache):
         """False: `read_states` returns copies."""
         return False
 
-    def read_states(self, rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def read_states(self, rows: int, tokens: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """See `RecurrentLayerCache.read_states`. The first tokens do not continue what the rows held before."""
         conv_state, state = self._cache._keys, self._cache._values
         if self.length == 0 or conv_state is None or state is None:

@@ -70,6 +70,11 @@ def test_rope_entries_that_are_not_objects(key: str, wrong: object) -> None:
         rope_fields({key: wrong})
 
 
+def test_rope_parameters_of_each_type_of_layer() -> None:
+    with pytest.raises(ConfigError, match=r"rope_parameters: not supported; got an object with 'full_attention'; exp"):
+        rope_fields({"rope_parameters": {"full_attention": LINEAR}})
+
+
 @pytest.mark.parametrize(
     "raw, dtype",
     [

@@ -44,6 +44,8 @@ def test_layer_types_take_precedence() -> None:
         (QWEN3_5, {"layer_types": ["full_attention"]}, "layer_types: .* a list of 2 entries"),
         (QWEN3_5, {"linear_num_value_heads": 3}, "linear_num_value_heads: .* a multiple of linear_num_key_heads, 2"),
         (QWEN3_5, {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim: .* expected an integer, 1 or more"),
+        (QWEN3_5, {"sliding_window": 5}, "sliding_window: not supported; got 5"),
+        (QWEN3_5_MOE, {"use_sliding_window": True}, "use_sliding_window: not supported; got True"),
         (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob: not supported; got False"),
         (QWEN3_5_MOE, {"mlp_only_layers": [1]}, r"mlp_only_layers: not supported; got \[1\]"),
         (QWEN3_5_MOE, {"sliding_window": 5}, "sliding_window: not supported; got 5"),

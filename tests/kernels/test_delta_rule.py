@@ -139,6 +139,19 @@ def test_a_packed_segment_equals_the_segment_alone_bit_by_bit(backend: Any, devi
         assert_equal([t[:, first:end] for t in packed], results(first, end, None))
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_nan_in_a_segment_stays_there(backend: Any, device: str) -> None:
+    """Forward and backward."""
+    inputs = tensors(1, BOUNDS[-1], device=device)[:5]
+    with torch.no_grad():
+        inputs[2][:, 1:6] = torch.nan
+    o = gated_delta_rule(*inputs, segment_start=starts_of(BOUNDS, device), backend=backend)
+    assert isinstance(o, Tensor)
+    for result in (o, *torch.autograd.grad(o.sum(), inputs)):
+        assert result[:, :1].isfinite().all()
+        assert result[:, 6:].isfinite().all()
+
+
 @needs_triton
 def test_more_segments_than_programs_and_more_chunks_than_slots(device: str) -> None:
     torch.manual_seed(0)

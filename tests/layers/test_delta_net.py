@@ -211,6 +211,19 @@ def test_other_batches_and_models_are_refused(decoder: Decoder, device: str) -> 
         decoder(ids, Context(ids, cache=static))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("start, too_many", [(8, 4), (10, 1)])
+def test_tokens_that_do_not_fit_leave_the_states(decoder: Decoder, start: int, too_many: int, device: str) -> None:
+    ids, cache = tokens(device), decoder.new_cache(10)
+    decoder(ids[:, :start], Context(ids[:, :start], cache=cache))
+    states = cache.layers[0].clone()
+    part = ids[:, start : start + too_many]
+    with pytest.raises(ValueError, match=f"cannot append {too_many} tokens to the {start} in the cache"):
+        decoder(part, Context(part, cache=cache))
+    for name in ("_keys", "_values"):
+        assert torch.equal(getattr(cache.layers[0], name), getattr(states, name))
+
+
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 20, 20, dtype=torch.bool)])
 def test_attention_masks_are_refused(mask: Any) -> None:
     net, x = delta_net(), torch.randn(1, 20, HIDDEN)
@@ -252,7 +265,7 @@ def test_bytes_of_the_states() -> None:
     x = torch.randn(3, 5, HIDDEN, dtype=torch.bfloat16)
     cache = net.new_cache()
     net(x, Context(x, cache=KVCache([cache])), cache)
-    conv_state, state = cache.read_states(3)
+    conv_state, state = cache.read_states(3, 1)
     assert conv_state is not None
     assert state is not None
     assert (conv_state.dtype, state.dtype) == (torch.bfloat16, torch.float32)

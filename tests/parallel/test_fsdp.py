@@ -17,6 +17,7 @@ from tests.models.tiny_llama import LLAMA
 from tests.models.tiny_mixtral import MIXTRAL, ON_THE_HUB
 from tests.models.tiny_phi3 import PHI3
 from tests.models.tiny_qwen2_vl import CHECKPOINTS as QWEN2_VL
+from tests.models.tiny_qwen3_next import QWEN3_NEXT, with_mtp
 from tests.parallel import fsdp_cases as process
 from tests.parallel.spawning import on_all_processes
 
@@ -30,6 +31,7 @@ TINY = {
     "phi3": Tiny("phi3", {**PHI3, **ODD}),
     "gemma3": Tiny("gemma3", {**GEMMA3, "text_config": {**GEMMA3_TEXT, "tie_word_embeddings": False}}),
     "qwen2-vl": QWEN2_VL[3],
+    "qwen3-next": Tiny("qwen3-next", {**QWEN3_NEXT, **ODD, "num_experts": 5, "mlp_only_layers": [0]}, tensors=with_mtp),
 }
 
 
