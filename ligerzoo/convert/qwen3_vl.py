@@ -86,6 +86,7 @@ def vision_lm(
         write_entries=partial(_write_entries, model_type=model_type),
         layouts=layouts,
         prefixes={"model.": ("model.language_model.",), "visual.": ("model.visual.",)},
+        module_prefixes=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     )
 
 

@@ -66,10 +66,16 @@ def gating(activation: GatedActivation) -> Gating:
 
 def gated(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
     """Combines gate and up in plain torch: the specification, the CPU path and the test oracle."""
+    activated, factor = gated_factors(gate, up, gating)
+    return activated * factor
+
+
+def gated_factors(gate: Tensor, up: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
+    """Returns the two factors of `gated`: one depends on the gate, the other on up."""
     if gating.activation != _CLAMPED_SWIGLU:
-        return ACTIVATIONS[gating.activation](gate) * up  # type: ignore[index]
+        return ACTIVATIONS[gating.activation](gate), up  # type: ignore[index]
     gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-    return (up + 1) * (gate * torch.sigmoid(gating.alpha * gate))
+    return gate * torch.sigmoid(gating.alpha * gate), up + 1
 
 
 def gated_backward(upstream: Tensor, gate: Tensor, up: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:

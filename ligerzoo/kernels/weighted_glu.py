@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.dispatch import accumulation_dtype, cdiv, next_power_of_2
-from ligerzoo.kernels.gating import Gating, gate_and_up, gated, gated_backward
+from ligerzoo.kernels.gating import Gating, gate_and_up, gated, gated_backward, gated_factors
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.routing import permute
 from ligerzoo.kernels.tiling import row_and_columns
@@ -151,12 +151,16 @@ def weighted_glu_backward(
     """
     if not triton:
         weight, (gate, up) = row_values(expert_weights, rows), _gate_and_up(hidden, rows, biases.gate_up, expert_ids)
-        active = gated(gate, up, gating)
-        dweights = (dactive * active).sum(-1)
+        activated, factor = gated_factors(gate, up, gating)
+        dweights = (dactive * activated * factor).sum(-1)
         if biases.down is not None:
             dweights = dweights + (dy_rows.to(dweights.dtype) * biases.down[row_values(expert_ids, rows)[:, 0]]).sum(-1)
         dhidden = torch.cat(gated_backward(weight * dactive, gate, up, gating), -1)
-        return dhidden.to(hidden.dtype), dweights[rows].to(expert_weights.dtype), (weight * active).to(hidden.dtype)
+        return (
+            dhidden.to(hidden.dtype),
+            dweights[rows].to(expert_weights.dtype),
+            (weight * activated * factor).to(hidden.dtype),
+        )
     n_rows, n_cols = dactive.shape
     dhidden, dweights = hidden.new_empty(hidden.shape), expert_weights.new_empty(rows.shape)
     active = hidden.new_empty((n_rows if needs_active else 0, n_cols))

@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += attention(norm(x));  x += mlp or moe(norm(x)) ] -> norm -> head
 
-Distinctive: ERNIE 4.5 with MoE layers: softmax routers with a bias for balanced load, ungated shared experts.
+Distinctive: ERNIE 4.5 with MoE: softmax routers with a bias for balanced load, shared experts.
 
 The bias selects experts, and does not weight them. Routers are computed in fp32.
 """

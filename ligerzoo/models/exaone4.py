@@ -3,7 +3,7 @@
     tokens -> embedding -> L x [ x += norm(attention(x));  x += norm(mlp(x)) ] -> norm -> head
     attention: queries and keys of each head -> norm -> rotary embedding in sliding-window layers -> scores
 
-Distinctive: OLMo 2's post-norm blocks with QK-norm per head; full-attention layers of a hybrid model have no positions.
+Distinctive: OLMo 2's blocks with QK-norm per head; no positions in a hybrid model's full-attention layers.
 
 The 32B model uses a sliding window in three of four layers. The 1.2B model has no window, and rotates in all layers.
 """

@@ -2,7 +2,7 @@
 
     tokens -> embedding -> L x [ x += norm(attention(x));  x += norm(mlp(x)) ] -> norm -> head
 
-Distinctive: OLMo 2 with sliding-window attention in three of four layers, and YaRN in full-attention layers only.
+Distinctive: OLMo 2 with sliding windows in three of four layers, YaRN in the others only.
 
 Sliding-window layers never see positions beyond those of pretraining, so their rotary frequencies are not scaled.
 """

@@ -3,7 +3,7 @@
     pixels -> patches + positions -> L' x [ x += attention(norm(x));  x += mlp(norm(x)) ] -> merge 2 x 2 -> embeddings
     tokens -> embedding, vision embeddings at image and video tokens -> Qwen3-MoE
 
-Distinctive: Qwen3-VL with the decoder of Qwen3-MoE; the expert weights of a token always add up to one.
+Distinctive: Qwen3-VL with the decoder of Qwen3-MoE, whose expert weights add up to one.
 """
 
 from __future__ import annotations

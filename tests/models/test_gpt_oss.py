@@ -110,7 +110,7 @@ def test_the_layout_interleaves_and_transposes() -> None:
     def read(part: TensorSlice) -> torch.Tensor:
         return part.select(stored[part.stored_name])
 
-    again = assemble(slices(), SHAPES, read, dtype=torch.float32, device=torch.device("cpu"))
+    again = assemble(slices(), SHAPES, read, dtypes=dict.fromkeys(SHAPES, torch.float32), device=torch.device("cpu"))
     assert all(torch.equal(again[name], tensor) and again[name].is_contiguous() for name, tensor in parameters.items())
 
 
@@ -127,8 +127,8 @@ def test_every_box_of_a_parameter_is_read(name: str) -> None:
                 box = Box(offset, tuple(size if i == dimension else n for i, n in enumerate(shape)))
                 own = [part for s in slices() if s.name == name and (part := within(s, box)) is not None]
                 got = assemble(
-                    own, {name: box.shape}, lambda part: part.select(stored[part.stored_name]), dtype=torch.float32,
-                    device=torch.device("cpu"),
+                    own, {name: box.shape}, lambda part: part.select(stored[part.stored_name]),
+                    dtypes={name: torch.float32}, device=torch.device("cpu"),
                 )  # fmt: skip
                 assert torch.equal(got[name], parameters[name].narrow(dimension, start, size))
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 
 from ligerzoo import AutoModel
 from ligerzoo.errors import LigerzooError
-from ligerzoo.layers import Attention
+from ligerzoo.layers import Attention, LatentAttention
 from ligerzoo.models import CausalLM, CausalLMOutput, Llama, LlamaConfig, Mixtral, MixtralConfig
 from tests.models import prompts, tiny_mllama
 from tests.models.comparing import assert_close, gradients, load_both
@@ -95,7 +95,7 @@ def test_outputs_are_those_of_transformers(
     assert_same_outputs(got, expected, None if device == "cpu" else mask.bool())
     assert_close(got.logits[mask == 1], expected.logits[mask == 1], "logits")
     layers = ours.config.num_hidden_layers
-    attentions = sum(isinstance(module, Attention) for module in ours.modules())
+    attentions = sum(isinstance(module, Attention | LatentAttention) for module in ours.modules())
     assert (len(got.hidden_states), len(got.attentions)) == (layers + 1, attentions)
     heads, size = ours.config.num_attention_heads, tokens.shape[1]
     assert {tuple(x.shape) for x in got.attentions} == {(2, heads, size, size)}

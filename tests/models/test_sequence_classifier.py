@@ -53,7 +53,8 @@ PROBLEMS = {"reward": 1, "single": 3, "multi": 4}
 def test_every_text_architecture_of_transformers_is_compared() -> None:
     types = {row.config["model_type"] for row in TEXT_CHECKPOINTS}
     assert types - {row.config["model_type"] for row in ROWS} <= {
-        "glm4_moe", "glm4_moe_lite", "granite", "minimax_m2", "olmo2",  # olmo2: not in 5.17
+        "apertus", "ernie4_5", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "granite", "minimax_m2", "nanochat",
+        "olmo2", "qwen3_5_moe_text",  # olmo2: not in 5.17
     }  # fmt: skip
 
 

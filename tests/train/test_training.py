@@ -101,7 +101,7 @@ def test_only_the_chosen_parameters_change(checkpoint: Path, data: Path, tmp_pat
 
 def test_averaged_weights_are_evaluated_and_saved(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     held_out = write_data(tmp_path / "held-out.jsonl", 20, seed=1)
-    given = options(checkpoint, data, tmp_path / "run", ema=1.0, eval_data=(str(held_out),), eval_every=3, max_steps=4)
+    given = options(checkpoint, data, tmp_path / "run", ema=0.5, eval_data=(str(held_out),), eval_every=3, max_steps=4)
     output = run({**given, "lr": 1e-2})
     plain = run({**given, "lr": 1e-2, "ema": None, "output": str(tmp_path / "plain")})
     own, average = weights(checkpoints(output)[-1]), weights(output)
