@@ -425,7 +425,7 @@ def test_data_that_cannot_be_opened(tmp_path: Path) -> None:
     refused("a.jsonl: the file is empty", tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text("\n\n")
     refused("the data has no records", tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match="^a.jsonl: the data has no records"):
+    with pytest.raises(DataError, match=r"^a\.jsonl: the data has no records"):
         next(open_data(tmp_path / "a.jsonl", "text", tokenizer(), seq_length=9))
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf{}")
     refused("a.jsonl:1: the file begins with a UTF-8 byte order mark", tmp_path / "a.jsonl")
