@@ -84,6 +84,43 @@ def visible_keys(
 
 
 @jit
+def key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys):
+    """The first key that the query of a row attends to, and the one after the last."""
+    first, stop = 0, n_keys
+    if first_ptr is not None:
+        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
+    if last_ptr is not None:
+        stop = tl.load(last_ptr + batch * last_stride) + 1
+    return first, stop
+
+
+@jit
+def visible_in_block(padding_ptr, fallback_ptr, batch, padding_stride, fallback_stride, index, in_range):
+    """Whether each key of a block is in range and no padding; the fallback is visible even if it is padding."""
+    visible = in_range
+    if padding_ptr is not None:
+        fallback = -1
+        if fallback_ptr is not None:
+            fallback = tl.load(fallback_ptr + batch * fallback_stride)
+        is_token = tl.load(padding_ptr + batch * padding_stride + index, mask=in_range, other=0)
+        visible = visible & ((is_token != 0) | (index == fallback))
+    return visible
+
+
+@jit
+def online_softmax(scores, maximum, total):
+    """Adds a block of scores to the softmax of each row (Milakov and Gimelshein 2018).
+
+    Returns the unnormalized probabilities, the factor of earlier sums, and the new maximum and total.
+    """
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)  # -inf - -inf would be NaN
+    probabilities = tl.exp(scores - pivot[:, None])
+    decay = tl.exp(maximum - pivot)
+    return probabilities, decay, new_maximum, total * decay + tl.sum(probabilities, axis=1)
+
+
+@jit
 def _products(q, k, PRECISION: tl.constexpr):
     """q @ k. In fp32, sums over 32 features each are added up.
 
@@ -115,13 +152,7 @@ def _split_kernel(
     kv_head = (program // n_splits) % n_kv_heads
     batch = program // n_splits // n_kv_heads
 
-    first, stop, fallback = 0, n_keys, -1
-    if first_ptr is not None:
-        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
-    if last_ptr is not None:
-        stop = tl.load(last_ptr + batch * last_stride) + 1
-    if fallback_ptr is not None:
-        fallback = tl.load(fallback_ptr + batch * fallback_stride)
+    first, stop = key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys)
     begin = first + split * BLOCKS * BLOCK
     end = tl.minimum(begin + BLOCKS * BLOCK, stop)
     if begin >= stop:
@@ -146,20 +177,14 @@ def _split_kernel(
         k = tl.load(k_row + index[None, :] * k_key_stride + features[:, None],
                     mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)  # fmt: skip
         scores, _ = softcapped(_products(q, k, PRECISION), scale, softcap)
-        visible = in_range
-        if padding_ptr is not None:
-            is_token = tl.load(padding_ptr + batch * padding_stride + index, mask=in_range, other=0)
-            visible = visible & ((is_token != 0) | (index == fallback))
+        visible = visible_in_block(
+            padding_ptr, fallback_ptr, batch, padding_stride, fallback_stride, index, in_range
+        )  # fmt: skip
         scores = tl.where(visible[None, :], scores, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)  # -inf - -inf would be NaN
-        probabilities = tl.exp(scores - pivot[:, None])
-        decay = tl.exp(maximum - pivot)
-        total = total * decay + tl.sum(probabilities, axis=1)
+        probabilities, decay, maximum, total = online_softmax(scores, maximum, total)
         v = tl.load(v_row + index[:, None] * v_key_stride + features[None, :],
                     mask=in_range[:, None] & in_head[None, :], other=0.0).to(q.dtype)  # fmt: skip
         sums = sums * decay[:, None] + tl.dot(probabilities.to(v.dtype), v, input_precision=PRECISION)
-        maximum = new_maximum
 
     row = (batch * n_kv_heads * group + heads) * n_splits + split
     nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf
@@ -179,11 +204,7 @@ def combine_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // n_heads
-    first, stop = 0, n_keys
-    if first_ptr is not None:
-        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
-    if last_ptr is not None:
-        stop = tl.load(last_ptr + batch * last_stride) + 1
+    first, stop = key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys)
     features = tl.arange(0, DIM)
     in_head = features < head_dim
     n_parts = tl.cdiv(stop - first, BLOCKS * BLOCK)

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.checks import check_floats, check_tensor
-from ligerzoo.kernels.decode_attention import PARTS, blocks_per_part, combine_kernel, visible_keys
+from ligerzoo.kernels.decode_attention import (
+    PARTS,
+    blocks_per_part,
+    combine_kernel,
+    key_range,
+    online_softmax,
+    visible_in_block,
+    visible_keys,
+)
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, cdiv, multiprocessors, next_power_of_2, uses_triton
 from ligerzoo.kernels.fp8 import FP8, from_storage, is_supported
 from ligerzoo.kernels.jit import kernel, tl
@@ -62,13 +70,7 @@ def _split_kernel(
     head_block = (program // n_splits) % n_head_blocks
     batch = program // n_splits // n_head_blocks
 
-    first, stop, fallback = 0, n_keys, -1
-    if first_ptr is not None:
-        first = tl.maximum(tl.load(first_ptr + batch * first_stride), 0)
-    if last_ptr is not None:
-        stop = tl.load(last_ptr + batch * last_stride) + 1
-    if fallback_ptr is not None:
-        fallback = tl.load(fallback_ptr + batch * fallback_stride)
+    first, stop = key_range(first_ptr, last_ptr, batch, first_stride, last_stride, n_keys)
     begin = first + split * BLOCKS * BLOCK
     end = tl.minimum(begin + BLOCKS * BLOCK, stop)
     if begin >= stop:
@@ -94,18 +96,12 @@ def _split_kernel(
                     mask=in_range[:, None] & is_rotated[None, :], other=0.0).to(r.dtype)  # fmt: skip
         scores = tl.dot(r, tl.trans(k), input_precision=PRECISION)
         scores = tl.dot(q, tl.trans(c), scores, input_precision=PRECISION) * scale
-        visible = in_range
-        if padding_ptr is not None:
-            is_token = tl.load(padding_ptr + batch * padding_stride + index, mask=in_range, other=0)
-            visible = visible & ((is_token != 0) | (index == fallback))
+        visible = visible_in_block(
+            padding_ptr, fallback_ptr, batch, padding_stride, fallback_stride, index, in_range
+        )  # fmt: skip
         scores = tl.where(visible[None, :], scores, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        pivot = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)  # -inf - -inf would be NaN
-        probabilities = tl.exp(scores - pivot[:, None])
-        decay = tl.exp(maximum - pivot)
-        total = total * decay + tl.sum(probabilities, axis=1)
+        probabilities, decay, maximum, total = online_softmax(scores, maximum, total)
         sums = tl.dot(probabilities.to(c.dtype), c, sums * decay[:, None], input_precision=PRECISION)
-        maximum = new_maximum
 
     row = (batch * n_heads + heads) * n_splits + split
     nonzero = tl.where(total == 0.0, 1.0, total)  # 0 for a split without visible keys, whose maximum is -inf

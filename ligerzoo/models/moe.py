@@ -15,7 +15,10 @@ from ligerzoo.layers import (
     DeepSeekMoE,
     Experts,
     GatedMLP,
+    Linear,
     LMHead,
+    Router,
+    SharedExpertMoE,
     SigmoidRouter,
     load_balancing_loss,
 )
@@ -154,6 +157,27 @@ class SparseStepMoEConfig(MoEConfig):
     def has_mixture(self, layer: int) -> bool:
         """Whether this layer, counted from 0, uses MoE."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+def shared_expert_moe(
+    config: MoEConfig, expert_size: int, shared_size: int, *, renormalize: bool, **factory_kwargs: Unpack[FactoryKwargs]
+) -> SharedExpertMoE:
+    """Builds an MoE layer with a gated shared expert (Qwen).
+
+    Args:
+        config: the hidden size and the number of experts.
+        expert_size: intermediate features of each expert.
+        shared_size: intermediate features of the shared expert.
+        renormalize: divide a token's expert weights by their sum.
+        factory_kwargs: `device` and `dtype` of the parameters.
+    """
+    c = config
+    return SharedExpertMoE(
+        Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=renormalize, **factory_kwargs),
+        Experts(c.hidden_size, expert_size, c.num_experts, **factory_kwargs),
+        GatedMLP(c.hidden_size, shared_size, **factory_kwargs),
+        Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
+    )
 
 
 class MoECausalLM(CausalLM):

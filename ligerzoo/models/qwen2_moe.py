@@ -14,25 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from torch import nn
-
 from ligerzoo.layers import (
     Attention,
     Decoder,
     Embedding,
-    Experts,
     GatedMLP,
-    Linear,
     LMHead,
     PreNormBlock,
     RMSNorm,
     RotaryEmbedding,
-    Router,
     SharedExpertMoE,
 )
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.config import WindowedConfig
-from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
+from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +67,13 @@ class Qwen2Moe(MoECausalLM):
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
-        def mlp(i: int) -> nn.Module:
+        def mlp(i: int) -> GatedMLP | SharedExpertMoE:
             if not c.has_mixture(i):
                 return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            return SharedExpertMoE(
-                Router(
-                    c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs
-                ),
-                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
-                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **factory_kwargs),
-                Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
-            )
+            return shared_expert_moe(
+                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob,
+                **factory_kwargs,
+            )  # fmt: skip
 
         def block(i: int) -> PreNormBlock:
             attention = Attention(

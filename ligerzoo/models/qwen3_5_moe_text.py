@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Experts, GatedMLP, Linear, LMHead, Router, SharedExpertMoE
+from ligerzoo.layers import LMHead, SharedExpertMoE
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
-from ligerzoo.models.moe import MoECausalLM, MoEConfig
+from ligerzoo.models.moe import MoECausalLM, MoEConfig, shared_expert_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,8 @@ class Qwen3_5MoeText(MoECausalLM):
         c = config
 
         def moe(i: int) -> SharedExpertMoE:
-            return SharedExpertMoE(
-                Router(c.hidden_size, c.num_experts, c.num_experts_per_tok, **factory_kwargs),
-                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
-                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **factory_kwargs),
-                Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
+            return shared_expert_moe(
+                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=True, **factory_kwargs
             )
 
         head = LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)

@@ -12,13 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from torch import nn
-
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import Experts, GatedMLP, Linear, LMHead, Router, SharedExpertMoE
+from ligerzoo.layers import GatedMLP, LMHead, SharedExpertMoE
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
-from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig
+from ligerzoo.models.moe import MoECausalLM, SparseStepMoEConfig, shared_expert_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +53,13 @@ class Qwen3Next(MoECausalLM):
     def __init__(self, config: Qwen3NextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
         c = config
 
-        def mlp(i: int) -> nn.Module:
+        def mlp(i: int) -> GatedMLP | SharedExpertMoE:
             if not c.has_mixture(i):
                 return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            return SharedExpertMoE(
-                Router(
-                    c.hidden_size, c.num_experts, c.num_experts_per_tok, renormalize=c.norm_topk_prob, **factory_kwargs
-                ),
-                Experts(c.hidden_size, c.moe_intermediate_size, c.num_experts, **factory_kwargs),
-                GatedMLP(c.hidden_size, c.shared_expert_intermediate_size, **factory_kwargs),
-                Linear(c.hidden_size, 1, bias=False, **factory_kwargs),
-            )
+            return shared_expert_moe(
+                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=c.norm_topk_prob,
+                **factory_kwargs,
+            )  # fmt: skip
 
         head = LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
         super().__init__(config, gated_delta_decoder(c, mlp, **factory_kwargs), head)
