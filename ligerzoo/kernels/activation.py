@@ -40,7 +40,8 @@ def _quick_gelu(x: Tensor) -> Tensor:
 
 
 def _relu2(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
+    positive = torch.relu(x)
+    return positive * positive  # `square` would compute in fp32 under autocast
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

@@ -140,7 +140,8 @@ def attend(
     on_cpu, is_short = q.device.type == "cpu", tokens == 1 or tokens * keys <= _MAX_SCORES
     if sinks is not None:  # no kernel for short masks has sinks: the scores of all heads are materialized
         is_short = not is_differentiable and len(q) * q.shape[2] * tokens * keys <= _MAX_SCORES_WITH_SINKS
-    if isinstance(mask, AttentionMask) and not (on_cpu or is_short or transformed) and q.shape[-1] >= 16:
+    has_flex_kernel = q.shape[-1] >= 16 and q.dtype != torch.float64
+    if isinstance(mask, AttentionMask) and has_flex_kernel and not (on_cpu or is_short or transformed):
         return _flex_attention(q, k, v, mask, scale, softcap, sinks)
     mask = _additive(mask, q.dtype)
     # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the

@@ -59,6 +59,8 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "gpt_oss": lambda: GptOss(GptOssConfig(**SIZES, num_experts=4, num_experts_per_tok=2, sliding_window=7)),
     "phi3": lambda: Phi3(Phi3Config(**{**PHI3, "hidden_size": 96})),  # the longest prompts end beyond 50 tokens
 }
+ROUTED = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next"}
+"""With padding, the eager prefill rounds differently; in bf16, that may select other experts."""
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.3}
 PROCESSED: dict[str, Any] = {
     "no_repeat_ngram_size": 2, "bad_words_ids": [[3], [5, 6]], "min_new_tokens": 9, "eos_token_id": [7, 8],
@@ -123,7 +125,8 @@ CASES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("case", covering(CASES), ids=lambda case: re.sub(" at 0x[0-9a-f]+", "", str(case)))
 def test_captured_tokens_are_the_eager_ones(case: dict[str, Any], generate: Callable[..., Tensor], device: str) -> None:
-    model = build(case["name"], device, case["dtype"])
+    dtype = torch.float32 if case["padded"] and case["name"] in ROUTED else case["dtype"]
+    model = build(case["name"], device, dtype)
     inputs = prompts(*case["shape"], device, padded=case["padded"])
     expected = generate(model, *inputs, capture=False, **case["options"])
     for _ in range(2):  # the second call finds the graph of the first

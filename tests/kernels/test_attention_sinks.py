@@ -95,7 +95,7 @@ def test_sink_attention(
         options = {"scale": scale, "is_causal": is_causal}
         function, oracle = partial(sink_attention, **options), partial(plain, **options)
         if ON_GPU:
-            judge(function, oracle, inputs)
+            judge(function, oracle, inputs, is_repeatable=False)
             continue
         # Torch's fused kernel for a CPU approximates exp: in fp32 it is less exact than plain torch, without sinks too.
         upstream = [torch.randn_like(inputs[0])]
@@ -120,7 +120,7 @@ def test_gradients_of_sink_attention() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_each_kernel_of_a_gpu(kernel: str, dtype: torch.dtype, head_dim: int, device: str) -> None:
     inputs = attention_inputs(2, 1024, 1024, (16, 2), head_dim, dtype, device)
-    judge(partial(sink_attention, kernel=kernel), plain, inputs)
+    judge(partial(sink_attention, kernel=kernel), plain, inputs, is_repeatable=False)
 
 
 @pytest.mark.gpu

@@ -194,7 +194,7 @@ def test_inputs_of_another_type_or_shape(
     model: Llama, inputs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        model(**inputs)
+        model(**{name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()})
 
 
 def test_input_values_are_checked_on_a_cpu_or_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,8 +192,10 @@ def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: st
     alone = sum(model(text, labels=text, num_items_in_batch=16 + 15).loss for text in (a, b))
     assert_close(packed, alone, "loss")
     alone.backward()
+    largest = max(gradient.abs().max().item() for gradient in gradients(model).values())
     for name, gradient in gradients(model).items():
-        assert_close(got[name], gradient, f"gradient of {name}")
+        # One number, for all tokens and features, is a sum of terms that cancel.
+        assert_close(got[name], gradient, f"gradient of {name}", largest if gradient.numel() == 1 else None)
 
 
 def test_saving_writes_what_was_loaded(tiny: Tiny, directory: Path, tmp_path: Path) -> None:
