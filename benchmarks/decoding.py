@@ -37,6 +37,10 @@ CONFIGS: dict[str, Any] = {
     "llama_1b": models.LlamaConfig(**LLAMA_1B),
     "qwen3_30b_a3b": models.Qwen3MoeConfig(**{**QWEN3_30B_A3B_4_LAYERS, "num_hidden_layers": 48}),
     "gpt_oss_20b": models.GptOssConfig(num_hidden_layers=24, num_experts=32),
+    "qwen3_5_4b": models.Qwen3_5TextConfig(
+        hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, tie_word_embeddings=True
+    ),
+    "tiny_hybrid": models.Qwen3_5TextConfig(**TINY, head_dim=16, full_attention_interval=2),
     "tiny": models.LlamaConfig(**TINY),
     "tiny_moe": models.Qwen3MoeConfig(**TINY, num_key_value_heads=2, moe_intermediate_size=16, num_experts=8),
 }

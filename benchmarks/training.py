@@ -14,6 +14,9 @@ Each provider measures the workloads of a model in a separate process. The file 
 measurement; errors are results too. A measurement replaces that of the same workload and provider, and drops those of
 the workload that were measured with another GPU or other versions of packages.
 
+transformers trains Qwen3.5 with flash-linear-attention's kernels where that is installed and works (0.6 refuses Triton
+before 3.7.1 on Hopper, where its backward pass would be wrong), else in plain torch.
+
 Needs, for the peers, transformers, accelerate, liger-kernel 0.8.5 and PEFT 0.21. Where there is no network:
 
     pip download --no-deps --dest .whl liger-kernel==0.8.5 peft==0.21
@@ -76,7 +79,7 @@ class Workload:
     @property
     def in_trainer(self) -> trainer.Workload:
         config = CONFIGS[self.model]
-        patch = f"apply_liger_kernel_to_{architecture_for_config(type(config)).model_type}"
+        patch = f"apply_liger_kernel_to_{architecture_for_config(type(config)).model_type.removesuffix('_text')}"
         return trainer.Workload(config, patch, self.batch, self.length, self.optimizer)
 
 
@@ -89,9 +92,11 @@ WORKLOADS = {
     "llama_8b_lora_4x8192": Workload("llama_8b", 4, 8192, LINEARS),
     "qwen3_30b_a3b_lora_1x8192": Workload("qwen3_30b_a3b", 1, 8192, ATTENTION),
     "gpt_oss_20b_1x8192": Workload("gpt_oss_20b", 1, 8192, optimizer="adamw-8bit"),
+    "qwen3_5_4b_1x8192": Workload("qwen3_5_4b", 1, 8192),
     "tiny_2x16": Workload("tiny", 2, 16),
     "tiny_1x8": Workload("tiny", 1, 8),
     "tiny_lora_2x16": Workload("tiny", 2, 16, LINEARS),
+    "tiny_hybrid_2x16": Workload("tiny_hybrid", 2, 16),
     "tiny_moe_lora_2x16": Workload("tiny_moe", 2, 16, ATTENTION),
 }
 

@@ -23,7 +23,7 @@ def method(workload: training.Workload) -> str:
 
 
 @pytest.mark.parametrize("provider", training.PROVIDERS)
-@pytest.mark.parametrize("name", ["tiny_2x16", "tiny_lora_2x16", "tiny_moe_lora_2x16"])
+@pytest.mark.parametrize("name", ["tiny_2x16", "tiny_lora_2x16", "tiny_moe_lora_2x16", "tiny_hybrid_2x16"])
 def test_every_provider_trains(provider: str, name: str) -> None:
     workload = training.WORKLOADS[name]
     if method(workload) not in training.PROVIDERS[provider].methods:
