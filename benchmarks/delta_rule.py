@@ -5,7 +5,7 @@
 
 Shapes of Qwen3.5-4B and 27B (16 key heads, 32 and 48 value heads of 128) at 8192 tokens, as one text and packed from
 texts of several lengths. flash-linear-attention and causal-conv1d run where they are installed. `benchmarks.row`
-describes the method. fla gets the key heads as they are, which is faster than transformers' repeated ones.
+describes the method. fla shares key heads among value heads itself, which is faster than transformers' repeated heads.
 """
 
 from __future__ import annotations

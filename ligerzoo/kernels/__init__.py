@@ -40,6 +40,7 @@ from ligerzoo.kernels.route import Routing, route, route_sigmoid
 from ligerzoo.kernels.sampling import SampledTokens, sample_tokens
 from ligerzoo.kernels.softmax import softmax
 from ligerzoo.kernels.stochastic_rounding import round_stochastically
+from ligerzoo.kernels.xielu import xielu
 
 __all__ = [
     "Activation",
@@ -99,4 +100,5 @@ __all__ = [
     "token_statistics",
     "tvd",
     "write_to_cache",
+    "xielu",
 ]

@@ -65,6 +65,14 @@ def _exact_exp(x):
 
 
 @jit
+def expm1(x):
+    """exp(x) - 1, exact in fp32. Near 0, where the difference would cancel, by its series."""
+    tail = 1.0 / 120.0 + x * (1.0 / 720.0 + x * (1.0 / 5040.0 + x * (1.0 / 40320.0 + x * (1.0 / 362880.0))))
+    series = x + x * x * (1.0 / 2.0 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * tail)))
+    return tl.where(tl.abs(x) < 0.5, series, _exact_exp(x) - 1.0)
+
+
+@jit
 def sigmoids(x, EXACT: tl.constexpr):
     """s(x) and s(-x) = 1 - s(x)."""
     if EXACT:  # 1 - s(x) would cancel

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligerzoo.kernels.dispatch import accumulation_dtype
+from ligerzoo.kernels import Backend, xielu
+from ligerzoo.kernels.dispatch import accumulation_dtype, check_backend
 
 _INITIAL_SCALE = 0.8
 
@@ -19,7 +20,10 @@ class XIELU(nn.Module):
         x > 0:   a x^2 + beta x,                        a = softplus(alpha_p)
         else:    b (exp(min(x, eps)) - 1 - x) + beta x,   b = beta + softplus(alpha_n)
 
-    Computed in plain torch, in fp32, rounded once. Autograd keeps the intermediate results.
+    Computed in fp32 and rounded once; see `ligerzoo.kernels.xielu`.
+
+    Args:
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
 
     Attributes:
         alpha_p: (1,), initialized so that a = 0.8.
@@ -31,8 +35,15 @@ class XIELU(nn.Module):
     beta: Tensor
     eps: Tensor
 
-    def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        self.backend: Backend = check_backend(backend)
         self.alpha_p = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.alpha_n = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
         self.register_buffer("beta", torch.empty((), device=device, dtype=dtype))
@@ -48,8 +59,8 @@ class XIELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., I) -> (..., I)."""
-        dtype, wide = x.dtype, accumulation_dtype(x.dtype)
-        x, beta, eps = x.to(wide), self.beta.to(wide), self.eps.to(wide)
-        positive = F.softplus(self.alpha_p.to(wide)) * x * x
-        negative = (beta + F.softplus(self.alpha_n.to(wide))) * (torch.expm1(torch.minimum(x, eps)) - x)
-        return (torch.where(x > 0, positive, negative) + beta * x).to(dtype)
+        wide = accumulation_dtype(x.dtype)
+        beta = self.beta.to(wide)
+        positive = F.softplus(self.alpha_p.to(wide))
+        negative = beta + F.softplus(self.alpha_n.to(wide))
+        return xielu(x, positive, negative, beta, self.eps.to(wide), backend=self.backend)

@@ -238,6 +238,12 @@ def _causal_conv_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Ten
     return [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
 
 
+def _xielu_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    constants = (torch.tensor(number, dtype=dtype, device=device) for number in (0.5, -1e-6))
+    return [numbers(batch, 3, 33, dtype=dtype, device=device), *(numbers(1, dtype=dtype, device=device) for _ in "ab"),
+            *constants]  # fmt: skip
+
+
 def _gated_rms_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [numbers(batch, 3, 33, dtype=dtype, device=device), *_rms_norm_inputs(batch, dtype, device)]
 
@@ -287,6 +293,7 @@ OPERATIONS = [
     Operation(
         "gated_rms_norm", kernels.gated_rms_norm, kernel_file("gated_rms_norm").reference, _gated_rms_norm_inputs
     ),
+    Operation("xielu", kernels.xielu, kernel_file("xielu").reference, _xielu_inputs),
     Operation("residual_rms_norm", kernels.residual_rms_norm, _residual_rms_norm_oracle, _rms_norm_inputs),
     Operation(
         "layer_norm", kernels.layer_norm, partial(kernel_file("layer_norm").reference, eps=1e-5), _layer_norm_inputs
@@ -406,7 +413,7 @@ OPERATIONS = [
 _TYPICAL = {
     "rms_norm", "rms_norm-weightless", "add_rms_norm", "residual_rms_norm", "layer_norm", "experts_mlp", "rope",
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
-    "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm",
+    "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm", "xielu",
     "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
     "apply_sinks",
 }  # fmt: skip

@@ -473,6 +473,18 @@ def _gated_rms_norm_backward(device: str) -> Samples:
     ]
 
 
+def _xielu_forward(device: str) -> Samples:
+    numbers = {name: new(1, device=device) for name in ("positive", "negative", "beta", "eps")}
+    half = new(2, 3, 33, device=device, dtype=torch.float16)
+    return [{"x": x, **numbers} for x in (new(5, 33, device=device), transposed(half), new(0, 33, device=device))]
+
+
+def _xielu_backward(device: str) -> Samples:
+    needs = {"needs_x": True, "needs_curvatures": True}
+    samples = [{"dy": torch.ones_like(sample["x"]), **sample, **needs} for sample in _xielu_forward(device)]
+    return [*samples, samples[0] | {"needs_x": False}, samples[0] | {"needs_curvatures": False}]
+
+
 def _delta_gates_forward(device: str) -> Samples:
     t, half = partial(new, device=device), partial(new, device=device, dtype=torch.float16)
     return [
@@ -524,6 +536,8 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "causal_conv_backward": _causal_conv_backward,
     "gated_rms_norm_forward": _gated_rms_norm_forward,
     "gated_rms_norm_backward": _gated_rms_norm_backward,
+    "xielu_forward": _xielu_forward,
+    "xielu_backward": _xielu_backward,
     "delta_gates_forward": _delta_gates_forward,
     "delta_gates_backward": _delta_gates_backward,
 }

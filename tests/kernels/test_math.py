@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.math import exp, fast_exp, fast_log, sigmoids, tanh
+from ligerzoo.kernels.math import exp, expm1, fast_exp, fast_log, sigmoids, tanh
 from tests.kernels.machine import needs_triton
 
 
@@ -17,6 +17,12 @@ from tests.kernels.machine import needs_triton
 def _exp_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, exp(tl.load(x_ptr + i), True))
+
+
+@kernel
+def _expm1_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, expm1(tl.load(x_ptr + i)))
 
 
 @kernel
@@ -65,6 +71,7 @@ def test_errors_are_at_most_2_ulps(limit: float, device: str) -> None:
     sigmoid, complement = launch_on(_sigmoids_kernel, x, 2)
     for y, truth in (
         (*launch_on(_exp_kernel, x), x.double().exp()),
+        (*launch_on(_expm1_kernel, x), x.double().expm1()),
         (*launch_on(_tanh_kernel, x), x.double().tanh()),
         (sigmoid, x.double().sigmoid()),
         (complement, (-x).double().sigmoid()),

@@ -108,6 +108,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "sink_attention": {**{name: torch.randn(2, 3, 4, 8) for name in ("q", "k", "v")}, "sinks": torch.randn(4)},
     "softmax": {"x": X},
     "swiglu": {"gate": X, "up": X},
+    "xielu": {"x": X, **{name: torch.ones(1) for name in ("positive", "negative", "beta", "eps")}},
     "token_logps": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "token_statistics": {"hidden": HIDDEN, "weight": HEAD, "target": TARGET, "bias": torch.randn(9)},
     "tvd": {"student": LOGITS, "teacher": LOGITS, "target": TARGET},
