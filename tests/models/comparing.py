@@ -50,8 +50,9 @@ def all_gradients(model: CausalLM, **inputs: Any) -> dict[str, Tensor]:
 def load_both(
     directory: Path, dtype: torch.dtype, device: str, theirs: Any = AutoModelForImageTextToText
 ) -> tuple[Any, PreTrainedModel]:
-    """Loads our model and the transformers model, the latter with eager attention."""
-    model = theirs.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    """Loads our model and the transformers model, the latter with eager attention and experts."""
+    options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = theirs.from_pretrained(directory, dtype=dtype, **options)
     return AutoModel.from_pretrained(directory, dtype=dtype, device=device), model.to(device).eval()
 
 
