@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.errors import CheckpointError, did_you_mean, first_names, quote
-from ligerzoo.files.checkpoint import read_json
+from ligerzoo.files.untrusted import read_json
 from ligerzoo.layers.lora import LoRAOptions
 
 CONFIG_FILE = "adapter_config.json"

@@ -18,7 +18,7 @@ from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.weights import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
-from ligerzoo.files.checkpoint import write_safetensors
+from ligerzoo.files.checkpoint_writer import write_safetensors
 from ligerzoo.hub.sharding import full, is_sharded
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions
 from ligerzoo.models import SequenceClassifier

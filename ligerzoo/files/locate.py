@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
+from ligerzoo.files.checkpoint import read_weight_map
+from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -29,10 +29,11 @@ from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_
 from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory
-from ligerzoo.files.checkpoint import Checkpoint, read_json
+from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE, find_checkpoint, locate_files
 from ligerzoo.files.quantized import ENTRY as QUANTIZATION_ENTRY
 from ligerzoo.files.quantized import Quantization, QuantizedCheckpoint, read_quantization
+from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub.matching import EMBEDDING, HEAD, TIED, Match, Source, match_tensors
 from ligerzoo.hub.origin import Origin
 from ligerzoo.hub.sharding import as_shard_of, shard_of

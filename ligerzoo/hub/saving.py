@@ -16,7 +16,7 @@ from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
 from ligerzoo.convert.weights import StoredTensors
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
-from ligerzoo.files.checkpoint import write_checkpoint
+from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE
 from ligerzoo.hub.matching import TIED
 from ligerzoo.hub.origin import Origin, is_of

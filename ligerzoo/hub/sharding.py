@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ligerzoo.convert.weights import Box, StoredTensors, TensorSlice
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files.checkpoint import write_checkpoint, writing_order
+from ligerzoo.files.checkpoint_writer import write_checkpoint, writing_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub.saving import save
 from ligerzoo.models.language_model import LanguageModel
 from ligerzoo.models.sequence_classifier import SequenceClassifier

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 
 from ligerzoo.convert.weights import TensorSlice, within
 from ligerzoo.errors import CheckpointError, first_names
-from ligerzoo.files.checkpoint import Checkpoint, read_json, write_checkpoint
+from ligerzoo.files.checkpoint import Checkpoint
+from ligerzoo.files.checkpoint_writer import write_checkpoint
+from ligerzoo.files.untrusted import read_json
 from ligerzoo.hub.sharding import as_shard_of, full, is_dtensor, largest_mesh, shard_of, write_gathered
 from ligerzoo.parallel.processes import control_group, gather_objects
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ligerzoo.convert.weights import TensorSlice, within
 from ligerzoo.errors import CheckpointError, first_names
-from ligerzoo.files.checkpoint import Checkpoint, write_checkpoint
+from ligerzoo.files.checkpoint import Checkpoint
+from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.hub.sharding import full, is_sharded, largest_mesh, shard_of, write_gathered
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ligerzoo.errors import LigerzooError
-from ligerzoo.files.checkpoint import INDEX_FILE, SINGLE_FILE
+from ligerzoo.files.layout import INDEX_FILE, SINGLE_FILE
 from ligerzoo.hub import AutoModel, read_config
 from ligerzoo.models import CausalLM
 from ligerzoo.parallel import initialize_sharded, load_sharded, shard_model

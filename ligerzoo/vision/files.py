@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.files.checkpoint import read_bytes, read_json
+from ligerzoo.files.untrusted import read_bytes, read_json
 from ligerzoo.text.chat_template import ChatTemplate
 from ligerzoo.vision.settings import Settings
 

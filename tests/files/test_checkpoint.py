@@ -23,7 +23,9 @@ from torch import Tensor
 import ligerzoo
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files import checkpoint
-from ligerzoo.files.checkpoint import Checkpoint, read_json, write_checkpoint
+from ligerzoo.files.checkpoint import Checkpoint
+from ligerzoo.files.checkpoint_writer import write_checkpoint
+from ligerzoo.files.untrusted import read_json
 
 DTYPES = [
     torch.bool,
@@ -707,7 +709,7 @@ def test_json_path_that_is_not_a_file(tmp_path: Path) -> None:
 SAVE_WITHOUT_END = """
 import os, signal, sys, time
 import torch
-from ligerzoo.files.checkpoint import write_checkpoint
+from ligerzoo.files.checkpoint_writer import write_checkpoint
 
 def save(*versions):
     for version in versions:

@@ -1,0 +1,96 @@
+"""Opens and reads untrusted files: regular files of limited size, with one clear error for each that is not valid."""
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ligerzoo.errors import CheckpointError, first_names, quote
+
+_MAX_JSON_BYTES = 32 * 2**20  # the index of a checkpoint with 100,000 tensors has 10 MB
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Reads a JSON object from a UTF-8 file of at most 32 MiB.
+
+    Raises:
+        CheckpointError: The file does not exist, is too large, is not JSON or too deeply nested, has an object with a
+            duplicate key, or is not an object.
+    """
+    path = Path(path)
+    content = read_bytes(path)
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise malformed(path, "JSON", error) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("is not a JSON object", where=path, got=type(value).__name__)
+    return value
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a JSON file of at most 32 MiB.
+
+    Raises:
+        CheckpointError: The file does not exist, is not a regular file, cannot be read, or is too large.
+    """
+    with reporting_errors(path), open_regular(path) as file:
+        content = file.read(_MAX_JSON_BYTES + 1) or b""  # None from a file in /proc without data yet
+    if len(content) > _MAX_JSON_BYTES:
+        raise CheckpointError("file is too large", where=path, expected=f"at most {_MAX_JSON_BYTES} bytes of JSON")
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. Opening or reading other kinds, such as a named pipe, may block forever."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise CheckpointError("not a regular file", where=path, got=kind, expected="a regular file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+@contextlib.contextmanager
+def reporting_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "no such file", where=path, got=files_in(path.parent),
+            remedy="Pass the directory of a whole checkpoint in Hugging Face format.",
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise CheckpointError("cannot be read", where=path, got=error.strerror or error) from error
+
+
+def files_in(directory: Path) -> str | None:
+    """Returns the names of some files for a message; None if the directory cannot be read."""
+    try:
+        return first_names(sorted(os.listdir(directory))) or "an empty directory"
+    except OSError:
+        return None
+
+
+def malformed(path: Path, kind: str, error: Exception) -> CheckpointError:
+    """Returns an error that says what an invalid file contains instead."""
+    with reporting_errors(path), path.open("rb") as file:
+        beginning = file.read(64).lstrip()
+    got, remedy = quote(error), "The file may be damaged or incomplete: download it again."
+    if beginning.startswith(b"version https://git-lfs"):
+        got, remedy = "a git-lfs pointer", "Run `git lfs pull` in the repository."
+    elif beginning.startswith(b"<"):
+        got, remedy = "a web page", "Download the file again; log in first if the repository is gated."
+    return CheckpointError(f"not a valid {kind} file", where=path, got=got, remedy=remedy)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"duplicate key {key!r}")
+        value[key] = item
+    return value
