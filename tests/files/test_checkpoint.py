@@ -22,7 +22,7 @@ from torch import Tensor
 
 import ligerzoo
 from ligerzoo.errors import CheckpointError
-from ligerzoo.files import checkpoint
+from ligerzoo.files import checkpoint, checkpoint_writer
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.untrusted import read_json
@@ -180,7 +180,7 @@ def test_shards_are_filled_in_order_and_indexed(tmp_path: Path) -> None:
     ],
 )
 def test_sizes(size: int | str, expected: int) -> None:
-    assert checkpoint._number_of_bytes(size) == expected
+    assert checkpoint_writer._number_of_bytes(size) == expected
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_checkpoint_is_saved_over_itself(sharded: Path) -> None:
 
 def test_failing_save_keeps_the_old_checkpoint(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: path.read_bytes() for path in sharded.iterdir()}
-    write, written = checkpoint._write_safetensors, []
+    write, written = checkpoint_writer._write_safetensors, []
 
     def failing_write(path: Path, *arguments: Any) -> None:
         if len(written) == 2:
@@ -256,7 +256,7 @@ def test_failing_save_keeps_the_old_checkpoint(sharded: Path, monkeypatch: pytes
         written.append(path)
         write(path, *arguments)
 
-    monkeypatch.setattr(checkpoint, "_write_safetensors", failing_write)
+    monkeypatch.setattr(checkpoint_writer, "_write_safetensors", failing_write)
     with pytest.raises(OSError, match="no space"):
         write_checkpoint(sharded, {name: torch.rand(16) for name in "abc"}, {}, max_shard_size=64)
     assert {path.name: path.read_bytes() for path in sharded.iterdir()} == before
