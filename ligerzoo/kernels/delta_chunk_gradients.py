@@ -59,10 +59,10 @@ from ligerzoo.kernels.delta_chunks import (
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
 
-LOCAL = {2: Launch(values=64, warps=4, stages=2), 4: Launch(values=32, warps=4, stages=1)}
-REVERSE_SCAN = {2: Launch(values=32, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
-VALUE_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-KEY_GRADIENTS = {2: Launch(values=32, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+LOCAL = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=4, stages=1)}
+REVERSE_SCAN = {2: Launch(values=16, warps=2, stages=2), 4: Launch(values=16, warps=4, stages=1)}
+VALUE_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+KEY_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 """By the element size of the tokens' tensors. To be tuned on a GPU."""
 
 

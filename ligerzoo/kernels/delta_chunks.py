@@ -53,9 +53,9 @@ class Launch(NamedTuple):
     stages: int
 
 
-PREPARE = Launch(values=0, warps=4, stages=1)
-SCAN = {2: Launch(values=32, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
-OUTPUTS = {2: Launch(values=64, warps=4, stages=2), 4: Launch(values=32, warps=4, stages=1)}
+PREPARE = Launch(values=0, warps=2, stages=1)
+SCAN = {2: Launch(values=16, warps=2, stages=2), 4: Launch(values=16, warps=4, stages=1)}
+OUTPUTS = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=4, stages=1)}
 """By the element size of the tokens' tensors. To be tuned on a GPU."""
 
 SEGMENT_PROGRAMS = 16
