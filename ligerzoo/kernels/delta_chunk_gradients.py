@@ -1,36 +1,40 @@
 """The chunked backward pass of the gated delta rule, in the notation of `delta_chunks`.
 
-With P the attention within a chunk, dS' the gradient of the state after it, and products of normalized q and k:
+With D = diag(beta) E the deltas, P the attention within a chunk, P_ij = scale e_ij (q_i . k_j) for j <= i, dS' the
+gradient of the state after the chunk, and products of normalized q and k:
 
-    dD  = P^T dO + diag(exp(G_last - G)) K dS'
-    dV  = X^T dD                                        the gradient of R, too
-    dS  = exp(G_last) dS' + scale Q^T diag(exp(G)) dO - K^T diag(exp(G)) dV
+    dD  = P^T dO + diag(exp(G_last - G)) K dS'           as far as D is written to the state and to outputs
+    dE  = diag(beta) dD
+    dV  = X^T dE
+    dS  = exp(G_last) dS' + scale Q^T diag(exp(G)) dO - W^T dE
 
     dQ  = scale (diag(exp(G)) dO S^T + (e o dO D^T) K)
     dK  = dK_read + dK_written,   dK_read    = -diag(exp(G)) dV S^T - (e o dV D^T) K
                                   dK_written = diag(exp(G_last - G)) D dS'^T - (e o dV D^T)^T K + scale (e o dO D^T)^T Q
-    dbeta_i = (dD - M^T dV)_i . (R - M D)_i
+    dbeta_i = (dD - M^T dV)_i . E_i = dD_i . E_i - sum over j > i of M_ji (dV_j . E_i)
 
-o is the elementwise product; the e in dK_read and dK_written are without the diagonal where they multiply dV D^T.
-exp(G_i) always comes with q_i or a k_i that reads, exp(-G_i) with a k_i that is written, so
+o is the elementwise product; the e that multiplies dV D^T is without the diagonal. exp(G_i) always comes with q_i or a
+k_i that reads, exp(-G_i) with a k_i that is written, so
 
     dG_i = q_i . dQ_i + k_i . (dK_read_i - dK_written_i),   dG_last += exp(G_last) <S, dS'> + the sum over j of the part
                                                             of k_j . dK_written_j from dS'
 
 and dg_i is the sum of dG from i on. No beta divides, so that a beta of 0 has its gradient.
 
-Four kernels, after `scan` has computed D and S again:
+Five kernels, after `solve` and `scan` have computed W, E and S again:
 
-1. `local_gradients`, for each chunk: P^T dO;
+1. `local_gradients`, for each chunk: P^T dO and the square scale e o dO D^T;
 2. `reverse_scan`, for each head and block of values, from the last chunk to the first: dD and dS;
-3. `value_gradients`, for each chunk: dV, dbeta and the squares e o dO D^T and e o dV D^T;
-4. `key_gradients`, for each chunk and key head: dQ, dK and dg. It adds up the value heads that share a key head.
+3. `value_gradients`, for each chunk: dV, dbeta and the square e o dV D^T;
+4. `key_gradients`, for each half chunk and key head: dQ, dK and dG. It adds up the value heads that share a key head;
+5. `gate_gradients`, for each chunk: dg.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ligerzoo.kernels.delta_chunks import (
@@ -47,8 +51,9 @@ from ligerzoo.kernels.delta_chunks import (
     decay_over,
     decays,
     is_exact,
+    load_betas,
+    load_columns,
     load_factors,
-    load_state,
     load_tile,
     load_total,
     optional,
@@ -59,16 +64,20 @@ from ligerzoo.kernels.delta_chunks import (
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
 
-LOCAL = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=4, stages=1)}
-REVERSE_SCAN = {2: Launch(values=16, warps=2, stages=2), 4: Launch(values=16, warps=4, stages=1)}
+LOCAL = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
+REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
 VALUE_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-KEY_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-"""By the element size of the tokens' tensors. To be tuned on a GPU."""
+KEY_GRADIENTS = {2: Launch(values=32, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+"""By the element size of the tokens' tensors, see `delta_chunks`. To be tuned on a GPU."""
+
+ROWS = 32
+"""Tokens of a program of `key_gradients`."""
 
 
 @kernel
 def _local_kernel(
-    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, starts_ptr, counts_ptr, dout_ptr, ddelta_ptr,
+    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, starts_ptr, counts_ptr, errors_ptr, dout_ptr,
+    ddelta_ptr, dattention_ptr,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
     n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
@@ -76,7 +85,7 @@ def _local_kernel(
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
-    key_head = head // group
+    row, key_head = batch * n_heads + head, head // group
     key_row = batch * (n_heads // group) + key_head
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
@@ -88,24 +97,32 @@ def _local_kernel(
                       in_chunk, key_dim)  # fmt: skip
         k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
-        total = load_total(total_ptr, (batch * n_heads + head), tokens, end, n_tokens)
+        total = load_total(total_ptr, row, tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)
+        transposed = tl.trans(attention)
+        dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
-                             values, in_chunk, value_dim).to(q.dtype)  # fmt: skip
-            ddelta = tl.dot(tl.trans(attention), dout, input_precision="ieee")
             offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
+            dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
+                             values, in_chunk, value_dim).to(q.dtype)  # fmt: skip
+            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
+            ddelta = tl.dot(transposed, dout, input_precision="ieee")
             tl.store(ddelta_ptr + offsets, ddelta.to(ddelta_ptr.dtype.element_ty), mask=mask)
+            dattention = tl.dot(dout, tl.trans(errors), dattention, input_precision="ieee")
+        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
+        dattention *= decays(total, rows, EXACT) * (beta * scale)[None, :]
+        squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
+        tl.store(dattention_ptr + squares, dattention.to(dattention_ptr.dtype.element_ty), mask=in_chunk[:, None])
 
 
 @kernel
 def _reverse_scan_kernel(
-    q_ptr, k_ptr, inverse_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, segments_ptr,
-    counts_ptr, dout_ptr, ddelta_ptr, dfinal_ptr, dstates_ptr, dinitial_ptr,
+    q_ptr, k_ptr, beta_ptr, readers_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr,
+    segments_ptr, counts_ptr, dout_ptr, ddelta_ptr, dfinal_ptr, dstates_ptr, dinitial_ptr,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
     n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks, scale,
@@ -117,30 +134,35 @@ def _reverse_scan_kernel(
     key_head = head // group
     key_row = batch * (n_heads // group) + key_head
     rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block * VALUES + tl.arange(0, VALUES)
-    state_mask = (features < key_dim)[:, None] & (values < value_dim)[None, :]
-    state_offsets = features[:, None] * value_dim + values[None, :]
+    state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
+    state_offsets = values[:, None] * key_dim + features[None, :]
+    outer_offsets = row * key_dim * value_dim + features[None, :] * value_dim + values[:, None]
     n_segments = segment_count(counts_ptr, table_stride, batch)
     for segment in range(share, n_segments, n_shares):
         first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
-        dstate = tl.zeros((KEYS, VALUES), dtype=tl.float32)
+        dstate = tl.zeros((VALUES, KEYS), dtype=tl.float32)  # transposed
         if dfinal_ptr is not None:
-            dfinal = dfinal_ptr + row * key_dim * value_dim + state_offsets
-            dstate = tl.load(dfinal, mask=state_mask & (segment == n_segments - 1), other=0.0).to(tl.float32)
+            is_last = segment == n_segments - 1
+            dstate = tl.load(dfinal_ptr + outer_offsets, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
             chunk = after_last - 1 - reverse
             start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
             tokens = start + rows
             in_chunk = tokens < end
+            k = load_columns(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                             in_chunk, key_dim)  # fmt: skip
             q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
                           in_chunk, key_dim)  # fmt: skip
-            k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                          in_chunk, key_dim)  # fmt: skip
-            dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
-                             values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
-            inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
-                              mask=in_chunk[:, None], other=0.0)  # fmt: skip
+            readers = load_tile(readers_ptr, row, tokens, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
+                                key_dim)  # fmt: skip
+            dout = load_columns(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
+                                values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
+            offsets = ((batch * n_tokens + tokens[None, :]) * n_heads + head) * value_dim + values[:, None]
+            mask = in_chunk[None, :] & (values < value_dim)[:, None]
+            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
+            beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
             q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
             k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
 
@@ -148,23 +170,15 @@ def _reverse_scan_kernel(
             slot, exists = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots, CHUNK)
             dstates = dstates_ptr + (row * n_slots + slot) * key_dim * value_dim + state_offsets
             tl.store(dstates, rounded, mask=state_mask & exists)
-            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-            mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            read = tl.dot(k, rounded, input_precision="ieee")
-            ddelta += (decay_over(last_total - total, EXACT) * k_factor)[:, None] * read
-            ddelta = ddelta.to(k.dtype)
-            tl.store(ddelta_ptr + offsets, ddelta, mask=mask)
-            decay = decay_over(total, EXACT)
-            dv = (decay * k_factor)[:, None] * tl.dot(tl.trans(inverse), ddelta, input_precision="ieee")
-            dout *= (decay * q_factor * scale)[:, None]
-            dstate = decay_over(last_total, EXACT) * dstate + tl.dot(
-                tl.trans(q), dout.to(q.dtype), input_precision="ieee"
-            )
-            dstate -= tl.dot(tl.trans(k), dv.to(k.dtype), input_precision="ieee")
+            dout *= (decay_over(total, EXACT) * q_factor * scale)[None, :]
+            dstate = tl.dot(dout.to(q.dtype), q, decay_over(last_total, EXACT) * dstate, input_precision="ieee")
+            read = tl.dot(rounded, k, input_precision="ieee")
+            ddelta += (decay_over(last_total - total, EXACT) * k_factor)[None, :] * read
+            tl.store(ddelta_ptr + offsets, ddelta.to(k.dtype), mask=mask)
+            dstate = tl.dot((ddelta * -beta[None, :]).to(k.dtype), readers, dstate, input_precision="ieee")
         if dinitial_ptr is not None:
-            dinitial = dinitial_ptr + row * key_dim * value_dim + state_offsets
-            tl.store(dinitial, dstate.to(dinitial_ptr.dtype.element_ty), mask=state_mask & (segment == 0))
+            dinitial = dstate.to(dinitial_ptr.dtype.element_ty)
+            tl.store(dinitial_ptr + outer_offsets, dinitial, mask=state_mask & (segment == 0))
 
 
 @jit
@@ -181,11 +195,10 @@ def _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_s
 
 @kernel
 def _value_gradients_kernel(
-    k_ptr, v_ptr, inverse_ptr, total_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, deltas_ptr,
-    states_ptr, dout_ptr, ddelta_ptr, dv_ptr, dbeta_ptr, dattention_ptr, dsystem_ptr,
-    k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride,
-    dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
+    k_ptr, beta_ptr, inverse_ptr, total_ptr, k_factor_ptr, starts_ptr, counts_ptr, errors_ptr, ddelta_ptr, dv_ptr,
+    dbeta_ptr, dsystem_ptr,
+    k_batch_stride, k_token_stride, k_head_stride, table_stride,
+    n_tokens, n_slots, n_heads, group, key_dim, value_dim,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -197,154 +210,167 @@ def _value_gradients_kernel(
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
         tokens = start + rows
         in_chunk = tokens < end
-        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
-        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
-        total = load_total(total_ptr, row, tokens, end, n_tokens)
-        squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
-        inverse = tl.load(inverse_ptr + squares, mask=in_chunk[:, None], other=0.0)
-        factors = decays(total, rows, EXACT)
-        read_factor = decay_over(total, EXACT) * k_factor
-        products = tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None] * k_factor[None, :]
-        m = tl.where(rows[:, None] > rows[None, :], factors * products, 0.0).to(k.dtype)
-
-        dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-        dsystem = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
+        squares = (row * n_tokens + tokens) * CHUNK
+        transposed = tl.load(inverse_ptr + squares[None, :] + rows[:, None], mask=in_chunk[None, :], other=0.0)
+        products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)  # dV E^T
         dbeta = tl.zeros((CHUNK,), dtype=tl.float32)
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
             offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            delta = tl.load(deltas_ptr + offsets, mask=mask, other=0.0)
-            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0)
-            dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
-                             dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
-            v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values,
-                          in_chunk, value_dim)  # fmt: skip
-            state = load_state(states_ptr, row * n_slots + start // CHUNK, features, values, key_dim, value_dim,
-                               has_state)  # fmt: skip
-            dv = tl.dot(tl.trans(inverse), ddelta, input_precision="ieee").to(k.dtype)
+            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
+            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            derrors = (ddelta * beta[:, None]).to(errors.dtype)
+            dv = tl.dot(transposed, derrors, input_precision="ieee").to(errors.dtype)
             tl.store(dv_ptr + offsets, dv, mask=mask)
-            dattention += tl.dot(dout, tl.trans(delta), input_precision="ieee")
-            dsystem += tl.dot(dv, tl.trans(delta), input_precision="ieee")
-            dsolved = ddelta.to(tl.float32) - tl.dot(tl.trans(m), dv, input_precision="ieee")
-            solved = v.to(tl.float32) - tl.dot(k, state, input_precision="ieee") * read_factor[:, None]
-            solved -= tl.dot(m, delta, input_precision="ieee")
-            dbeta += tl.sum(dsolved * solved, 1)
+            dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
+            products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
-        dattention *= factors * scale
-        dsystem = tl.where(rows[:, None] > rows[None, :], dsystem * factors, 0.0)
-        tl.store(dattention_ptr + squares, dattention.to(dattention_ptr.dtype.element_ty), mask=in_chunk[:, None])
-        tl.store(dsystem_ptr + squares, dsystem.to(dsystem_ptr.dtype.element_ty), mask=in_chunk[:, None])
+        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                      in_chunk, key_dim)  # fmt: skip
+        k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
+        total = load_total(total_ptr, row, tokens, end, n_tokens)
+        products = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products, 0.0)
+        dsystem = products * beta[None, :]
+        tl.store(dsystem_ptr + squares[:, None] + rows[None, :], dsystem.to(dsystem_ptr.dtype.element_ty),
+                 mask=in_chunk[:, None])  # fmt: skip
+        products *= tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None]
+        dbeta -= tl.sum(products, 0) * k_factor
         gates = (batch * n_tokens + tokens) * n_heads + head
         tl.store(dbeta_ptr + gates, dbeta.to(dbeta_ptr.dtype.element_ty), mask=in_chunk)
 
 
-@jit
-def _outer_with_state(left_ptr, states_ptr, slot, exists, batch, tokens, head, batch_stride, token_stride, head_stride,
-                      features, in_chunk, key_dim, value_dim, like,
-                      CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
-    """The product of (T, d_v) rows and a transposed state, (CHUNK, KEYS) in fp32."""
-    product = tl.zeros((CHUNK, KEYS), dtype=tl.float32)
-    for first in range(0, value_dim, VALUES):
-        values = first + tl.arange(0, VALUES)
-        left = load_tile(left_ptr, batch, tokens, head, batch_stride, token_stride, head_stride, values, in_chunk,
-                         value_dim).to(like.dtype)  # fmt: skip
-        state = load_state(states_ptr, slot, features, values, key_dim, value_dim, exists)
-        product = tl.dot(left, tl.trans(state), product, input_precision="ieee")
-    return product
-
-
 @kernel
 def _key_gradients_kernel(
-    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, deltas_ptr,
-    states_ptr, dout_ptr, dv_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dq_ptr, dk_ptr, dg_ptr,
+    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
+    errors_ptr, states_ptr, dout_ptr, dv_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dq_ptr, dk_ptr, dtotals_ptr,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-    dout_batch_stride, dout_token_stride, dout_head_stride, value_batch_stride, value_token_stride, value_head_stride,
-    table_stride, n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
+    n_tokens, n_slots, n_heads, n_rows, group, key_dim, value_dim, scale,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = CHUNK // ROWS
     n_key_heads = n_heads // group
-    key_head, slot = program % n_key_heads, program // n_key_heads % n_slots
-    batch = program // n_key_heads // n_slots
+    part, key_head = program % PARTS, program // PARTS % n_key_heads
+    slot = program // PARTS // n_key_heads % n_slots
+    batch = program // PARTS // n_key_heads // n_slots
     key_row = batch * n_key_heads + key_head
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    own_rows = part * ROWS + tl.arange(0, ROWS)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + rows
-        in_chunk = tokens < end
+        tokens, all_tokens = start + own_rows, start + rows
+        in_chunk, all_in_chunk = tokens < end, all_tokens < end
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         dslot, has_dstate = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots + 1, CHUNK)
         q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
         k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
+        all_q = load_tile(q_ptr, batch, all_tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
+                          all_in_chunk, key_dim)  # fmt: skip
+        all_k = load_tile(k_ptr, batch, all_tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                          all_in_chunk, key_dim)  # fmt: skip
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        q, k = (q * q_factor[:, None]).to(q.dtype), (k * k_factor[:, None]).to(k.dtype)
-        dq = tl.zeros((CHUNK, KEYS), dtype=tl.float32)  # of the normalized q and k
-        dk = tl.zeros((CHUNK, KEYS), dtype=tl.float32)
+        all_q_factor = load_factors(q_factor_ptr, key_row, all_tokens, all_in_chunk, n_tokens)[None, :]
+        all_k_factor = load_factors(k_factor_ptr, key_row, all_tokens, all_in_chunk, n_tokens)[None, :]
+        dq = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q and k
+        dk = tl.zeros((ROWS, KEYS), dtype=tl.float32)
         for head in range(key_head * group, (key_head + 1) * group):
             row = batch * n_heads + head
-            total = load_total(total_ptr, row, tokens, end, n_tokens)
-            last_total = tl.load(total_ptr + row * n_tokens + end - 1)
-            decay = decay_over(total, EXACT)
-            squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
-            dattention = tl.load(dattention_ptr + squares, mask=in_chunk[:, None], other=0.0)
-            dsystem = tl.load(dsystem_ptr + squares, mask=in_chunk[:, None], other=0.0)
-            # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
-            diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dattention.to(tl.float32), 0.0), 1)[:, None]
-            dattention = tl.where(rows[:, None] > rows[None, :], dattention, 0.0).to(k.dtype)
-            state_slot, dstate_slot = row * n_slots + start // CHUNK, row * (n_slots + 1) + dslot
-
-            product = _outer_with_state(
-                dout_ptr, states_ptr, state_slot, has_state, batch, tokens, head, dout_batch_stride, dout_token_stride,
-                dout_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
-            ) * (decay * scale)[:, None]  # fmt: skip
-            product = tl.dot(dattention, k, product, input_precision="ieee")
-            dtotal = tl.sum(q.to(tl.float32) * product, 1)
-            dq += product + diagonal * k.to(tl.float32)
-
-            product = _outer_with_state(
-                dv_ptr, states_ptr, state_slot, has_state, batch, tokens, head, value_batch_stride, value_token_stride,
-                value_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
-            ) * decay[:, None]  # fmt: skip
-            product = tl.dot(dsystem, k, product, input_precision="ieee")
-            dtotal -= tl.sum(k.to(tl.float32) * product, 1)
-            dk -= product
-
-            product = _outer_with_state(
-                deltas_ptr, dstates_ptr, dstate_slot, has_dstate, batch, tokens, head, value_batch_stride,
-                value_token_stride, value_head_stride, features, in_chunk, key_dim, value_dim, k, CHUNK, KEYS, VALUES,
-            ) * decay_over(last_total - total, EXACT)[:, None]  # fmt: skip
-            dlast = tl.sum(tl.sum(k.to(tl.float32) * product, 1), 0)
+            queried = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dO S^T
+            read = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dV S^T
+            written = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # E dS'^T
+            kept = tl.zeros((KEYS,), dtype=tl.float32)  # <S, dS'>
             for first in range(0, value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
-                state = load_state(states_ptr, state_slot, features, values, key_dim, value_dim, has_state)
-                dstate = load_state(dstates_ptr, dstate_slot, features, values, key_dim, value_dim, has_dstate)
-                total_product = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-                dlast += total_product * decay_over(last_total, EXACT)
-            product = tl.dot(tl.trans(dattention), q, product, input_precision="ieee")
-            product -= tl.dot(tl.trans(dsystem), k, input_precision="ieee")
-            dtotal -= tl.sum(k.to(tl.float32) * product, 1)
-            dk += product + diagonal * q.to(tl.float32)
+                offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+                mask = in_chunk[:, None] & (values < value_dim)[None, :]
+                dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
+                                 dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
+                dv = tl.load(dv_ptr + offsets, mask=mask, other=0.0)
+                errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
+                state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
+                state_offsets = values[:, None] * key_dim + features[None, :]
+                slots = (row * n_slots + start // CHUNK) * key_dim * value_dim
+                state = tl.load(states_ptr + slots + state_offsets, mask=state_mask & has_state, other=0.0)
+                dslots = (row * (n_slots + 1) + dslot) * key_dim * value_dim
+                dstate = tl.load(dstates_ptr + dslots + state_offsets, mask=state_mask & has_dstate, other=0.0)
+                queried = tl.dot(dout, state, queried, input_precision="ieee")
+                read = tl.dot(dv, state, read, input_precision="ieee")
+                written = tl.dot(errors, dstate, written, input_precision="ieee")
+                kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
 
-            dtotal += tl.where(tokens == end - 1, dlast, 0.0)
-            gates = (batch * n_tokens + tokens) * n_heads + head
-            dg = tl.cumsum(dtotal, 0, reverse=True)
-            tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=in_chunk)
+            total = load_total(total_ptr, row, tokens, end, n_tokens)
+            last_total = tl.load(total_ptr + row * n_tokens + end - 1)
+            beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
+            decay = decay_over(total, EXACT)
+            squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
+            transposed = (row * n_tokens + all_tokens[None, :]) * CHUNK + own_rows[:, None]
+            is_before, is_after = own_rows[:, None] > rows[None, :], own_rows[:, None] < rows[None, :]
+            square = tl.load(dattention_ptr + squares, mask=in_chunk[:, None], other=0.0).to(tl.float32)
+            # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
+            diagonal = tl.sum(tl.where(own_rows[:, None] == rows[None, :], square, 0.0), 1)
+            square = (tl.where(is_before, square, 0.0) * all_k_factor).to(k.dtype)
+            product = tl.dot(square, all_k, queried * (decay * scale)[:, None], input_precision="ieee")
+            dtotal = q_factor * tl.sum(q.to(tl.float32) * product, 1)
+            dq += product + (diagonal * k_factor)[:, None] * k.to(tl.float32)
+
+            square = tl.load(dsystem_ptr + squares, mask=in_chunk[:, None], other=0.0).to(tl.float32)
+            square = (square * all_k_factor).to(k.dtype)
+            product = tl.dot(square, all_k, read * decay[:, None], input_precision="ieee")
+            dtotal -= k_factor * tl.sum(k.to(tl.float32) * product, 1)
+            dk -= product
+
+            product = written * (decay_over(last_total - total, EXACT) * beta)[:, None]
+            dlast = tl.sum(k_factor * tl.sum(k.to(tl.float32) * product, 1), 0)
+            dlast += tl.where(part == 0, tl.sum(kept, 0) * decay_over(last_total, EXACT), 0.0)
+            square = tl.load(dattention_ptr + transposed, mask=all_in_chunk[None, :] & is_after, other=0.0)
+            square = (square.to(tl.float32) * all_q_factor).to(k.dtype)
+            product = tl.dot(square, all_q, product, input_precision="ieee")
+            square = tl.load(dsystem_ptr + transposed, mask=all_in_chunk[None, :], other=0.0)
+            square = (square.to(tl.float32) * -all_k_factor).to(k.dtype)
+            product = tl.dot(square, all_k, product, input_precision="ieee")
+            dtotal -= k_factor * tl.sum(k.to(tl.float32) * product, 1)
+            dk += product + (diagonal * q_factor)[:, None] * q.to(tl.float32)
+
+            tl.store(dtotals_ptr + row * n_tokens + tokens, dtotal, mask=in_chunk)
+            tl.store(dtotals_ptr + ((1 + part) * n_rows + row) * n_tokens + start, dlast)
 
         if q_factor_ptr is not None:
-            q, k = q.to(tl.float32), k.to(tl.float32)
+            q, k = q.to(tl.float32) * q_factor[:, None], k.to(tl.float32) * k_factor[:, None]
             dq = q_factor[:, None] * (dq - q * tl.sum(q * dq, 1)[:, None])
             dk = k_factor[:, None] * (dk - k * tl.sum(k * dk, 1)[:, None])
         offsets = ((batch * n_tokens + tokens[:, None]) * n_key_heads + key_head) * key_dim + features[None, :]
         mask = in_chunk[:, None] & (features < key_dim)[None, :]
         tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
         tl.store(dk_ptr + offsets, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _gate_gradients_kernel(
+    dtotals_ptr, starts_ptr, counts_ptr, dg_ptr, table_stride, n_tokens, n_slots, n_heads, n_rows,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
+    row = batch * n_heads + head
+    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
+    for chunk in range(slot, n_chunks, n_slots):
+        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+        tokens = start + tl.arange(0, CHUNK)
+        in_chunk = tokens < end
+        dtotal = tl.load(dtotals_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+        for part in tl.static_range(PARTS):
+            dlast = tl.load(dtotals_ptr + ((1 + part) * n_rows + row) * n_tokens + start)
+            dtotal += tl.where(tokens == end - 1, dlast, 0.0)
+        dg = tl.cumsum(dtotal, 0, reverse=True)
+        gates = (batch * n_tokens + tokens) * n_heads + head
+        tl.store(dg_ptr + gates, dg.to(dg_ptr.dtype.element_ty), mask=in_chunk)
 
 
 class Gradients(NamedTuple):
@@ -367,30 +393,34 @@ class Gradients(NamedTuple):
     dinitial: Tensor
 
 
-def local_gradients(tokens: Tokens, prepared: Prepared, table: ChunkTable, dout: Tensor, scale: float) -> Tensor:
-    """Returns the part of the gradients of the deltas that comes from outputs in the same chunk, (B, T, V, D_v)."""
+def local_gradients(
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, dout: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns P^T dO, (B, T, V, D_v), and scale e o dO D^T, (B, V, T, 64)."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     launch = LOCAL[v.element_size()]
     slots = cdiv(n_tokens, CHUNK)
-    ddelta = v.new_empty(v.shape)
+    ddelta, dattention = v.new_empty(v.shape), v.new_empty(prepared.inverse.shape)
     _local_kernel[batch * slots * heads](
-        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.starts, table.counts,
-        dout, ddelta, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
-        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+        q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.starts,
+        table.counts, errors, dout, ddelta, dattention, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3],
+        table.stride, n_tokens, slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK,
+        padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps,
+        num_stages=launch.stages,
     )  # fmt: skip
-    return ddelta
+    return ddelta, dattention
 
 
 def reverse_scan(
-    tokens: Tokens, prepared: Prepared, table: ChunkTable, dout: Tensor, ddelta: Tensor, dfinal: Tensor | None,
-    dinitial: Tensor | None, scale: float,
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, readers: Tensor, dout: Tensor,
+    ddelta: Tensor, dfinal: Tensor | None, dinitial: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Completes the gradients of the deltas in place, and writes the gradient of the initial state.
+    """Completes `ddelta`, P^T dO, to dD in place, and writes the gradient of the initial state.
 
     Returns:
-        (B, V, slots + 1, D_k, D_v) gradient of the state before each chunk and, in the last slot, of the final state.
+        (B, V, slots + 1, D_v, D_k) gradient of the state before each chunk and, in the last slot, of the final state,
+        transposed.
     """
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
@@ -399,9 +429,9 @@ def reverse_scan(
     slots, shares = cdiv(n_tokens, CHUNK) + 1, 1 if table.starts is None else SEGMENT_PROGRAMS
     values = min(launch.values, padded_dim(value_dim))
     blocks = cdiv(value_dim, values)
-    dstates = v.new_empty((batch, heads, slots, key_dim, value_dim))
+    dstates = v.new_empty((batch, heads, slots, value_dim, key_dim))
     _reverse_scan_kernel[batch * heads * shares * blocks](
-        q, k, prepared.inverse, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor),
+        q, k, beta, readers, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor),
         table.segment_start, table.starts, table.segments, table.counts, dout, ddelta, dfinal, dstates, dinitial,
         *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, shares, heads,
         heads // k.shape[2], key_dim, value_dim, blocks, scale, CHUNK, padded_dim(key_dim), values, is_exact(tokens),
@@ -411,39 +441,54 @@ def reverse_scan(
 
 
 def value_gradients(
-    tokens: Tokens, prepared: Prepared, table: ChunkTable, deltas: Tensor, states: Tensor, dout: Tensor,
-    ddelta: Tensor, gradients: Gradients, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes the gradients of v and beta. Returns e o dO D^T, scaled, and e o dV D^T, (B, V, T, 64)."""
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, ddelta: Tensor,
+    gradients: Gradients,
+) -> Tensor:  # fmt: skip
+    """Writes the gradients of v and beta. Returns e o dV D^T, (B, V, T, 64)."""
     _, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     launch = VALUE_GRADIENTS[v.element_size()]
     slots = cdiv(n_tokens, CHUNK)
-    dattention, dsystem = (v.new_empty(prepared.inverse.shape) for _ in range(2))
+    dsystem = v.new_empty(prepared.inverse.shape)
     _value_gradients_kernel[batch * slots * heads](
-        k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), table.segment_start, table.starts,
-        table.counts, deltas, states, dout, ddelta, gradients.dv, gradients.dbeta, dattention, dsystem,
-        *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
+        k, beta, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, errors,
+        ddelta, gradients.dv, gradients.dbeta, dsystem, *k.stride()[:3], table.stride, n_tokens, slots, heads,
+        heads // k.shape[2], k.shape[3], value_dim, CHUNK, padded_dim(k.shape[3]),
         min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    return dattention, dsystem
+    return dsystem
 
 
 def key_gradients(
-    tokens: Tokens, prepared: Prepared, table: ChunkTable, deltas: Tensor, states: Tensor, dout: Tensor,
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, states: Tensor, dout: Tensor,
     dstates: Tensor, dattention: Tensor, dsystem: Tensor, gradients: Gradients, scale: float,
-) -> None:  # fmt: skip
-    """Writes the gradients of q, k and g."""
+) -> Tensor:  # fmt: skip
+    """Writes the gradients of q and k.
+
+    Returns:
+        (1 + 64 / ROWS, B, V, T) fp32: dG without the second part of dG_last; and terms of this part, at the first token
+        of each chunk.
+    """
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     launch = KEY_GRADIENTS[v.element_size()]
     slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
-    _key_gradients_kernel[batch * slots * key_heads](
-        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
-        table.starts, table.counts, deltas, states, dout, gradients.dv, dstates, dattention, dsystem, gradients.dq,
-        gradients.dk, gradients.dg, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], *deltas.stride()[:3],
-        table.stride, n_tokens, slots, heads, heads // key_heads, k.shape[3], value_dim, scale, CHUNK,
-        padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps,
-        num_stages=launch.stages,
+    dtotals = v.new_empty((1 + CHUNK // ROWS, batch, heads, n_tokens), dtype=torch.float32)
+    _key_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
+        q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
+        table.starts, table.counts, errors, states, dout, gradients.dv, dstates, dattention, dsystem, gradients.dq,
+        gradients.dk, dtotals, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots,
+        heads, batch * heads, heads // key_heads, k.shape[3], value_dim, scale, CHUNK, ROWS, padded_dim(k.shape[3]),
+        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return dtotals
+
+
+def gate_gradients(table: ChunkTable, dtotals: Tensor, gradients: Gradients) -> None:
+    """Writes the gradient of g, from what `key_gradients` returns."""
+    parts, batch, heads, n_tokens = dtotals.shape
+    slots = cdiv(n_tokens, CHUNK)
+    _gate_gradients_kernel[batch * slots * heads](
+        dtotals, table.starts, table.counts, gradients.dg, table.stride, n_tokens, slots, heads, batch * heads, CHUNK,
+        parts - 1, num_warps=1,
     )  # fmt: skip

@@ -1,18 +1,23 @@
 """The chunked forward pass of the gated delta rule: the products of 64 tokens at a time in matrix products.
 
-Within a chunk, let G_i be the sum of g up to token i, e_ij = exp(G_i - G_j), S the state before the chunk, and R, D
-(deltas), V, K, Q, O the rows of its tokens. Unrolled, the rule reads (Yang et al. 2024, section 3.2, with decay)
+Within a chunk, let G_i be the sum of g up to token i, e_ij = exp(G_i - G_j), S the state before the chunk, and K, V, Q,
+O, E the rows of its tokens. An error E_i = v_i - S_i^T k_i is what the (decayed) state before token i lacks of its
+value, so that the rule's delta is beta_i E_i. Unrolled, the rule reads (Yang et al. 2024, section 3.2, with decay)
 
-    D_i = beta_i (R_i - sum over j < i of e_ij (k_i . k_j) D_j),   R_i = v_i - exp(G_i) S^T k_i
-    O_i = scale (exp(G_i) S^T q_i + sum over j <= i of e_ij (q_i . k_j) D_j)
-    S'  = exp(G_last) S + sum over j of exp(G_last - G_j) k_j D_j^T
+    E_i = v_i - exp(G_i) S^T k_i - sum over j < i of e_ij (k_i . k_j) beta_j E_j
+    O_i = scale (exp(G_i) S^T q_i + sum over j <= i of e_ij (q_i . k_j) beta_j E_j)
+    S'  = exp(G_last) S + sum over j of exp(G_last - G_j) beta_j k_j E_j^T
 
-The first line is a triangular system: D = X R with X = (I + diag(beta) M)^-1 diag(beta), M_ij = e_ij (k_i . k_j) for
-j < i. Three kernels:
+The first line is a triangular system: with M_ij = e_ij (k_i . k_j) for j < i and X = (I + M diag(beta))^-1,
+
+    E = X V - W S,   W = X diag(exp(G)) K
+
+Four kernels:
 
 1. `prepare`, for each chunk: G, X and the factors that normalize q and k;
-2. `scan`, for each head and block of values, from chunk to chunk: D and S;
-3. `outputs`, for each chunk: O.
+2. `solve`, for each chunk: W and X V;
+3. `scan`, for each head and block of values, from chunk to chunk: E and S, with two products after each other per chunk;
+4. `outputs`, for each chunk: O.
 
 Kernels read q and k without normalizing them. The factors multiply rows and columns of the products, in fp32.
 
@@ -54,9 +59,16 @@ class Launch(NamedTuple):
 
 
 PREPARE = Launch(values=0, warps=2, stages=1)
-SCAN = {2: Launch(values=16, warps=2, stages=2), 4: Launch(values=16, warps=4, stages=1)}
-OUTPUTS = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=4, stages=1)}
-"""By the element size of the tokens' tensors. To be tuned on a GPU."""
+SOLVE = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
+SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
+OUTPUTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
+"""By the element size of the tokens' tensors. To be tuned on a GPU.
+
+Triton uses the instructions `wgmma` for products of 2-byte elements with at least 64 rows in programs with a multiple
+of 4 warps. ptxas 12.8 compiles some of them to code that accesses illegal memory (triton issue 11366). So programs with
+products of 64 rows have 2 warps. The products of `scan` and `reverse_scan` have a row per feature of the values, and
+those of `key_gradients` 32.
+"""
 
 SEGMENT_PROGRAMS = 16
 """Programs per row, head and block of values that share the segments of a packed row in `scan`."""
@@ -182,6 +194,13 @@ def load_tile(ptr, batch, tokens, head, batch_stride, token_stride, head_stride,
 
 
 @jit
+def load_columns(ptr, batch, tokens, head, batch_stride, token_stride, head_stride, features, in_chunk, n_features):
+    """`load_tile`, transposed: (features, tokens). Triton overlaps the loads of an operand, but not of a transpose."""
+    offsets = batch * batch_stride + head * head_stride + tokens[None, :] * token_stride + features[:, None]
+    return tl.load(ptr + offsets, mask=in_chunk[None, :] & (features < n_features)[:, None], other=0.0)
+
+
+@jit
 def load_factors(ptr, row, tokens, in_chunk, n_tokens):
     """A factor per token of (rows, T); ones for a null pointer."""
     if ptr is not None:
@@ -198,11 +217,18 @@ def load_total(ptr, row, tokens, end, n_tokens):
 
 
 @jit
-def load_state(states_ptr, slot, rows, columns, n_rows, n_columns, exists):
-    """The block of a (d_k, d_v) state in this slot; zeros if it does not exist."""
-    mask = (rows < n_rows)[:, None] & (columns < n_columns)[None, :] & exists
-    offsets = slot * n_rows * n_columns + rows[:, None] * n_columns + columns[None, :]
+def load_state(states_ptr, slot, features, values, key_dim, value_dim, exists):
+    """The block of a state in this slot, (features, values); zeros if it does not exist."""
+    mask = (features < key_dim)[:, None] & (values < value_dim)[None, :] & exists
+    offsets = slot * key_dim * value_dim + features[:, None] + values[None, :] * key_dim
     return tl.load(states_ptr + offsets, mask=mask, other=0.0)
+
+
+@jit
+def load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens):
+    """beta of (B, T, V), in fp32; zeros beyond the chunk."""
+    gates = (batch * n_tokens + tokens) * n_heads + head
+    return tl.load(beta_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32)
 
 
 @jit
@@ -265,7 +291,7 @@ def _prepare_kernel(
         in_chunk = tokens < end
         gates = (batch * n_tokens + tokens) * n_heads + head
         total = tl.cumsum(tl.load(g_ptr + gates, mask=in_chunk, other=0.0).to(total_ptr.dtype.element_ty), 0)
-        beta = tl.load(beta_ptr + gates, mask=in_chunk, other=0.0).to(tl.float32)
+        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
         tl.store(total_ptr + (batch * n_heads + head) * n_tokens + tokens, total, mask=in_chunk)
 
         k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
@@ -282,17 +308,54 @@ def _prepare_kernel(
                 tl.store(k_factor_ptr + factors, k_factor, mask=in_chunk)
                 tl.store(q_factor_ptr + factors, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=in_chunk)
 
-        system = tl.where(rows[:, None] > rows[None, :], beta[:, None] * decays(total, rows, EXACT) * products, 0.0)
-        inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION) * beta[None, :]
+        system = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products * beta[None, :], 0.0)
+        inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION)
         offsets = ((batch * n_heads + head) * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
         tl.store(inverse_ptr + offsets, inverse.to(inverse_ptr.dtype.element_ty), mask=in_chunk[:, None])
 
 
 @kernel
-def _scan_kernel(
-    k_ptr, v_ptr, inverse_ptr, total_ptr, k_factor_ptr, initial_ptr, segment_start_ptr, starts_ptr, segments_ptr,
-    counts_ptr, deltas_ptr, states_ptr, final_ptr,
+def _solve_kernel(
+    k_ptr, v_ptr, inverse_ptr, total_ptr, k_factor_ptr, starts_ptr, counts_ptr, readers_ptr, errors_ptr,
     k_batch_stride, k_token_stride, k_head_stride, v_batch_stride, v_token_stride, v_head_stride, table_stride,
+    n_tokens, n_slots, n_heads, group, key_dim, value_dim,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
+    row, key_head = batch * n_heads + head, head // group
+    rows = tl.arange(0, CHUNK)
+    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
+    for chunk in range(slot, n_chunks, n_slots):
+        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+        tokens = start + rows
+        in_chunk = tokens < end
+        inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
+                          mask=in_chunk[:, None], other=0.0)  # fmt: skip
+        total = load_total(total_ptr, row, tokens, end, n_tokens)
+        k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
+        scaled = (inverse.to(tl.float32) * (decay_over(total, EXACT) * k_factor)[None, :]).to(inverse.dtype)
+        for first in range(0, key_dim, FEATURES):
+            features = first + tl.arange(0, FEATURES)
+            k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                          in_chunk, key_dim)  # fmt: skip
+            readers = tl.dot(scaled, k, input_precision="ieee").to(readers_ptr.dtype.element_ty)
+            offsets = (row * n_tokens + tokens[:, None]) * key_dim + features[None, :]
+            tl.store(readers_ptr + offsets, readers, mask=in_chunk[:, None] & (features < key_dim)[None, :])
+        for first in range(0, value_dim, FEATURES):
+            values = first + tl.arange(0, FEATURES)
+            v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values, in_chunk,
+                          value_dim)  # fmt: skip
+            errors = tl.dot(inverse, v, input_precision="ieee").to(errors_ptr.dtype.element_ty)
+            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+            tl.store(errors_ptr + offsets, errors, mask=in_chunk[:, None] & (values < value_dim)[None, :])
+
+
+@kernel
+def _scan_kernel(
+    k_ptr, beta_ptr, readers_ptr, total_ptr, k_factor_ptr, initial_ptr, segment_start_ptr, starts_ptr, segments_ptr,
+    counts_ptr, errors_ptr, states_ptr, final_ptr,
+    k_batch_stride, k_token_stride, k_head_stride, table_stride,
     n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -302,58 +365,54 @@ def _scan_kernel(
     key_head = head // group
     key_row = batch * (n_heads // group) + key_head
     rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block * VALUES + tl.arange(0, VALUES)
-    state_mask = (features < key_dim)[:, None] & (values < value_dim)[None, :]
-    state_offsets = features[:, None] * value_dim + values[None, :]
+    state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
+    state_offsets = values[:, None] * key_dim + features[None, :]
+    outer_offsets = row * key_dim * value_dim + features[None, :] * value_dim + values[:, None]
     n_segments = segment_count(counts_ptr, table_stride, batch)
     for segment in range(share, n_segments, n_shares):
         first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
-        state = tl.zeros((KEYS, VALUES), dtype=tl.float32)
+        state = tl.zeros((VALUES, KEYS), dtype=tl.float32)  # transposed
         if initial_ptr is not None:
-            initial = initial_ptr + row * key_dim * value_dim + state_offsets
-            state = tl.load(initial, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
+            state = tl.load(initial_ptr + outer_offsets, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
         for chunk in range(first, after_last):
             start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
             tokens = start + rows
             in_chunk = tokens < end
             k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                           in_chunk, key_dim)  # fmt: skip
-            v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values,
-                          in_chunk, value_dim)  # fmt: skip
-            inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
-                              mask=in_chunk[:, None], other=0.0)  # fmt: skip
+            readers = load_columns(readers_ptr, row, tokens, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
+                                   key_dim)  # fmt: skip
+            offsets = ((batch * n_tokens + tokens[None, :]) * n_heads + head) * value_dim + values[:, None]
+            mask = in_chunk[None, :] & (values < value_dim)[:, None]
+            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
+            beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
             k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
 
             rounded = state.to(k.dtype)
             has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
             slot = (row * n_slots + start // CHUNK) * key_dim * value_dim
             tl.store(states_ptr + slot + state_offsets, rounded, mask=state_mask & has_state)
-            read = tl.dot(k, rounded, input_precision="ieee")
-            residual = v.to(tl.float32) - (decay_over(total, EXACT) * k_factor)[:, None] * read
-            delta = tl.dot(inverse, residual.to(k.dtype), input_precision="ieee")
-            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-            tl.store(deltas_ptr + offsets, delta.to(k.dtype), mask=in_chunk[:, None] & (values < value_dim)[None, :])
-            written = (decay_over(last_total - total, EXACT) * k_factor)[:, None] * delta
-            state = decay_over(last_total, EXACT) * state + tl.dot(
-                tl.trans(k), written.to(k.dtype), input_precision="ieee"
-            )
+            errors -= tl.dot(rounded, readers, input_precision="ieee")
+            tl.store(errors_ptr + offsets, errors.to(k.dtype), mask=mask)
+            written = errors * (decay_over(last_total - total, EXACT) * k_factor * beta)[None, :]
+            state = tl.dot(written.to(k.dtype), k, decay_over(last_total, EXACT) * state, input_precision="ieee")
         if final_ptr is not None:
-            final = final_ptr + row * key_dim * value_dim + state_offsets
-            tl.store(final, state, mask=state_mask & (segment == n_segments - 1))
+            tl.store(final_ptr + outer_offsets, state, mask=state_mask & (segment == n_segments - 1))
 
 
 @jit
 def attention_of_chunk(q, k, q_factor, k_factor, decay, scale):
-    """P_ij = scale e_ij (q_i . k_j) with normalized q and k, for j <= i."""
+    """scale e_ij (q_i . k_j) for j <= i; `q_factor` and `k_factor` multiply q and k."""
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     return products * decay * (q_factor * scale)[:, None] * k_factor[None, :]
 
 
 @kernel
 def _outputs_kernel(
-    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, deltas_ptr,
-    states_ptr, out_ptr,
+    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
+    errors_ptr, states_ptr, out_ptr,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
     n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
@@ -375,7 +434,8 @@ def _outputs_kernel(
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)
+        beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
+        attention = attention_of_chunk(q, k, q_factor, k_factor * beta, decays(total, rows, EXACT), scale).to(q.dtype)
         state_factor = decay_over(total, EXACT) * q_factor * scale
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         for first in range(0, value_dim, VALUES):
@@ -384,9 +444,9 @@ def _outputs_kernel(
                                has_state)  # fmt: skip
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
             offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-            delta = tl.load(deltas_ptr + offsets, mask=mask, other=0.0)
+            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
             out = tl.dot(q, state, input_precision="ieee") * state_factor[:, None]
-            out += tl.dot(attention, delta, input_precision="ieee")
+            out = tl.dot(attention, errors, out, input_precision="ieee")
             tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -468,12 +528,30 @@ def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normaliz
     return prepared
 
 
-def scan(
-    tokens: Tokens, prepared: Prepared, table: ChunkTable, initial_state: Tensor | None, final_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the deltas, (B, T, V, D_v), and the state before each chunk, (B, V, slots, D_k, D_v).
+def solve(tokens: Tokens, prepared: Prepared, table: ChunkTable) -> tuple[Tensor, Tensor]:
+    """Returns W, (B, V, T, D_k), and X V, (B, T, V, D_v)."""
+    _, k, v = tokens
+    batch, n_tokens, heads, value_dim = v.shape
+    key_dim = k.shape[3]
+    launch = SOLVE[v.element_size()]
+    slots = cdiv(n_tokens, CHUNK)
+    readers, errors = v.new_empty((batch, heads, n_tokens, key_dim)), v.new_empty(v.shape)
+    _solve_kernel[batch * slots * heads](
+        k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, readers,
+        errors, *k.stride()[:3], *v.stride()[:3], table.stride, n_tokens, slots, heads, heads // k.shape[2], key_dim,
+        value_dim, CHUNK, min(launch.values, padded_dim(max(key_dim, value_dim))), is_exact(tokens),
+        num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return readers, errors
 
-    Writes the (B, V, D_k, D_v) `final_state`.
+
+def scan(
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, readers: Tensor, errors: Tensor,
+    initial_state: Tensor | None, final_state: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Returns the state before each chunk, transposed, (B, V, slots, D_v, D_k).
+
+    Completes `errors`, X V, to E in place, and writes the (B, V, D_k, D_v) `final_state`.
     """
     _, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
@@ -482,18 +560,18 @@ def scan(
     slots, shares = cdiv(n_tokens, CHUNK), 1 if table.starts is None else SEGMENT_PROGRAMS
     values = min(launch.values, padded_dim(value_dim))
     blocks = cdiv(value_dim, values)
-    deltas, states = v.new_empty(v.shape), v.new_empty((batch, heads, slots, key_dim, value_dim))
+    states = v.new_empty((batch, heads, slots, value_dim, key_dim))
     _scan_kernel[batch * heads * shares * blocks](
-        k, v, prepared.inverse, prepared.total, optional(prepared.k_factor), initial_state, table.segment_start,
-        table.starts, table.segments, table.counts, deltas, states, final_state, *k.stride()[:3], *v.stride()[:3],
-        table.stride, n_tokens, slots, shares, heads, heads // k.shape[2], key_dim, value_dim, blocks, CHUNK,
-        padded_dim(key_dim), values, is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+        k, beta, readers, prepared.total, optional(prepared.k_factor), initial_state, table.segment_start,
+        table.starts, table.segments, table.counts, errors, states, final_state, *k.stride()[:3], table.stride,
+        n_tokens, slots, shares, heads, heads // k.shape[2], key_dim, value_dim, blocks, CHUNK, padded_dim(key_dim),
+        values, is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    return deltas, states
+    return states
 
 
 def outputs(
-    tokens: Tokens, prepared: Prepared, table: ChunkTable, deltas: Tensor, states: Tensor, scale: float
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, states: Tensor, scale: float
 ) -> Tensor:
     """Returns the (B, T, V, D_v) outputs."""
     q, k, v = tokens
@@ -502,8 +580,8 @@ def outputs(
     slots = cdiv(n_tokens, CHUNK)
     out = v.new_empty(v.shape)
     _outputs_kernel[batch * slots * heads](
-        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
-        table.starts, table.counts, deltas, states, out, *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens,
+        q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
+        table.starts, table.counts, errors, states, out, *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens,
         slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK, padded_dim(k.shape[3]),
         min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip

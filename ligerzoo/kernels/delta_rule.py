@@ -128,19 +128,23 @@ def _forward(
     final_state = _allocate_forward(tokens, normalize, needs_final).final_state
     table = chunk_table(segment_start)
     prepared = forward_pass.prepare(tokens, g, beta, table, normalize)
-    deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, final_state if needs_final else None)
-    o = forward_pass.outputs(tokens, prepared, table, deltas, states, scale)
+    readers, errors = forward_pass.solve(tokens, prepared, table)
+    states = forward_pass.scan(
+        tokens, beta, prepared, table, readers, errors, initial_state, final_state if needs_final else None
+    )
+    del readers
+    o = forward_pass.outputs(tokens, beta, prepared, table, errors, states, scale)
     return _Output(o, final_state, *prepared)
 
 
 def _allocate_backward(
-    tokens: Tokens, initial_state: Tensor | None, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool
+    tokens: Tokens, beta: Tensor, initial_state: Tensor | None, g_dtype: torch.dtype, needs_initial: bool
 ) -> Gradients:
     q, k, v = tokens
     initial = v if initial_state is None else initial_state
     return Gradients(
         q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), v.new_empty(v.shape[:3], dtype=g_dtype),
-        v.new_empty(v.shape[:3], dtype=beta_dtype), empty_gradient(initial, needs_initial),
+        torch.empty_like(beta), empty_gradient(initial, needs_initial),
     )  # fmt: skip
 
 
@@ -160,19 +164,27 @@ def _backward_peak(tokens: Tokens) -> int:
 
 @register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops, peak=_backward_peak)
 def _backward(
-    do: Tensor, dfinal: Tensor | None, tokens: Tokens, prepared: Prepared, initial_state: Tensor | None,
-    segment_start: Tensor | None, scale: float, g_dtype: torch.dtype, beta_dtype: torch.dtype, needs_initial: bool,
+    do: Tensor, dfinal: Tensor | None, tokens: Tokens, beta: Tensor, prepared: Prepared, initial_state: Tensor | None,
+    segment_start: Tensor | None, scale: float, g_dtype: torch.dtype, needs_initial: bool,
 ) -> Gradients:  # fmt: skip
-    gradients = _allocate_backward(tokens, initial_state, g_dtype, beta_dtype, needs_initial)
+    gradients = _allocate_backward(tokens, beta, initial_state, g_dtype, needs_initial)
     do = do if do.stride(-1) == 1 else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     dinitial = gradients.dinitial if needs_initial else None
     table = chunk_table(segment_start)
-    deltas, states = forward_pass.scan(tokens, prepared, table, initial_state, None)
-    ddelta = backward_pass.local_gradients(tokens, prepared, table, do, scale)
-    dstates = backward_pass.reverse_scan(tokens, prepared, table, do, ddelta, dfinal, dinitial, scale)
-    squares = backward_pass.value_gradients(tokens, prepared, table, deltas, states, do, ddelta, gradients, scale)
-    backward_pass.key_gradients(tokens, prepared, table, deltas, states, do, dstates, *squares, gradients, scale)
+    readers, errors = forward_pass.solve(tokens, prepared, table)
+    states = forward_pass.scan(tokens, beta, prepared, table, readers, errors, initial_state, None)
+    ddelta, dattention = backward_pass.local_gradients(tokens, beta, prepared, table, errors, do, scale)
+    dstates = backward_pass.reverse_scan(
+        tokens, beta, prepared, table, readers, do, ddelta, dfinal, dinitial, scale
+    )
+    del readers
+    dsystem = backward_pass.value_gradients(tokens, beta, prepared, table, errors, ddelta, gradients)
+    del ddelta
+    dtotals = backward_pass.key_gradients(
+        tokens, beta, prepared, table, errors, states, do, dstates, dattention, dsystem, gradients, scale
+    )
+    backward_pass.gate_gradients(table, dtotals, gradients)
     return gradients
 
 
@@ -186,8 +198,8 @@ class _GatedDeltaRule(FusedFunction):
         o, final_state, *prepared = _forward(
             tokens, g, beta, initial_state, segment_start, scale, normalize, needs_final
         )
-        ctx.save_for_backward(q, k, v, initial_state, segment_start, *prepared)
-        ctx.options = scale, g.dtype, beta.dtype, needs_final
+        ctx.save_for_backward(q, k, v, beta, initial_state, segment_start, *prepared)
+        ctx.options = scale, g.dtype, needs_final
         if not needs_final:
             ctx.mark_non_differentiable(final_state)
         return o, final_state
@@ -195,11 +207,11 @@ class _GatedDeltaRule(FusedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, initial_state, segment_start, *prepared = ctx.saved_tensors
-        scale, g_dtype, beta_dtype, needs_final = ctx.options
+        q, k, v, beta, initial_state, segment_start, *prepared = ctx.saved_tensors
+        scale, g_dtype, needs_final = ctx.options
         gradients = _backward(
-            do, dfinal if needs_final else None, Tokens(q, k, v), Prepared(*prepared), initial_state, segment_start,
-            scale, g_dtype, beta_dtype, ctx.needs_input_grad[5],
+            do, dfinal if needs_final else None, Tokens(q, k, v), beta, Prepared(*prepared), initial_state,
+            segment_start, scale, g_dtype, ctx.needs_input_grad[5],
         )  # fmt: skip
         needed = zip(gradients, ctx.needs_input_grad[:6], strict=True)
         return *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None, None

@@ -120,7 +120,8 @@ def test_every_pair_of_options(case: dict[str, Any], device: str) -> None:
         bounds = [[*(b for b in row if b < tokens), tokens] for row in rows]
         segment_start = torch.cat([starts_of(b, device) for b in bounds])
     options = {"segment_start": segment_start, "scale": case["scale"], "normalize": normalize}
-    judge(rule(**options, backend="triton"), oracle(**options), inputs)
+    ulps = 2 * worst_condition_number(inputs[1]) ** 0.5  # 64 keys of 5 features are far from orthogonal
+    judge(rule(**options, backend="triton"), oracle(**options), inputs, ulps=ulps)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -283,6 +284,11 @@ def condition_number(k: Tensor) -> float:
     k = k.double() * (k.double().square().sum(-1, keepdim=True) + NORMALIZATION_EPS).rsqrt()
     system = (k @ k.T).tril(-1) + torch.eye(len(k), dtype=k.dtype, device=k.device)
     return (system.inverse().abs() @ system.abs()).sum(-1).max().item()
+
+
+def worst_condition_number(k: Tensor) -> float:
+    """The largest condition number of the heads' first chunks of (B, T, K, D_k) keys."""
+    return max(map(condition_number, k.detach()[:, :CHUNK].transpose(1, 2).flatten(0, 1)))
 
 
 @needs_triton
