@@ -21,13 +21,14 @@ k_i that reads, exp(-G_i) with a k_i that is written, so
 
 and dg_i is the sum of dG from i on. No beta divides, so that a beta of 0 has its gradient.
 
-Five kernels, after `solve` and `scan` have computed W, E and S again:
+Six kernels, after `solve` and `scan` have computed W, E and S again:
 
 1. `local_gradients`, for each chunk: P^T dO and the square scale e o dO D^T;
 2. `reverse_scan`, for each head and block of values, from the last chunk to the first: dD and dS;
 3. `value_gradients`, for each chunk: dV, dbeta and the square e o dV D^T;
-4. `key_gradients`, for each half chunk and key head: dQ, dK and dG. It adds up the value heads that share a key head;
-5. `gate_gradients`, for each chunk: dg.
+4. `query_gradients`, for each half chunk and key head: dQ and its part of dG;
+5. `key_gradients`, likewise: dK and the rest of dG. Both add up the value heads that share a key head;
+6. `gate_gradients`, for each chunk: dg.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ from ligerzoo.kernels.jit import jit, kernel, tl
 LOCAL = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
 REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
 VALUE_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+QUERY_GRADIENTS = {2: Launch(values=64, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 KEY_GRADIENTS = {2: Launch(values=32, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 """By the element size of the tokens' tensors, see `delta_chunks`. To be tuned on a GPU."""
 
 ROWS = 32
-"""Tokens of a program of `key_gradients`."""
+"""Tokens of a program of `query_gradients` and `key_gradients`."""
 
 
 @kernel
@@ -242,23 +244,68 @@ def _value_gradients_kernel(
 
 
 @kernel
-def _key_gradients_kernel(
-    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
-    errors_ptr, states_ptr, dout_ptr, dv_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dq_ptr, dk_ptr, dtotals_ptr,
+def _query_gradients_kernel(
+    q_ptr, k_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr, states_ptr,
+    dout_ptr, dattention_ptr, dq_ptr, dtotals_ptr,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
-    n_tokens, n_slots, n_heads, n_rows, group, key_dim, value_dim, scale,
+    n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    PARTS: tl.constexpr = CHUNK // ROWS
+    first_row, key_head, slot, batch = _part_of_chunk(n_slots, n_heads // group, CHUNK, ROWS)
     n_key_heads = n_heads // group
-    part, key_head = program % PARTS, program // PARTS % n_key_heads
-    slot = program // PARTS // n_key_heads % n_slots
-    batch = program // PARTS // n_key_heads // n_slots
     key_row = batch * n_key_heads + key_head
-    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
-    own_rows = part * ROWS + tl.arange(0, ROWS)
+    rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
+    n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
+    for chunk in range(slot, n_chunks, n_slots):
+        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
+        tokens, all_tokens = start + own_rows, start + rows
+        in_chunk = tokens < end
+        has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
+        q, q_factor = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, tokens, key_head, q_batch_stride,
+                                       q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, tokens, key_head, k_batch_stride, k_token_stride,
+                                k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, all_tokens, key_head, k_batch_stride,
+                                    k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        dq = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q
+        for head in range(key_head * group, (key_head + 1) * group):
+            row = batch * n_heads + head
+            product = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dO S^T
+            for first in range(0, value_dim, VALUES):
+                values = first + tl.arange(0, VALUES)
+                dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
+                                 dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
+                state = _load_transposed_state(states_ptr, row * n_slots + start // CHUNK, values, features, key_dim,
+                                               value_dim, has_state)  # fmt: skip
+                product = tl.dot(dout, state, product, input_precision="ieee")
+            product *= (decay_over(load_total(total_ptr, row, tokens, end, n_tokens), EXACT) * scale)[:, None]
+            squares = (row * n_tokens + tokens) * CHUNK
+            is_before = own_rows[:, None] > rows[None, :]
+            dattention = tl.load(dattention_ptr + squares[:, None] + rows[None, :],
+                                 mask=in_chunk[:, None] & is_before, other=0.0)  # fmt: skip
+            product = tl.dot(dattention, all_k, product, input_precision="ieee")
+            # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
+            dtotal = tl.sum(q.to(tl.float32) * product, 1)
+            tl.store(dtotals_ptr + row * n_tokens + tokens, dtotal, mask=in_chunk)
+            diagonal = tl.load(dattention_ptr + squares + own_rows, mask=in_chunk, other=0.0).to(tl.float32)
+            dq += product + diagonal[:, None] * k.to(tl.float32)
+        _store_unnormalized(dq_ptr, dq, q, q_factor, q_factor_ptr, batch * n_tokens + tokens, in_chunk, n_key_heads,
+                            key_head, features, key_dim)  # fmt: skip
+
+
+@kernel
+def _key_gradients_kernel(
+    q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
+    errors_ptr, states_ptr, dv_ptr, dstates_ptr, dattention_ptr, dsystem_ptr, dk_ptr, dtotals_ptr,
+    q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
+    n_tokens, n_slots, n_heads, n_rows, group, key_dim, value_dim,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    first_row, key_head, slot, batch = _part_of_chunk(n_slots, n_heads // group, CHUNK, ROWS)
+    n_key_heads = n_heads // group
+    key_row = batch * n_key_heads + key_head
+    rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
@@ -266,23 +313,17 @@ def _key_gradients_kernel(
         in_chunk, all_in_chunk = tokens < end, all_tokens < end
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         dslot, has_dstate = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots + 1, CHUNK)
-        q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        all_q = load_tile(q_ptr, batch, all_tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                          all_in_chunk, key_dim)  # fmt: skip
-        all_k = load_tile(k_ptr, batch, all_tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                          all_in_chunk, key_dim)  # fmt: skip
-        q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        all_q_factor = load_factors(q_factor_ptr, key_row, all_tokens, all_in_chunk, n_tokens)[None, :]
-        all_k_factor = load_factors(k_factor_ptr, key_row, all_tokens, all_in_chunk, n_tokens)[None, :]
-        dq = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q and k
-        dk = tl.zeros((ROWS, KEYS), dtype=tl.float32)
+        q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, tokens, key_head, q_batch_stride, q_token_stride,
+                                q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        k, k_factor = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, tokens, key_head, k_batch_stride,
+                                       k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        all_q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, all_tokens, key_head, q_batch_stride,
+                                    q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, all_tokens, key_head, k_batch_stride,
+                                    k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        dk = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized k
         for head in range(key_head * group, (key_head + 1) * group):
             row = batch * n_heads + head
-            queried = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dO S^T
             read = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dV S^T
             written = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # E dS'^T
             kept = tl.zeros((KEYS,), dtype=tl.float32)  # <S, dS'>
@@ -290,17 +331,12 @@ def _key_gradients_kernel(
                 values = first + tl.arange(0, VALUES)
                 offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
                 mask = in_chunk[:, None] & (values < value_dim)[None, :]
-                dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
-                                 dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
                 dv = tl.load(dv_ptr + offsets, mask=mask, other=0.0)
                 errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
-                state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
-                state_offsets = values[:, None] * key_dim + features[None, :]
-                slots = (row * n_slots + start // CHUNK) * key_dim * value_dim
-                state = tl.load(states_ptr + slots + state_offsets, mask=state_mask & has_state, other=0.0)
-                dslots = (row * (n_slots + 1) + dslot) * key_dim * value_dim
-                dstate = tl.load(dstates_ptr + dslots + state_offsets, mask=state_mask & has_dstate, other=0.0)
-                queried = tl.dot(dout, state, queried, input_precision="ieee")
+                state = _load_transposed_state(states_ptr, row * n_slots + start // CHUNK, values, features, key_dim,
+                                               value_dim, has_state)  # fmt: skip
+                dstate = _load_transposed_state(dstates_ptr, row * (n_slots + 1) + dslot, values, features, key_dim,
+                                                value_dim, has_dstate)  # fmt: skip
                 read = tl.dot(dv, state, read, input_precision="ieee")
                 written = tl.dot(errors, dstate, written, input_precision="ieee")
                 kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
@@ -308,47 +344,64 @@ def _key_gradients_kernel(
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-            decay = decay_over(total, EXACT)
-            squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
+            squares = (row * n_tokens + tokens) * CHUNK
             transposed = (row * n_tokens + all_tokens[None, :]) * CHUNK + own_rows[:, None]
-            is_before, is_after = own_rows[:, None] > rows[None, :], own_rows[:, None] < rows[None, :]
-            square = tl.load(dattention_ptr + squares, mask=in_chunk[:, None], other=0.0).to(tl.float32)
-            # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
-            diagonal = tl.sum(tl.where(own_rows[:, None] == rows[None, :], square, 0.0), 1)
-            square = (tl.where(is_before, square, 0.0) * all_k_factor).to(k.dtype)
-            product = tl.dot(square, all_k, queried * (decay * scale)[:, None], input_precision="ieee")
-            dtotal = q_factor * tl.sum(q.to(tl.float32) * product, 1)
-            dq += product + (diagonal * k_factor)[:, None] * k.to(tl.float32)
+            dsystem = tl.load(dsystem_ptr + squares[:, None] + rows[None, :], mask=in_chunk[:, None], other=0.0)
+            read = tl.dot(dsystem, all_k, read * decay_over(total, EXACT)[:, None], input_precision="ieee")
 
-            square = tl.load(dsystem_ptr + squares, mask=in_chunk[:, None], other=0.0).to(tl.float32)
-            square = (square * all_k_factor).to(k.dtype)
-            product = tl.dot(square, all_k, read * decay[:, None], input_precision="ieee")
-            dtotal -= k_factor * tl.sum(k.to(tl.float32) * product, 1)
-            dk -= product
+            written *= (decay_over(last_total - total, EXACT) * beta)[:, None]
+            dlast = tl.sum(tl.sum(k.to(tl.float32) * written, 1), 0)
+            dlast += tl.where(first_row == 0, tl.sum(kept, 0) * decay_over(last_total, EXACT), 0.0)
+            is_after = own_rows[:, None] < rows[None, :]
+            dattention = tl.load(dattention_ptr + transposed, mask=all_in_chunk[None, :] & is_after, other=0.0)
+            dsystem = tl.load(dsystem_ptr + transposed, mask=all_in_chunk[None, :], other=0.0)
+            written = tl.dot(dattention, all_q, written, input_precision="ieee")
+            written -= tl.dot(dsystem, all_k, input_precision="ieee")
 
-            product = written * (decay_over(last_total - total, EXACT) * beta)[:, None]
-            dlast = tl.sum(k_factor * tl.sum(k.to(tl.float32) * product, 1), 0)
-            dlast += tl.where(part == 0, tl.sum(kept, 0) * decay_over(last_total, EXACT), 0.0)
-            square = tl.load(dattention_ptr + transposed, mask=all_in_chunk[None, :] & is_after, other=0.0)
-            square = (square.to(tl.float32) * all_q_factor).to(k.dtype)
-            product = tl.dot(square, all_q, product, input_precision="ieee")
-            square = tl.load(dsystem_ptr + transposed, mask=all_in_chunk[None, :], other=0.0)
-            square = (square.to(tl.float32) * -all_k_factor).to(k.dtype)
-            product = tl.dot(square, all_k, product, input_precision="ieee")
-            dtotal -= k_factor * tl.sum(k.to(tl.float32) * product, 1)
-            dk += product + (diagonal * q_factor)[:, None] * q.to(tl.float32)
+            dtotal = -tl.sum(k.to(tl.float32) * (read + written), 1)
+            tl.store(dtotals_ptr + (n_rows + row) * n_tokens + tokens, dtotal, mask=in_chunk)
+            tl.store(dtotals_ptr + ((2 + first_row // ROWS) * n_rows + row) * n_tokens + start, dlast)
+            diagonal = tl.load(dattention_ptr + squares + own_rows, mask=in_chunk, other=0.0).to(tl.float32)
+            dk += written - read + diagonal[:, None] * q.to(tl.float32)
+        _store_unnormalized(dk_ptr, dk, k, k_factor, k_factor_ptr, batch * n_tokens + tokens, in_chunk, n_key_heads,
+                            key_head, features, key_dim)  # fmt: skip
 
-            tl.store(dtotals_ptr + row * n_tokens + tokens, dtotal, mask=in_chunk)
-            tl.store(dtotals_ptr + ((1 + part) * n_rows + row) * n_tokens + start, dlast)
 
-        if q_factor_ptr is not None:
-            q, k = q.to(tl.float32) * q_factor[:, None], k.to(tl.float32) * k_factor[:, None]
-            dq = q_factor[:, None] * (dq - q * tl.sum(q * dq, 1)[:, None])
-            dk = k_factor[:, None] * (dk - k * tl.sum(k * dk, 1)[:, None])
-        offsets = ((batch * n_tokens + tokens[:, None]) * n_key_heads + key_head) * key_dim + features[None, :]
-        mask = in_chunk[:, None] & (features < key_dim)[None, :]
-        tl.store(dq_ptr + offsets, dq.to(dq_ptr.dtype.element_ty), mask=mask)
-        tl.store(dk_ptr + offsets, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+@jit
+def _part_of_chunk(n_slots, n_key_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """The first row of the program's part of a chunk, its key head, slot and batch element."""
+    program = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = CHUNK // ROWS
+    first_row, program = program % PARTS * ROWS, program // PARTS
+    return first_row, program % n_key_heads, program // n_key_heads % n_slots, program // n_key_heads // n_slots
+
+
+@jit
+def _load_normalized(ptr, factor_ptr, batch, key_row, tokens, head, batch_stride, token_stride, head_stride, features,
+                     end, key_dim, n_tokens):  # fmt: skip
+    """Normalized q or k of some tokens, and the factors of the normalization."""
+    in_chunk = tokens < end
+    factors = load_factors(factor_ptr, key_row, tokens, in_chunk, n_tokens)
+    tile = load_tile(ptr, batch, tokens, head, batch_stride, token_stride, head_stride, features, in_chunk, key_dim)
+    return (tile * factors[:, None]).to(tile.dtype), factors
+
+
+@jit
+def _load_transposed_state(states_ptr, slot, values, features, key_dim, value_dim, exists):
+    """The block of a state in this slot, (values, features); zeros if it does not exist."""
+    mask = (values < value_dim)[:, None] & (features < key_dim)[None, :] & exists
+    offsets = slot * key_dim * value_dim + values[:, None] * key_dim + features[None, :]
+    return tl.load(states_ptr + offsets, mask=mask, other=0.0)
+
+
+@jit
+def _store_unnormalized(ptr, gradient, normalized, factors, factor_ptr, rows, mask, n_heads, head, features, key_dim):
+    """Stores the gradient of q or k, given that of its normalized rows."""
+    if factor_ptr is not None:
+        normalized = normalized.to(tl.float32)
+        gradient = factors[:, None] * (gradient - normalized * tl.sum(normalized * gradient, 1)[:, None])
+    offsets = (rows[:, None] * n_heads + head) * key_dim + features[None, :]
+    tl.store(ptr + offsets, gradient.to(ptr.dtype.element_ty), mask=mask[:, None] & (features < key_dim)[None, :])
 
 
 @kernel
@@ -365,8 +418,9 @@ def _gate_gradients_kernel(
         tokens = start + tl.arange(0, CHUNK)
         in_chunk = tokens < end
         dtotal = tl.load(dtotals_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
+        dtotal += tl.load(dtotals_ptr + (n_rows + row) * n_tokens + tokens, mask=in_chunk, other=0.0)
         for part in tl.static_range(PARTS):
-            dlast = tl.load(dtotals_ptr + ((1 + part) * n_rows + row) * n_tokens + start)
+            dlast = tl.load(dtotals_ptr + ((2 + part) * n_rows + row) * n_tokens + start)
             dtotal += tl.where(tokens == end - 1, dlast, 0.0)
         dg = tl.cumsum(dtotal, 0, reverse=True)
         gates = (batch * n_tokens + tokens) * n_heads + head
@@ -459,36 +513,55 @@ def value_gradients(
     return dsystem
 
 
-def key_gradients(
-    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, states: Tensor, dout: Tensor,
-    dstates: Tensor, dattention: Tensor, dsystem: Tensor, gradients: Gradients, scale: float,
-) -> Tensor:  # fmt: skip
-    """Writes the gradients of q and k.
+def allocate_dtotals(v: Tensor) -> Tensor:
+    """Uninitialized (2 + 64 / ROWS, B, V, T) fp32: two parts of dG that depend on the token, and terms of dG_last.
 
-    Returns:
-        (1 + 64 / ROWS, B, V, T) fp32: dG without the second part of dG_last; and terms of this part, at the first token
-        of each chunk.
+    Terms of dG_last are at the first token of each chunk.
     """
+    return v.new_empty((2 + CHUNK // ROWS, v.shape[0], v.shape[2], v.shape[1]), dtype=torch.float32)
+
+
+def query_gradients(
+    tokens: Tokens, prepared: Prepared, table: ChunkTable, states: Tensor, dout: Tensor, dattention: Tensor,
+    gradients: Gradients, dtotals: Tensor, scale: float,
+) -> None:  # fmt: skip
+    """Writes the gradient of q, and its part of `dtotals`."""
+    q, k, v = tokens
+    batch, n_tokens, heads, value_dim = v.shape
+    launch = QUERY_GRADIENTS[v.element_size()]
+    slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
+    _query_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
+        q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
+        table.starts, table.counts, states, dout, dattention, gradients.dq, dtotals, *q.stride()[:3],
+        *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots, heads, heads // key_heads, k.shape[3],
+        value_dim, scale, CHUNK, ROWS, padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)),
+        is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+
+
+def key_gradients(
+    tokens: Tokens, beta: Tensor, prepared: Prepared, table: ChunkTable, errors: Tensor, states: Tensor,
+    dstates: Tensor, dattention: Tensor, dsystem: Tensor, gradients: Gradients, dtotals: Tensor,
+) -> None:  # fmt: skip
+    """Writes the gradient of k, and its part of `dtotals`."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     launch = KEY_GRADIENTS[v.element_size()]
     slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
-    dtotals = v.new_empty((1 + CHUNK // ROWS, batch, heads, n_tokens), dtype=torch.float32)
     _key_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
         q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
-        table.starts, table.counts, errors, states, dout, gradients.dv, dstates, dattention, dsystem, gradients.dq,
-        gradients.dk, dtotals, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3], table.stride, n_tokens, slots,
-        heads, batch * heads, heads // key_heads, k.shape[3], value_dim, scale, CHUNK, ROWS, padded_dim(k.shape[3]),
-        min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
+        table.starts, table.counts, errors, states, gradients.dv, dstates, dattention, dsystem, gradients.dk, dtotals,
+        *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads, batch * heads, heads // key_heads,
+        k.shape[3], value_dim, CHUNK, ROWS, padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)),
+        is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    return dtotals
 
 
 def gate_gradients(table: ChunkTable, dtotals: Tensor, gradients: Gradients) -> None:
-    """Writes the gradient of g, from what `key_gradients` returns."""
-    parts, batch, heads, n_tokens = dtotals.shape
+    """Writes the gradient of g."""
+    _, batch, heads, n_tokens = dtotals.shape
     slots = cdiv(n_tokens, CHUNK)
     _gate_gradients_kernel[batch * slots * heads](
         dtotals, table.starts, table.counts, gradients.dg, table.stride, n_tokens, slots, heads, batch * heads, CHUNK,
-        parts - 1, num_warps=1,
+        CHUNK // ROWS, num_warps=1,
     )  # fmt: skip

@@ -181,8 +181,10 @@ def _backward(
     del readers
     dsystem = backward_pass.value_gradients(tokens, beta, prepared, table, errors, ddelta, gradients)
     del ddelta
-    dtotals = backward_pass.key_gradients(
-        tokens, beta, prepared, table, errors, states, do, dstates, dattention, dsystem, gradients, scale
+    dtotals = backward_pass.allocate_dtotals(tokens.v)
+    backward_pass.query_gradients(tokens, prepared, table, states, do, dattention, gradients, dtotals, scale)
+    backward_pass.key_gradients(
+        tokens, beta, prepared, table, errors, states, dstates, dattention, dsystem, gradients, dtotals
     )
     backward_pass.gate_gradients(table, dtotals, gradients)
     return gradients
