@@ -151,10 +151,9 @@ def _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, tokens, first_of_se
     z = tl.zeros(mask.shape, dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         weight = tl.load(weight_ptr + channels * TAPS + tap, mask=channels < n_channels, other=0.0).to(tl.float32)
-        z += weight[None, :] * _load_inputs(
-            x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first_of_segment, channels, n_tokens, n_channels,
-            x_batch_stride, x_token_stride, mask, TAPS,
-        )  # fmt: skip
+        x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first_of_segment, channels, n_tokens,
+                         n_channels, x_batch_stride, x_token_stride, mask, TAPS)  # fmt: skip
+        z = tl.fma(x, weight[None, :], z)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + channels, mask=channels < n_channels, other=0.0).to(tl.float32)[None, :]
     return z
@@ -213,7 +212,8 @@ def _backward_kernel(
                 dz *= sigmoid * (1.0 + z * complement)
             weight = tl.load(weight_ptr + channels * TAPS + TAPS - 1 - j, mask=channels < n_channels, other=0.0)
             reads = (tokens >= first) | (first == 0)
-            dx += tl.where(reads[:, None], dz * weight.to(tl.float32)[None, :], 0.0)
+            # An explicit `fma`: a product in the `where` is rounded, but not where the compiler drops the `where`.
+            dx = tl.fma(tl.where(reads[:, None], dz, 0.0), weight.to(tl.float32)[None, :], dx)
             if dweight_ptr is not None:  # noqa: SIM102 (known at compile time, unlike the other condition)
                 if j == 0:
                     for tap in tl.static_range(TAPS):

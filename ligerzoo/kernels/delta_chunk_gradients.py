@@ -65,11 +65,11 @@ from ligerzoo.kernels.delta_chunks import (
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
 
-LOCAL = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
+LOCAL = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
 REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
 VALUE_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 QUERY_GRADIENTS = {2: Launch(values=64, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-KEY_GRADIENTS = {2: Launch(values=32, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+KEY_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 """By the element size of the tokens' tensors, see `delta_chunks`. To be tuned on a GPU."""
 
 ROWS = 32
@@ -151,32 +151,35 @@ def _reverse_scan_kernel(
             start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
             tokens = start + rows
             in_chunk = tokens < end
-            k = load_columns(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                             in_chunk, key_dim)  # fmt: skip
-            q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                          in_chunk, key_dim)  # fmt: skip
-            readers = load_tile(readers_ptr, row, tokens, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
-                                key_dim)  # fmt: skip
-            dout = load_columns(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
-                                values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
             offsets = ((batch * n_tokens + tokens[None, :]) * n_heads + head) * value_dim + values[:, None]
             mask = in_chunk[None, :] & (values < value_dim)[:, None]
-            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
             q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
             k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
 
-            rounded = dstate.to(k.dtype)
+            rounded = dstate.to(q_ptr.dtype.element_ty)
             slot, exists = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots, CHUNK)
             dstates = dstates_ptr + (row * n_slots + slot) * key_dim * value_dim + state_offsets
             tl.store(dstates, rounded, mask=state_mask & exists)
+
+            q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
+                          in_chunk, key_dim)  # fmt: skip
+            dout = load_columns(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
+                                values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
             dout *= (decay_over(total, EXACT) * q_factor * scale)[None, :]
             dstate = tl.dot(dout.to(q.dtype), q, decay_over(last_total, EXACT) * dstate, input_precision="ieee")
+
+            k = load_columns(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+                             in_chunk, key_dim)  # fmt: skip
+            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             read = tl.dot(rounded, k, input_precision="ieee")
             ddelta += (decay_over(last_total - total, EXACT) * k_factor)[None, :] * read
             tl.store(ddelta_ptr + offsets, ddelta.to(k.dtype), mask=mask)
+
+            readers = load_tile(readers_ptr, row, tokens, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
+                                key_dim)  # fmt: skip
             dstate = tl.dot((ddelta * -beta[None, :]).to(k.dtype), readers, dstate, input_precision="ieee")
         if dinitial_ptr is not None:
             dinitial = dstate.to(dinitial_ptr.dtype.element_ty)

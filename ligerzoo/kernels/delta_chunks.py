@@ -16,7 +16,7 @@ Four kernels:
 
 1. `prepare`, for each chunk: G, X and the factors that normalize q and k;
 2. `solve`, for each chunk: W and X V;
-3. `scan`, for each head and block of values, from chunk to chunk: E and S, with two products after each other per chunk;
+3. `scan`, for each head and block of values, from chunk to chunk: E and S. A chunk waits for two products;
 4. `outputs`, for each chunk: O.
 
 Kernels read q and k without normalizing them. The factors multiply rows and columns of the products, in fp32.
@@ -58,10 +58,10 @@ class Launch(NamedTuple):
     stages: int
 
 
-PREPARE = Launch(values=0, warps=2, stages=1)
+PREPARE = {2: Launch(values=0, warps=2, stages=1), 4: Launch(values=0, warps=8, stages=1)}
 SOLVE = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
 SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
-OUTPUTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
+OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
 """By the element size of the tokens' tensors. To be tuned on a GPU.
 
 Triton uses the instructions `wgmma` for products of 2-byte elements with at least 64 rows in programs with a multiple
@@ -244,6 +244,15 @@ def decays(total, rows, EXACT: tl.constexpr):
 
 
 @jit
+def inverse_norm(squares, eps, EXACT: tl.constexpr):
+    """1 / sqrt(squares + eps). `rsqrt` is approximate on NVIDIA GPUs."""
+    if EXACT:
+        return tl.div_rn(squares * 0.0 + 1.0, tl.sqrt_rn(squares + eps))
+    else:
+        return tl.rsqrt(squares + eps)
+
+
+@jit
 def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a strictly lower triangular `a`, in fp32.
 
@@ -299,14 +308,14 @@ def _prepare_kernel(
         products = tl.dot(k, tl.trans(k), input_precision="ieee")
         if k_factor_ptr is not None:
             k = k.to(tl.float32)
-            k_factor = tl.rsqrt(tl.sum(k * k, 1) + eps)
+            k_factor = inverse_norm(tl.sum(k * k, 1), eps, EXACT)
             products *= k_factor[:, None] * k_factor[None, :]
             if head % group == 0:
                 q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
                               in_chunk, key_dim).to(tl.float32)  # fmt: skip
                 factors = key_row * n_tokens + tokens
                 tl.store(k_factor_ptr + factors, k_factor, mask=in_chunk)
-                tl.store(q_factor_ptr + factors, tl.rsqrt(tl.sum(q * q, 1) + eps), mask=in_chunk)
+                tl.store(q_factor_ptr + factors, inverse_norm(tl.sum(q * q, 1), eps, EXACT), mask=in_chunk)
 
         system = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products * beta[None, :], 0.0)
         inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION)
@@ -517,13 +526,14 @@ def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normaliz
     """Computes the triangular inverses, the sums of g and the norms; `g` and `beta` are (B, T, V), contiguous."""
     q, k, v = tokens
     batch, n_tokens, heads, _ = v.shape
+    launch = PREPARE[v.element_size()]
     prepared = allocate_prepared(k, v, normalize)
     slots = cdiv(n_tokens, CHUNK)
     _prepare_kernel[batch * slots * heads](
         q, k, g, beta, table.starts, table.counts, prepared.inverse, prepared.total, optional(prepared.q_factor),
         optional(prepared.k_factor), *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads,
         heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, padded_dim(k.shape[3]), is_exact(tokens),
-        "ieee" if is_exact(tokens) else "tf32", num_warps=PREPARE.warps, num_stages=PREPARE.stages,
+        "ieee" if is_exact(tokens) else "tf32", num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return prepared
 

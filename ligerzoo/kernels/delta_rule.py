@@ -8,8 +8,8 @@ q and k are normalized first, x * rsqrt(sum x^2 + 1e-6), in fp32. Each query/key
 
 `delta_chunks` has the forward pass, `delta_chunk_gradients` the backward pass, `delta_torch` both in plain torch.
 
-Saved: q, k, v and `Prepared`, 66 elements per token and value head and 8 bytes per token and key head.
-Recomputed in backward: the deltas and the states between chunks.
+Saved: q, k, v, beta and `Prepared`, 66 elements per token and value head and 8 bytes per token and key head.
+Recomputed in backward: W, the errors and the states between chunks.
 """
 
 from __future__ import annotations
@@ -101,10 +101,15 @@ def _flops(tokens: Tokens) -> int:
 
 
 def _scan_bytes(tokens: Tokens) -> int:
-    """The bytes of the deltas and of the states between chunks."""
+    """The bytes of the errors and of the states between chunks."""
     _, k, v = tokens
     states = v.shape[0] * v.shape[2] * cdiv(v.shape[1], CHUNK) * k.shape[3] * v.shape[3]
     return v.element_size() * (v.numel() + states)
+
+
+def _readers_bytes(tokens: Tokens) -> int:
+    """The bytes of W."""
+    return tokens.v.nbytes // tokens.v.shape[3] * tokens.k.shape[3]
 
 
 def _prepared_bytes(tokens: Tokens) -> int:
@@ -114,10 +119,10 @@ def _prepared_bytes(tokens: Tokens) -> int:
 
 
 def _forward_peak(tokens: Tokens) -> int:
-    """At the last kernel: results, deltas and states."""
+    """At `scan` or `outputs`: results, errors and states, and W or the outputs."""
     v = tokens.v
     final_state = 4 * v.shape[0] * v.shape[2] * tokens.k.shape[3] * v.shape[3]
-    return v.nbytes + final_state + _prepared_bytes(tokens) + _scan_bytes(tokens)
+    return max(v.nbytes, _readers_bytes(tokens)) + final_state + _prepared_bytes(tokens) + _scan_bytes(tokens)
 
 
 @register("delta_rule_forward", fake=_allocate_forward, flops=_flops, peak=_forward_peak)
@@ -153,13 +158,14 @@ def _backward_flops(tokens: Tokens) -> int:
 
 
 def _backward_peak(tokens: Tokens) -> int:
-    """At the last kernel: results; deltas, states and their gradients; and two squares per chunk."""
+    """At `reverse_scan` or `value_gradients`: results; errors, states, their gradients; a square; W or a second one."""
     q, k, v = tokens
     heads = v.shape[0] * v.shape[2]
     gates = 8 * heads * v.shape[1]
     last_states = (v.element_size() + 4) * heads * k.shape[3] * v.shape[3]  # of the tokens' dtype, and the result
-    squares = 2 * CHUNK * heads * v.shape[1] * v.element_size()
-    return q.nbytes + k.nbytes + v.nbytes + gates + last_states + 2 * _scan_bytes(tokens) + squares
+    square = CHUNK * heads * v.shape[1] * v.element_size()
+    results = q.nbytes + k.nbytes + v.nbytes + gates
+    return results + last_states + 2 * _scan_bytes(tokens) + square + max(square, _readers_bytes(tokens))
 
 
 @register("delta_rule_backward", fake=_allocate_backward, flops=_backward_flops, peak=_backward_peak)
@@ -175,9 +181,7 @@ def _backward(
     readers, errors = forward_pass.solve(tokens, prepared, table)
     states = forward_pass.scan(tokens, beta, prepared, table, readers, errors, initial_state, None)
     ddelta, dattention = backward_pass.local_gradients(tokens, beta, prepared, table, errors, do, scale)
-    dstates = backward_pass.reverse_scan(
-        tokens, beta, prepared, table, readers, do, ddelta, dfinal, dinitial, scale
-    )
+    dstates = backward_pass.reverse_scan(tokens, beta, prepared, table, readers, do, ddelta, dfinal, dinitial, scale)
     del readers
     dsystem = backward_pass.value_gradients(tokens, beta, prepared, table, errors, ddelta, gradients)
     del ddelta

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.kernels.checks import check_tensor
-from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS, padded_dim
+from ligerzoo.kernels.delta_chunks import NORMALIZATION_EPS, inverse_norm, padded_dim
 from ligerzoo.kernels.delta_rule import check_tokens, reference
 from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -33,7 +33,7 @@ def _kernel(
     g_batch_stride, g_token_stride, g_head_stride, beta_batch_stride, beta_token_stride, beta_head_stride,
     state_batch_stride, state_head_stride, state_row_stride, state_column_stride,
     n_tokens, n_heads, group, key_dim, value_dim, n_blocks, scale, eps,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALIZE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALIZE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     block, head, batch = program % n_blocks, program // n_blocks % n_heads, program // n_blocks // n_heads
@@ -53,8 +53,8 @@ def _kernel(
         g = tl.load(g_ptr + batch * g_batch_stride + token * g_token_stride + head * g_head_stride).to(tl.float32)
         beta = tl.load(beta_ptr + batch * beta_batch_stride + token * beta_token_stride + head * beta_head_stride)
         if NORMALIZE:
-            q *= tl.rsqrt(tl.sum(q * q, 0) + eps)
-            k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
+            q *= inverse_norm(tl.sum(q * q, 0), eps, EXACT)
+            k *= inverse_norm(tl.sum(k * k, 0), eps, EXACT)
         state *= tl.exp(g)
         delta = beta.to(tl.float32) * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * delta[None, :]
@@ -120,6 +120,6 @@ def _step(
     _kernel[batch * heads * blocks](
         q, k, v, g, beta, state, o, *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(), *state.stride(),
         tokens, heads, heads // k.shape[2], key_dim, value_dim, blocks, scale, NORMALIZATION_EPS,
-        padded_dim(key_dim), values, normalize, num_warps=WARPS,
+        padded_dim(key_dim), values, normalize, v.dtype == torch.float32, num_warps=WARPS,
     )  # fmt: skip
     return o

@@ -409,7 +409,7 @@ def _delta_rule_backward(device: str) -> Samples:
         state, segment_start = others["initial_state"], others["segment_start"]
         forward = OPS["delta_rule_forward"](tokens, *gates, state, segment_start, 0.5, normalize, False)
         prepared = Prepared(*forward[2:])
-        options = {"scale": 0.5, "g_dtype": torch.float32, "beta_dtype": dtype}
+        options = {"beta": gates[1], "scale": 0.5, "g_dtype": torch.float32}
         return {"do": t(1, 5, 2, 5).to(dtype), "tokens": tokens, "prepared": prepared, **options, **others}
 
     segment_start = torch.tensor([[0, 0, 2, 2, 2]], device=device)

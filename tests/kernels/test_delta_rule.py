@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ligerzoo.kernels import gated_delta_rule, gated_delta_step
-from ligerzoo.kernels.delta_chunks import CHUNK, NORMALIZATION_EPS, chunk_table
+from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule, gated_delta_step
+from ligerzoo.kernels.delta_chunks import CHUNK, NORMALIZATION_EPS, Launch, chunk_table
 from ligerzoo.kernels.delta_rule import reference
+from ligerzoo.kernels.jit import Kernel
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes
@@ -385,14 +387,53 @@ def test_long_rows_are_addressed_with_64_bits(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_neither_pass_waits_for_the_gpu(device: str) -> None:
     inputs = tensors(1, 200, device=device)
     segment_start = starts_of([0, 70, 200], device)
-    for _ in range(2):  # compiled by the first
+
+    def both_passes() -> None:
         o, final = rule(segment_start=segment_start)(*inputs)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            o, final = rule(segment_start=segment_start)(*inputs)
-            torch.autograd.grad([o, final], inputs, [torch.ones_like(o), torch.ones_like(final)])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        torch.autograd.grad([o, final], inputs, [torch.ones_like(o), torch.ones_like(final)])
+
+    both_passes()  # loads the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both_passes()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_launch_uses_the_instructions_that_ptxas_miscompiles() -> None:
+    """See `delta_chunks`. Triton uses `wgmma` for products with 64 or more rows and a multiple of 4 warps."""
+    rows = {"SCAN": "values", "REVERSE_SCAN": "values", "QUERY_GRADIENTS": "part", "KEY_GRADIENTS": "part"}
+    launches = {
+        name: value[2]
+        for module in (delta_chunks, delta_chunk_gradients)
+        for name, value in vars(module).items()
+        if isinstance(value, dict) and isinstance(value.get(2), Launch)
+    }
+    assert launches.keys() > rows.keys()
+    for name, launch in launches.items():
+        n_rows = {"values": launch.values, "part": delta_chunk_gradients.ROWS}.get(rows.get(name, ""), CHUNK)
+        assert launch.warps <= 2 or n_rows < 64, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_no_kernel_of_half_precision_has_those_instructions(
+    dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    codes = []
+    warmup = Kernel._jitted.func
+
+    def record(self: Kernel) -> Any:
+        jitted = warmup(self)
+        return SimpleNamespace(warmup=lambda *a, **o: codes.append(jitted.warmup(*a, **o)) or codes[-1])
+
+    monkeypatch.setattr(Kernel, "_jitted", property(record))
+    compile_both_passes(rule(), tensors(1, 70, dims=dims, device="cpu", dtype=torch.bfloat16))
+    assert len(codes) >= 10
+    assert not [code.name for code in codes if "wgmma" in code.asm["ptx"]]
