@@ -40,17 +40,18 @@ from torch import Tensor
 
 from ligerzoo.kernels.delta_chunks import (
     CHUNK,
+    FEATURES,
     SEGMENT_PROGRAMS,
     ChunkTable,
     Launch,
     Prepared,
     Tokens,
-    attention_of_chunk,
     chunk_bounds,
     chunk_count,
     continues,
     decay_over,
     decays,
+    inner_products,
     is_exact,
     load_betas,
     load_columns,
@@ -83,34 +84,34 @@ def _local_kernel(
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride,
     dout_batch_stride, dout_token_stride, dout_head_stride, table_stride,
     n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
     row, key_head = batch * n_heads + head, head // group
     key_row = batch * (n_heads // group) + key_head
-    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
         tokens = start + rows
         in_chunk = tokens < end
-        q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
-        attention = attention_of_chunk(q, k, q_factor, k_factor, decays(total, rows, EXACT), scale).to(q.dtype)
-        transposed = tl.trans(attention)
+        products = inner_products(
+            q_ptr, k_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, k_batch_stride,
+            k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
+        )  # fmt: skip
+        products *= decays(total, rows, EXACT) * (q_factor * scale)[:, None] * k_factor[None, :]
+        transposed = tl.trans(products.to(ddelta_ptr.dtype.element_ty))  # P^T
         dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
             offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
             dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
-                             values, in_chunk, value_dim).to(q.dtype)  # fmt: skip
+                             values, in_chunk, value_dim).to(transposed.dtype)  # fmt: skip
             errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
             ddelta = tl.dot(transposed, dout, input_precision="ieee")
             tl.store(ddelta_ptr + offsets, ddelta.to(ddelta_ptr.dtype.element_ty), mask=mask)
@@ -204,12 +205,12 @@ def _value_gradients_kernel(
     dbeta_ptr, dsystem_ptr,
     k_batch_stride, k_token_stride, k_head_stride, table_stride,
     n_tokens, n_slots, n_heads, group, key_dim, value_dim,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
     row, key_head = batch * n_heads + head, head // group
-    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
@@ -232,15 +233,16 @@ def _value_gradients_kernel(
             dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
             products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
-        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
         k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         products = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products, 0.0)
         dsystem = products * beta[None, :]
         tl.store(dsystem_ptr + squares[:, None] + rows[None, :], dsystem.to(dsystem_ptr.dtype.element_ty),
                  mask=in_chunk[:, None])  # fmt: skip
-        products *= tl.dot(k, tl.trans(k), input_precision="ieee") * k_factor[:, None]
+        products *= k_factor[:, None] * inner_products(
+            k_ptr, k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
+            k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
+        )  # fmt: skip
         dbeta -= tl.sum(products, 0) * k_factor
         gates = (batch * n_tokens + tokens) * n_heads + head
         tl.store(dbeta_ptr + gates, dbeta.to(dbeta_ptr.dtype.element_ty), mask=in_chunk)
@@ -463,8 +465,8 @@ def local_gradients(
         q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.starts,
         table.counts, errors, dout, ddelta, dattention, *q.stride()[:3], *k.stride()[:3], *dout.stride()[:3],
         table.stride, n_tokens, slots, heads, heads // k.shape[2], k.shape[3], value_dim, scale, CHUNK,
-        padded_dim(k.shape[3]), min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps,
-        num_stages=launch.stages,
+        min(FEATURES, padded_dim(k.shape[3])), min(launch.values, padded_dim(value_dim)), is_exact(tokens),
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return ddelta, dattention
 
@@ -510,7 +512,7 @@ def value_gradients(
     _value_gradients_kernel[batch * slots * heads](
         k, beta, prepared.inverse, prepared.total, optional(prepared.k_factor), table.starts, table.counts, errors,
         ddelta, gradients.dv, gradients.dbeta, dsystem, *k.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], value_dim, CHUNK, padded_dim(k.shape[3]),
+        heads // k.shape[2], k.shape[3], value_dim, CHUNK, min(FEATURES, padded_dim(k.shape[3])),
         min(launch.values, padded_dim(value_dim)), is_exact(tokens), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return dsystem

@@ -40,6 +40,9 @@ from ligerzoo.kernels.math import exp
 CHUNK = 64
 """Tokens of a chunk."""
 
+FEATURES = 64
+"""Features of q and k per iteration of `inner_products`."""
+
 NORMALIZATION_EPS = 1e-6
 """Added to the sum of squares of q and k."""
 
@@ -201,6 +204,22 @@ def load_columns(ptr, batch, tokens, head, batch_stride, token_stride, head_stri
 
 
 @jit
+def inner_products(a_ptr, b_ptr, batch, tokens, head, a_batch_stride, a_token_stride, a_head_stride, b_batch_stride,
+                   b_token_stride, b_head_stride, in_chunk, n_features,
+                   CHUNK: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
+    """a_i . b_j of the tokens of a chunk, by blocks of features, which takes fewer registers."""
+    products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    for first in range(0, n_features, FEATURES):
+        features = first + tl.arange(0, FEATURES)
+        a = load_tile(a_ptr, batch, tokens, head, a_batch_stride, a_token_stride, a_head_stride, features, in_chunk,
+                      n_features)  # fmt: skip
+        b = load_tile(b_ptr, batch, tokens, head, b_batch_stride, b_token_stride, b_head_stride, features, in_chunk,
+                      n_features)  # fmt: skip
+        products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
+    return products
+
+
+@jit
 def load_factors(ptr, row, tokens, in_chunk, n_tokens):
     """A factor per token of (rows, T); ones for a null pointer."""
     if ptr is not None:
@@ -257,7 +276,7 @@ def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a strictly lower triangular `a`, in fp32.
 
     Rows are eliminated one by one in the diagonal blocks of 16 x 16. With their inverses B and the blocks L below, the
-    inverse is (I + N)^-1 B = (I - N) (I + N^2) B with N = B L, since 4 blocks make N^4 = 0.
+    inverse is (I + N)^-1 B = (I + N^2) (I - N) B with N = B L, since 4 blocks make N^4 = 0.
     """
     BLOCK: tl.constexpr = 16
     N_BLOCKS: tl.constexpr = CHUNK // BLOCK
@@ -275,10 +294,9 @@ def _inverse_of_unit_lower(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     repeated = tl.broadcast_to(inverses[:, :, None, :], (N_BLOCKS, BLOCK, N_BLOCKS, BLOCK))
     b = tl.where(on_diagonal, tl.reshape(repeated, (CHUNK, CHUNK)), 0.0)
     n = tl.dot(b, tl.where(on_diagonal, 0.0, a), input_precision=PRECISION)
+    first_two = tl.dot(-n, b, b, input_precision=PRECISION)
     n_squared = tl.dot(n, n, input_precision=PRECISION)
-    identity = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    series = identity - n + n_squared - tl.dot(n, n_squared, input_precision=PRECISION)
-    return tl.dot(series, b, input_precision=PRECISION)
+    return tl.dot(n_squared, first_two, first_two, input_precision=PRECISION)
 
 
 @kernel
@@ -286,13 +304,13 @@ def _prepare_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, starts_ptr, counts_ptr, inverse_ptr, total_ptr, q_factor_ptr, k_factor_ptr,
     q_batch_stride, q_token_stride, q_head_stride, k_batch_stride, k_token_stride, k_head_stride, table_stride,
     n_tokens, n_slots, n_heads, group, key_dim, eps,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, FEATURES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
     key_head = head // group
     key_row = batch * (n_heads // group) + key_head
-    rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+    rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
@@ -303,19 +321,24 @@ def _prepare_kernel(
         beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
         tl.store(total_ptr + (batch * n_heads + head) * n_tokens + tokens, total, mask=in_chunk)
 
-        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                      in_chunk, key_dim)  # fmt: skip
-        products = tl.dot(k, tl.trans(k), input_precision="ieee")
+        products = inner_products(
+            k_ptr, k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
+            k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
+        )  # fmt: skip
         if k_factor_ptr is not None:
-            k = k.to(tl.float32)
-            k_factor = inverse_norm(tl.sum(k * k, 1), eps, EXACT)
+            squares = tl.sum(tl.where(rows[:, None] == rows[None, :], products, 0.0), 1)
+            k_factor = inverse_norm(squares, eps, EXACT)
             products *= k_factor[:, None] * k_factor[None, :]
             if head % group == 0:
-                q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
-                              in_chunk, key_dim).to(tl.float32)  # fmt: skip
+                squares = tl.zeros((CHUNK,), dtype=tl.float32)
+                for first in range(0, key_dim, FEATURES):
+                    features = first + tl.arange(0, FEATURES)
+                    q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride,
+                                  features, in_chunk, key_dim).to(tl.float32)  # fmt: skip
+                    squares += tl.sum(q * q, 1)
                 factors = key_row * n_tokens + tokens
                 tl.store(k_factor_ptr + factors, k_factor, mask=in_chunk)
-                tl.store(q_factor_ptr + factors, inverse_norm(tl.sum(q * q, 1), eps, EXACT), mask=in_chunk)
+                tl.store(q_factor_ptr + factors, inverse_norm(squares, eps, EXACT), mask=in_chunk)
 
         system = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products * beta[None, :], 0.0)
         inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION)
@@ -411,13 +434,6 @@ def _scan_kernel(
             tl.store(final_ptr + outer_offsets, state, mask=state_mask & (segment == n_segments - 1))
 
 
-@jit
-def attention_of_chunk(q, k, q_factor, k_factor, decay, scale):
-    """scale e_ij (q_i . k_j) for j <= i; `q_factor` and `k_factor` multiply q and k."""
-    products = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return products * decay * (q_factor * scale)[:, None] * k_factor[None, :]
-
-
 @kernel
 def _outputs_kernel(
     q_ptr, k_ptr, beta_ptr, total_ptr, q_factor_ptr, k_factor_ptr, segment_start_ptr, starts_ptr, counts_ptr,
@@ -444,7 +460,8 @@ def _outputs_kernel(
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        attention = attention_of_chunk(q, k, q_factor, k_factor * beta, decays(total, rows, EXACT), scale).to(q.dtype)
+        attention = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, rows, EXACT)
+        attention = (attention * (q_factor * scale)[:, None] * (k_factor * beta)[None, :]).to(q.dtype)
         state_factor = decay_over(total, EXACT) * q_factor * scale
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         for first in range(0, value_dim, VALUES):
@@ -532,8 +549,8 @@ def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normaliz
     _prepare_kernel[batch * slots * heads](
         q, k, g, beta, table.starts, table.counts, prepared.inverse, prepared.total, optional(prepared.q_factor),
         optional(prepared.k_factor), *q.stride()[:3], *k.stride()[:3], table.stride, n_tokens, slots, heads,
-        heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, padded_dim(k.shape[3]), is_exact(tokens),
-        "ieee" if is_exact(tokens) else "tf32", num_warps=launch.warps, num_stages=launch.stages,
+        heads // k.shape[2], k.shape[3], NORMALIZATION_EPS, CHUNK, min(FEATURES, padded_dim(k.shape[3])),
+        is_exact(tokens), "ieee" if is_exact(tokens) else "tf32", num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return prepared
 
