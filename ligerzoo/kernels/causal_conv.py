@@ -35,7 +35,7 @@ from ligerzoo.kernels.dispatch import (
 from ligerzoo.kernels.jit import jit, kernel, tl
 from ligerzoo.kernels.math import sigmoids
 from ligerzoo.kernels.recompute import recomputable
-from ligerzoo.kernels.registration import needs_dispatch, register
+from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.tiling import column_sums_
 from ligerzoo.kernels.torch_math import silu
 
@@ -46,9 +46,6 @@ MAX_TAPS = 8
 
 TOKENS, CHANNELS, WARPS = 16, 128, 4
 """Tokens and channels per program, and warps. To be tuned on a GPU."""
-
-STEP_CHANNELS = 256
-"""Channels per program of `causal_conv1d_step`."""
 
 BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 8
 """A backward program loops over tokens and sums its part of the weight gradient."""
@@ -337,45 +334,6 @@ class _CausalConv(FusedFunction):
         )  # fmt: skip
 
 
-@kernel
-def _step_kernel(
-    x_ptr, state_ptr, weight_ptr, bias_ptr, y_ptr, x_batch_stride, x_token_stride, x_channel_stride,
-    state_batch_stride, state_token_stride, state_channel_stride, n_tokens, n_channels, n_blocks,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    batch, channels = program // n_blocks, program % n_blocks * CHANNELS + tl.arange(0, CHANNELS)
-    mask = channels < n_channels
-    rows = tl.arange(0, ROWS)
-    in_kernel = (rows < TAPS)[:, None] & mask[None, :]
-    x_ptr += batch * x_batch_stride + channels[None, :] * x_channel_stride
-    state_ptr += batch * state_batch_stride + channels[None, :] * state_channel_stride
-    weight = tl.load(weight_ptr + channels[None, :] * TAPS + rows[:, None], mask=in_kernel, other=0.0).to(tl.float32)
-    for token in range(n_tokens):
-        source = token - (TAPS - 1) + rows
-        y = tl.sum(weight * _load_recent(x_ptr, state_ptr, source, x_token_stride, state_token_stride, in_kernel,
-                                         TAPS).to(tl.float32), 0)  # fmt: skip
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
-        if SILU:
-            sigmoid, _ = sigmoids(y, EXACT)
-            y *= sigmoid
-        tl.store(y_ptr + (batch * n_tokens + token) * n_channels + channels, y.to(y_ptr.dtype.element_ty), mask=mask)
-    recent = _load_recent(x_ptr, state_ptr, n_tokens - (TAPS - 1) + rows, x_token_stride, state_token_stride,
-                          in_kernel & (rows < TAPS - 1)[:, None], TAPS)  # fmt: skip
-    tl.debug_barrier()  # other threads have read the state
-    tl.store(state_ptr + rows[:, None] * state_token_stride, recent, mask=in_kernel & (rows < TAPS - 1)[:, None])
-
-
-@jit
-def _load_recent(x_ptr, state_ptr, source, x_token_stride, state_token_stride, mask, TAPS: tl.constexpr):
-    """The inputs at these tokens; negative ones are in the state."""
-    x = tl.load(x_ptr + source[:, None] * x_token_stride, mask=mask & (source >= 0)[:, None], other=0.0)
-    state = tl.load(state_ptr + (source + TAPS - 1)[:, None] * state_token_stride, mask=mask & (source < 0)[:, None],
-                    other=0.0)  # fmt: skip
-    return tl.where((source >= 0)[:, None], x, state)
-
-
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -410,7 +368,7 @@ def causal_conv1d(
         ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
             tensors.
     """
-    _check("causal_conv1d", x, weight, bias, activation)
+    check("causal_conv1d", x, weight, bias, activation)
     if initial_state is not None:
         shape = len(x), weight.shape[1] - 1, x.shape[2]
         check_tensor("causal_conv1d", "initial_state", initial_state, shapes=[shape])
@@ -418,7 +376,7 @@ def causal_conv1d(
         shapes = [tuple(x.shape[:2]), (1, x.shape[1])]
         check_tensor("causal_conv1d", "segment_start", segment_start, "integer", shapes, x.device)
     floats = [t for t in (x, weight, bias, initial_state) if t is not None]
-    if uses_triton(*floats, backend=backend) and _fits(weight, backend):
+    if uses_triton(*floats, backend=backend) and fits(weight, backend):
         state = None if initial_state is None else initial_state.to(x.dtype).contiguous()
         inputs = (
             x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous(),
@@ -433,61 +391,7 @@ def causal_conv1d(
     return (y, final_state(x, weight.shape[1] - 1, initial_state, segment_start)) if output_final_state else y
 
 
-def causal_conv1d_step(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: ConvActivation | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Continues `causal_conv1d` by one token or a few, and updates the state in place. Not differentiable.
-
-    It allocates only its result and does not synchronize with the host, so a CUDA graph can capture it.
-
-    Args:
-        x: (B, T, C), T small.
-        state: (B, k - 1, C), the last inputs, any strides, in the dtype of `x`; overwritten.
-        weight: (C, k), see `causal_conv1d`.
-        bias: (C,), or None.
-        activation: "silu", or None.
-        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
-
-    Returns:
-        (B, T, C) in the dtype of `x`.
-
-    Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: the shapes or dtypes do not match, `activation` is unknown, or `backend` does not support the
-            tensors.
-    """
-    _check("causal_conv1d_step", x, weight, bias, activation)
-    check_tensor("causal_conv1d_step", "state", state, shapes=[(len(x), weight.shape[1] - 1, x.shape[2])])
-    with torch.no_grad():
-        floats = [t for t in (x, state, weight, bias) if t is not None]
-        if not (uses_triton(*floats, backend=backend) and _fits(weight, backend)) or needs_dispatch(*floats):
-            y = reference(x, weight, bias, state, None, activation)
-            state.copy_(final_state(x, weight.shape[1] - 1, state, None))
-            return y
-        with torch.cuda.device(x.device if x.is_cuda else -1):
-            return _step(x, state, weight, bias, activation == "silu")
-
-
-def _step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    batch, tokens, channels = x.shape
-    taps = weight.shape[1]
-    bias = None if bias is None else bias.contiguous()
-    y = x.new_empty(x.shape)
-    blocks = cdiv(channels, STEP_CHANNELS)
-    _step_kernel[batch * blocks](
-        x, state, weight.contiguous(), bias, y, *x.stride(), *state.stride(), tokens, channels, blocks, taps,
-        next_power_of_2(taps), silu, STEP_CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
-    )  # fmt: skip
-    return y
-
-
-def _fits(weight: Tensor, backend: Backend) -> bool:
+def fits(weight: Tensor, backend: Backend) -> bool:
     """Whether the kernels support this width.
 
     Raises:
@@ -503,7 +407,7 @@ def _fits(weight: Tensor, backend: Backend) -> bool:
     return False
 
 
-def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+def check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
     """Raises unless the shapes match and the activation is known."""
     check_floats(name, x=x, weight=weight)
     check_optional_floats(name, bias=bias)
