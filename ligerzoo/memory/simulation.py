@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, tuple[int, float]] = {
 }
 """States of each parameter: tensors of the parameter's dtype, and further bytes per number."""
 
-_TEMPORARIES = {name: 2 * 4 for name in ("adamw-8bit", "adamw-4bit", "adamw-fp8")}
+_TEMPORARIES = dict.fromkeys(("adamw-8bit", "adamw-4bit", "adamw-fp8"), 2 * 4)
 """Bytes per number of the parameter that an optimizer updates; torchao's has both moments in fp32."""
 
 _ADAMW_STATES = OPTIMIZERS["adamw"][0]
