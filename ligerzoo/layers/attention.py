@@ -5,8 +5,8 @@ Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache as cached
 from typing import Any
 
@@ -132,7 +132,7 @@ def attend(
     """
     tokens, keys = q.shape[1], k.shape[1]
     is_differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    transformed = under_transform()  # vmap supports neither FlexAttention nor torch's fused kernel for a CPU
+    transformed = under_transform()  # vmap does not support FlexAttention
     is_decoding = tokens == 1 and not (is_differentiable or transformed)
     if is_decoding and q.is_cuda and (mask is None or isinstance(mask, Mask)):
         return _attend_to_cache(q, k, v, mask, scale, softcap, sinks)
@@ -147,7 +147,9 @@ def attend(
     # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
     # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
     is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
-    if softcap is not None or (on_cpu and (transformed or not is_accurate_on_cpu)):
+    # vmap has no rule for the kernels of fp32 tensors, nor for that of a CPU.
+    has_rule = not (transformed and (on_cpu or q.dtype == torch.float32))
+    if softcap is not None or not has_rule or (on_cpu and not is_accurate_on_cpu):
         return reference(q, k, v, mask, scale, softcap, is_causal, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, is_causal)[0]
@@ -202,12 +204,13 @@ def _flex_attention(
         return out if sinks is None else apply_sinks(out, lse, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = q, k, v, _softcapped(softcap), mask.block_mask(), scale, q.shape[1] != k.shape[1]
-    if sinks is None:
-        plain: Tensor = _compiled_flex_attention()(*arguments)
-        return plain.transpose(1, 2)
-    from torch.nn.attention.flex_attention import AuxRequest
+    with nullcontext() if torch.compiler.is_compiling() else _many_flex_kernels():
+        if sinks is None:
+            plain: Tensor = _compiled_flex_attention()(*arguments)
+            return plain.transpose(1, 2)
+        from torch.nn.attention.flex_attention import AuxRequest
 
-    out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
+        out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
     return apply_sinks(out.transpose(1, 2), aux.lse, sinks)
 
 
@@ -216,6 +219,22 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
+
+
+@contextmanager
+def _many_flex_kernels() -> Iterator[None]:
+    """Within this context, torch compiles up to 128 variants of a function, instead of 8.
+
+    Each mask, cap, dtype, head size and grad mode is a variant. Above the limit, torch would run FlexAttention without
+    a kernel, with all scores in memory.
+    """
+    config = torch._dynamo.config
+    limit = config.recompile_limit
+    config.recompile_limit = max(limit, 128)
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
 
 
 @cached  # one function per cap, so that it is compiled once
