@@ -53,6 +53,7 @@ from ligerzoo.kernels.delta_chunks import (
     decays,
     inner_products,
     is_exact,
+    launch_of,
     load_betas,
     load_columns,
     load_factors,
@@ -67,7 +68,7 @@ from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
 
 LOCAL = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
-REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
+REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=8, stages=1)}
 VALUE_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 QUERY_GRADIENTS = {2: Launch(values=64, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 KEY_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
@@ -458,7 +459,7 @@ def local_gradients(
     """Returns P^T dO, (B, T, V, D_v), and scale e o dO D^T, (B, V, T, 64)."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
-    launch = LOCAL[v.element_size()]
+    launch = launch_of(LOCAL, tokens)
     slots = cdiv(n_tokens, CHUNK)
     ddelta, dattention = v.new_empty(v.shape), v.new_empty(prepared.inverse.shape)
     _local_kernel[batch * slots * heads](
@@ -484,7 +485,7 @@ def reverse_scan(
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     key_dim = k.shape[3]
-    launch = REVERSE_SCAN[v.element_size()]
+    launch = launch_of(REVERSE_SCAN, tokens)
     slots, shares = cdiv(n_tokens, CHUNK) + 1, 1 if table.starts is None else SEGMENT_PROGRAMS
     values = min(launch.values, padded_dim(value_dim))
     blocks = cdiv(value_dim, values)
@@ -506,7 +507,7 @@ def value_gradients(
     """Writes the gradients of v and beta. Returns e o dV D^T, (B, V, T, 64)."""
     _, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
-    launch = VALUE_GRADIENTS[v.element_size()]
+    launch = launch_of(VALUE_GRADIENTS, tokens)
     slots = cdiv(n_tokens, CHUNK)
     dsystem = v.new_empty(prepared.inverse.shape)
     _value_gradients_kernel[batch * slots * heads](
@@ -533,7 +534,7 @@ def query_gradients(
     """Writes the gradient of q, and its part of `dtotals`."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
-    launch = QUERY_GRADIENTS[v.element_size()]
+    launch = launch_of(QUERY_GRADIENTS, tokens)
     slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
     _query_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
         q, k, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,
@@ -551,7 +552,7 @@ def key_gradients(
     """Writes the gradient of k, and its part of `dtotals`."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
-    launch = KEY_GRADIENTS[v.element_size()]
+    launch = launch_of(KEY_GRADIENTS, tokens)
     slots, key_heads = cdiv(n_tokens, CHUNK), k.shape[2]
     _key_gradients_kernel[batch * slots * key_heads * (CHUNK // ROWS)](
         q, k, beta, prepared.total, optional(prepared.q_factor), optional(prepared.k_factor), table.segment_start,

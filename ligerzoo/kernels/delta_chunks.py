@@ -62,9 +62,9 @@ class Launch(NamedTuple):
 
 
 PREPARE = {2: Launch(values=0, warps=2, stages=1), 4: Launch(values=0, warps=8, stages=1)}
-SOLVE = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=4, stages=1)}
-SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=4, stages=1)}
-OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
+SOLVE = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
+SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=8, stages=1)}
+OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
 """By the element size of the tokens' tensors. To be tuned on a GPU.
 
 Triton uses the instructions `wgmma` for products of 2-byte elements with at least 64 rows in programs with a multiple
@@ -534,6 +534,12 @@ def is_exact(tokens: Tokens) -> bool:
     return tokens.v.dtype == torch.float32
 
 
+def launch_of(launches: dict[int, Launch], tokens: Tokens) -> Launch:
+    """The launch for these tokens. Tiles of more than 128 keys must leave shared memory for the others."""
+    launch = launches[tokens.v.element_size()]
+    return launch if tokens.k.shape[3] <= 128 else Launch(min(launch.values, 16), launch.warps, stages=1)
+
+
 def padded_dim(features: int) -> int:
     """The features of a tile: a power of 2, at least the 16 of a matrix product."""
     return max(16, next_power_of_2(features))
@@ -543,7 +549,7 @@ def prepare(tokens: Tokens, g: Tensor, beta: Tensor, table: ChunkTable, normaliz
     """Computes the triangular inverses, the sums of g and the norms; `g` and `beta` are (B, T, V), contiguous."""
     q, k, v = tokens
     batch, n_tokens, heads, _ = v.shape
-    launch = PREPARE[v.element_size()]
+    launch = launch_of(PREPARE, tokens)
     prepared = allocate_prepared(k, v, normalize)
     slots = cdiv(n_tokens, CHUNK)
     _prepare_kernel[batch * slots * heads](
@@ -560,7 +566,7 @@ def solve(tokens: Tokens, prepared: Prepared, table: ChunkTable) -> tuple[Tensor
     _, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     key_dim = k.shape[3]
-    launch = SOLVE[v.element_size()]
+    launch = launch_of(SOLVE, tokens)
     slots = cdiv(n_tokens, CHUNK)
     readers, errors = v.new_empty((batch, heads, n_tokens, key_dim)), v.new_empty(v.shape)
     _solve_kernel[batch * slots * heads](
@@ -583,7 +589,7 @@ def scan(
     _, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
     key_dim = k.shape[3]
-    launch = SCAN[v.element_size()]
+    launch = launch_of(SCAN, tokens)
     slots, shares = cdiv(n_tokens, CHUNK), 1 if table.starts is None else SEGMENT_PROGRAMS
     values = min(launch.values, padded_dim(value_dim))
     blocks = cdiv(value_dim, values)
@@ -603,7 +609,7 @@ def outputs(
     """Returns the (B, T, V, D_v) outputs."""
     q, k, v = tokens
     batch, n_tokens, heads, value_dim = v.shape
-    launch = OUTPUTS[v.element_size()]
+    launch = launch_of(OUTPUTS, tokens)
     slots = cdiv(n_tokens, CHUNK)
     out = v.new_empty(v.shape)
     _outputs_kernel[batch * slots * heads](
