@@ -101,26 +101,28 @@ def _local_kernel(
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         products = inner_products(
-            q_ptr, k_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, k_batch_stride,
+            q_ptr, k_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, k_batch_stride,
             k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
         )  # fmt: skip
         products *= decays(total, rows, EXACT) * (q_factor * scale)[:, None] * k_factor[None, :]
         transposed = tl.trans(products.to(ddelta_ptr.dtype.element_ty))  # P^T
         dattention = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+        first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
+            dout = load_tile(dout_ptr, batch, start, rows, head, dout_batch_stride, dout_token_stride, dout_head_stride,
                              values, in_chunk, value_dim).to(transposed.dtype)  # fmt: skip
-            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
+            errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
             ddelta = tl.dot(transposed, dout, input_precision="ieee")
-            tl.store(ddelta_ptr + offsets, ddelta.to(ddelta_ptr.dtype.element_ty), mask=mask)
+            tl.store(ddelta_ptr + first_value + offsets, ddelta.to(ddelta_ptr.dtype.element_ty), mask=mask)
             dattention = tl.dot(dout, tl.trans(errors), dattention, input_precision="ieee")
         beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
         dattention *= decays(total, rows, EXACT) * (beta * scale)[None, :]
-        squares = (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
-        tl.store(dattention_ptr + squares, dattention.to(dattention_ptr.dtype.element_ty), mask=in_chunk[:, None])
+        squares = rows[:, None] * CHUNK + rows[None, :]
+        dattention_ptrs = dattention_ptr + (row * n_tokens + start) * CHUNK + squares
+        tl.store(dattention_ptrs, dattention.to(dattention_ptr.dtype.element_ty), mask=in_chunk[:, None])
 
 
 @kernel
@@ -137,23 +139,25 @@ def _reverse_scan_kernel(
     batch, head = row // n_heads, row % n_heads
     key_head = head // group
     key_row = batch * (n_heads // group) + key_head
-    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block * VALUES + tl.arange(0, VALUES)
+    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block.to(tl.int32) * VALUES + tl.arange(0, VALUES)
     state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
     state_offsets = values[:, None] * key_dim + features[None, :]
-    outer_offsets = row * key_dim * value_dim + features[None, :] * value_dim + values[:, None]
+    outer_offsets = features[None, :] * value_dim + values[:, None]  # of (d_k, d_v)
     n_segments = segment_count(counts_ptr, table_stride, batch)
     for segment in range(share, n_segments, n_shares):
         first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
         dstate = tl.zeros((VALUES, KEYS), dtype=tl.float32)  # transposed
         if dfinal_ptr is not None:
             is_last = segment == n_segments - 1
-            dstate = tl.load(dfinal_ptr + outer_offsets, mask=state_mask & is_last, other=0.0).to(tl.float32)
+            dfinal = dfinal_ptr + row * key_dim * value_dim + outer_offsets
+            dstate = tl.load(dfinal, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
             chunk = after_last - 1 - reverse
             start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
             tokens = start + rows
             in_chunk = tokens < end
-            offsets = ((batch * n_tokens + tokens[None, :]) * n_heads + head) * value_dim + values[:, None]
+            ddelta_ptrs = ddelta_ptr + ((batch * n_tokens + start) * n_heads + head) * value_dim
+            ddelta_ptrs += rows[None, :] * (n_heads * value_dim) + values[:, None]
             mask = in_chunk[None, :] & (values < value_dim)[:, None]
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
@@ -166,26 +170,26 @@ def _reverse_scan_kernel(
             dstates = dstates_ptr + (row * n_slots + slot) * key_dim * value_dim + state_offsets
             tl.store(dstates, rounded, mask=state_mask & exists)
 
-            q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
+            q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
                           in_chunk, key_dim)  # fmt: skip
-            dout = load_columns(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride, dout_head_stride,
-                                values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
+            dout = load_columns(dout_ptr, batch, start, rows, head, dout_batch_stride, dout_token_stride,
+                                dout_head_stride, values, in_chunk, value_dim).to(tl.float32)  # fmt: skip
             dout *= (decay_over(total, EXACT) * q_factor * scale)[None, :]
             dstate = tl.dot(dout.to(q.dtype), q, decay_over(last_total, EXACT) * dstate, input_precision="ieee")
 
-            k = load_columns(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
-                             in_chunk, key_dim)  # fmt: skip
-            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            k = load_columns(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride,
+                             features, in_chunk, key_dim)  # fmt: skip
+            ddelta = tl.load(ddelta_ptrs, mask=mask, other=0.0).to(tl.float32)
             read = tl.dot(rounded, k, input_precision="ieee")
             ddelta += (decay_over(last_total - total, EXACT) * k_factor)[None, :] * read
-            tl.store(ddelta_ptr + offsets, ddelta.to(k.dtype), mask=mask)
+            tl.store(ddelta_ptrs, ddelta.to(k.dtype), mask=mask)
 
-            readers = load_tile(readers_ptr, row, tokens, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
+            readers = load_tile(readers_ptr, row, start, rows, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
                                 key_dim)  # fmt: skip
             dstate = tl.dot((ddelta * -beta[None, :]).to(k.dtype), readers, dstate, input_precision="ieee")
         if dinitial_ptr is not None:
-            dinitial = dstate.to(dinitial_ptr.dtype.element_ty)
-            tl.store(dinitial_ptr + outer_offsets, dinitial, mask=state_mask & (segment == 0))
+            dinitial = dinitial_ptr + row * key_dim * value_dim + outer_offsets
+            tl.store(dinitial, dstate.to(dinitial_ptr.dtype.element_ty), mask=state_mask & (segment == 0))
 
 
 @jit
@@ -218,19 +222,21 @@ def _value_gradients_kernel(
         tokens = start + rows
         in_chunk = tokens < end
         beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        squares = (row * n_tokens + tokens) * CHUNK
-        transposed = tl.load(inverse_ptr + squares[None, :] + rows[:, None], mask=in_chunk[None, :], other=0.0)
+        first_square = (row * n_tokens + start) * CHUNK
+        transposed = tl.load(inverse_ptr + first_square + rows[None, :] * CHUNK + rows[:, None],
+                             mask=in_chunk[None, :], other=0.0)  # fmt: skip
         products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)  # dV E^T
         dbeta = tl.zeros((CHUNK,), dtype=tl.float32)
+        first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
-            ddelta = tl.load(ddelta_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
+            ddelta = tl.load(ddelta_ptr + first_value + offsets, mask=mask, other=0.0).to(tl.float32)
             derrors = (ddelta * beta[:, None]).to(errors.dtype)
             dv = tl.dot(transposed, derrors, input_precision="ieee").to(errors.dtype)
-            tl.store(dv_ptr + offsets, dv, mask=mask)
+            tl.store(dv_ptr + first_value + offsets, dv, mask=mask)
             dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
             products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
@@ -238,10 +244,10 @@ def _value_gradients_kernel(
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         products = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products, 0.0)
         dsystem = products * beta[None, :]
-        tl.store(dsystem_ptr + squares[:, None] + rows[None, :], dsystem.to(dsystem_ptr.dtype.element_ty),
-                 mask=in_chunk[:, None])  # fmt: skip
+        dsystem_ptrs = dsystem_ptr + first_square + rows[:, None] * CHUNK + rows[None, :]
+        tl.store(dsystem_ptrs, dsystem.to(dsystem_ptr.dtype.element_ty), mask=in_chunk[:, None])
         products *= k_factor[:, None] * inner_products(
-            k_ptr, k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
+            k_ptr, k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
             k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
         )  # fmt: skip
         dbeta -= tl.sum(products, 0) * k_factor
@@ -265,14 +271,14 @@ def _query_gradients_kernel(
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens, all_tokens = start + own_rows, start + rows
+        tokens = start + own_rows
         in_chunk = tokens < end
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
-        q, q_factor = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, tokens, key_head, q_batch_stride,
+        q, q_factor = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, own_rows, key_head, q_batch_stride,
                                        q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, tokens, key_head, k_batch_stride, k_token_stride,
-                                k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, all_tokens, key_head, k_batch_stride,
+        k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, own_rows, key_head, k_batch_stride,
+                                k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, rows, key_head, k_batch_stride,
                                     k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
         dq = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized q
         for head in range(key_head * group, (key_head + 1) * group):
@@ -280,24 +286,24 @@ def _query_gradients_kernel(
             product = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dO S^T
             for first in range(0, value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
-                dout = load_tile(dout_ptr, batch, tokens, head, dout_batch_stride, dout_token_stride,
+                dout = load_tile(dout_ptr, batch, start, own_rows, head, dout_batch_stride, dout_token_stride,
                                  dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
                 state = _load_transposed_state(states_ptr, row * n_slots + start // CHUNK, values, features, key_dim,
                                                value_dim, has_state)  # fmt: skip
                 product = tl.dot(dout, state, product, input_precision="ieee")
             product *= (decay_over(load_total(total_ptr, row, tokens, end, n_tokens), EXACT) * scale)[:, None]
-            squares = (row * n_tokens + tokens) * CHUNK
+            squares = dattention_ptr + (row * n_tokens + start) * CHUNK
             is_before = own_rows[:, None] > rows[None, :]
-            dattention = tl.load(dattention_ptr + squares[:, None] + rows[None, :],
+            dattention = tl.load(squares + own_rows[:, None] * CHUNK + rows[None, :],
                                  mask=in_chunk[:, None] & is_before, other=0.0)  # fmt: skip
             product = tl.dot(dattention, all_k, product, input_precision="ieee")
             # The diagonal has no part in dg: added to dtotal, its terms of q and of k would cancel but for rounding.
             dtotal = tl.sum(q.to(tl.float32) * product, 1)
             tl.store(dtotals_ptr + row * n_tokens + tokens, dtotal, mask=in_chunk)
-            diagonal = tl.load(dattention_ptr + squares + own_rows, mask=in_chunk, other=0.0).to(tl.float32)
+            diagonal = tl.load(squares + own_rows * (CHUNK + 1), mask=in_chunk, other=0.0).to(tl.float32)
             dq += product + diagonal[:, None] * k.to(tl.float32)
-        _store_unnormalized(dq_ptr, dq, q, q_factor, q_factor_ptr, batch * n_tokens + tokens, in_chunk, n_key_heads,
-                            key_head, features, key_dim)  # fmt: skip
+        _store_unnormalized(dq_ptr, dq, q, q_factor, q_factor_ptr, batch * n_tokens + start, own_rows, in_chunk,
+                            n_key_heads, key_head, features, key_dim)  # fmt: skip
 
 
 @kernel
@@ -315,30 +321,31 @@ def _key_gradients_kernel(
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens, all_tokens = start + own_rows, start + rows
-        in_chunk, all_in_chunk = tokens < end, all_tokens < end
+        tokens = start + own_rows
+        in_chunk, all_in_chunk = tokens < end, start + rows < end
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         dslot, has_dstate = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots + 1, CHUNK)
-        q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, tokens, key_head, q_batch_stride, q_token_stride,
-                                q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        k, k_factor = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, tokens, key_head, k_batch_stride,
+        q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, own_rows, key_head, q_batch_stride,
+                                q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
+        k, k_factor = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, own_rows, key_head, k_batch_stride,
                                        k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        all_q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, all_tokens, key_head, q_batch_stride,
+        all_q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, rows, key_head, q_batch_stride,
                                     q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
-        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, all_tokens, key_head, k_batch_stride,
+        all_k, _ = _load_normalized(k_ptr, k_factor_ptr, batch, key_row, start, rows, key_head, k_batch_stride,
                                     k_token_stride, k_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
         dk = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # of the normalized k
         for head in range(key_head * group, (key_head + 1) * group):
             row = batch * n_heads + head
+            first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
             read = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # dV S^T
             written = tl.zeros((ROWS, KEYS), dtype=tl.float32)  # E dS'^T
             kept = tl.zeros((KEYS,), dtype=tl.float32)  # <S, dS'>
             for first in range(0, value_dim, VALUES):
                 values = first + tl.arange(0, VALUES)
-                offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
+                offsets = own_rows[:, None] * (n_heads * value_dim) + values[None, :]
                 mask = in_chunk[:, None] & (values < value_dim)[None, :]
-                dv = tl.load(dv_ptr + offsets, mask=mask, other=0.0)
-                errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
+                dv = tl.load(dv_ptr + first_value + offsets, mask=mask, other=0.0)
+                errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
                 state = _load_transposed_state(states_ptr, row * n_slots + start // CHUNK, values, features, key_dim,
                                                value_dim, has_state)  # fmt: skip
                 dstate = _load_transposed_state(dstates_ptr, row * (n_slots + 1) + dslot, values, features, key_dim,
@@ -350,27 +357,28 @@ def _key_gradients_kernel(
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-            squares = (row * n_tokens + tokens) * CHUNK
-            transposed = (row * n_tokens + all_tokens[None, :]) * CHUNK + own_rows[:, None]
-            dsystem = tl.load(dsystem_ptr + squares[:, None] + rows[None, :], mask=in_chunk[:, None], other=0.0)
+            first_square = (row * n_tokens + start) * CHUNK
+            squares, transposed = own_rows[:, None] * CHUNK + rows[None, :], rows[None, :] * CHUNK + own_rows[:, None]
+            dsystem = tl.load(dsystem_ptr + first_square + squares, mask=in_chunk[:, None], other=0.0)
             read = tl.dot(dsystem, all_k, read * decay_over(total, EXACT)[:, None], input_precision="ieee")
 
             written *= (decay_over(last_total - total, EXACT) * beta)[:, None]
             dlast = tl.sum(tl.sum(k.to(tl.float32) * written, 1), 0)
             dlast += tl.where(first_row == 0, tl.sum(kept, 0) * decay_over(last_total, EXACT), 0.0)
             is_after = own_rows[:, None] < rows[None, :]
-            dattention = tl.load(dattention_ptr + transposed, mask=all_in_chunk[None, :] & is_after, other=0.0)
-            dsystem = tl.load(dsystem_ptr + transposed, mask=all_in_chunk[None, :], other=0.0)
+            dattention = tl.load(dattention_ptr + first_square + transposed, mask=all_in_chunk[None, :] & is_after,
+                                 other=0.0)  # fmt: skip
+            dsystem = tl.load(dsystem_ptr + first_square + transposed, mask=all_in_chunk[None, :], other=0.0)
             written = tl.dot(dattention, all_q, written, input_precision="ieee")
             written -= tl.dot(dsystem, all_k, input_precision="ieee")
 
             dtotal = -tl.sum(k.to(tl.float32) * (read + written), 1)
             tl.store(dtotals_ptr + (n_rows + row) * n_tokens + tokens, dtotal, mask=in_chunk)
             tl.store(dtotals_ptr + ((2 + first_row // ROWS) * n_rows + row) * n_tokens + start, dlast)
-            diagonal = tl.load(dattention_ptr + squares + own_rows, mask=in_chunk, other=0.0).to(tl.float32)
-            dk += written - read + diagonal[:, None] * q.to(tl.float32)
-        _store_unnormalized(dk_ptr, dk, k, k_factor, k_factor_ptr, batch * n_tokens + tokens, in_chunk, n_key_heads,
-                            key_head, features, key_dim)  # fmt: skip
+            diagonal = tl.load(dattention_ptr + first_square + own_rows * (CHUNK + 1), mask=in_chunk, other=0.0)
+            dk += written - read + diagonal.to(tl.float32)[:, None] * q.to(tl.float32)
+        _store_unnormalized(dk_ptr, dk, k, k_factor, k_factor_ptr, batch * n_tokens + start, own_rows, in_chunk,
+                            n_key_heads, key_head, features, key_dim)  # fmt: skip
 
 
 @jit
@@ -378,17 +386,19 @@ def _part_of_chunk(n_slots, n_key_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr
     """The first row of the program's part of a chunk, its key head, slot and batch element."""
     program = tl.program_id(0).to(tl.int64)
     PARTS: tl.constexpr = CHUNK // ROWS
-    first_row, program = program % PARTS * ROWS, program // PARTS
+    first_row, program = (program % PARTS).to(tl.int32) * ROWS, program // PARTS
     return first_row, program % n_key_heads, program // n_key_heads % n_slots, program // n_key_heads // n_slots
 
 
 @jit
-def _load_normalized(ptr, factor_ptr, batch, key_row, tokens, head, batch_stride, token_stride, head_stride, features,
-                     end, key_dim, n_tokens):  # fmt: skip
+def _load_normalized(ptr, factor_ptr, batch, key_row, start, rows, head, batch_stride, token_stride, head_stride,
+                     features, end, key_dim, n_tokens):  # fmt: skip
     """Normalized q or k of some tokens, and the factors of the normalization."""
-    in_chunk = tokens < end
-    factors = load_factors(factor_ptr, key_row, tokens, in_chunk, n_tokens)
-    tile = load_tile(ptr, batch, tokens, head, batch_stride, token_stride, head_stride, features, in_chunk, key_dim)
+    in_chunk = start + rows < end
+    factors = load_factors(factor_ptr, key_row, start + rows, in_chunk, n_tokens)
+    tile = load_tile(
+        ptr, batch, start, rows, head, batch_stride, token_stride, head_stride, features, in_chunk, key_dim
+    )
     return (tile * factors[:, None]).to(tile.dtype), factors
 
 
@@ -396,17 +406,19 @@ def _load_normalized(ptr, factor_ptr, batch, key_row, tokens, head, batch_stride
 def _load_transposed_state(states_ptr, slot, values, features, key_dim, value_dim, exists):
     """The block of a state in this slot, (values, features); zeros if it does not exist."""
     mask = (values < value_dim)[:, None] & (features < key_dim)[None, :] & exists
-    offsets = slot * key_dim * value_dim + values[:, None] * key_dim + features[None, :]
-    return tl.load(states_ptr + offsets, mask=mask, other=0.0)
+    offsets = values[:, None] * key_dim + features[None, :]
+    return tl.load(states_ptr + slot * key_dim * value_dim + offsets, mask=mask, other=0.0)
 
 
 @jit
-def _store_unnormalized(ptr, gradient, normalized, factors, factor_ptr, rows, mask, n_heads, head, features, key_dim):
+def _store_unnormalized(ptr, gradient, normalized, factors, factor_ptr, first_token, rows, mask, n_heads, head,
+                        features, key_dim):  # fmt: skip
     """Stores the gradient of q or k, given that of its normalized rows."""
     if factor_ptr is not None:
         normalized = normalized.to(tl.float32)
         gradient = factors[:, None] * (gradient - normalized * tl.sum(normalized * gradient, 1)[:, None])
-    offsets = (rows[:, None] * n_heads + head) * key_dim + features[None, :]
+    ptr += (first_token * n_heads + head) * key_dim
+    offsets = rows[:, None] * (n_heads * key_dim) + features[None, :]
     tl.store(ptr + offsets, gradient.to(ptr.dtype.element_ty), mask=mask[:, None] & (features < key_dim)[None, :])
 
 

@@ -190,31 +190,37 @@ def continues(segment_start_ptr, table_stride, batch, token, n_tokens):
 
 
 @jit
-def load_tile(ptr, batch, tokens, head, batch_stride, token_stride, head_stride, features, in_chunk, n_features):
-    """The features of a head of some tokens of (B, T, heads, D); zeros beyond the chunk and the features."""
-    offsets = batch * batch_stride + head * head_stride + tokens[:, None] * token_stride + features[None, :]
+def load_tile(ptr, batch, start, rows, head, batch_stride, token_stride, head_stride, features, in_chunk, n_features):
+    """The features of a head of the tokens `start + rows` of (B, T, heads, D); zeros beyond chunk and features.
+
+    Offsets within a chunk have 32 bits, which takes fewer registers.
+    """
+    ptr += batch * batch_stride + start * token_stride + head * head_stride
+    offsets = rows[:, None] * token_stride + features[None, :]
     return tl.load(ptr + offsets, mask=in_chunk[:, None] & (features < n_features)[None, :], other=0.0)
 
 
 @jit
-def load_columns(ptr, batch, tokens, head, batch_stride, token_stride, head_stride, features, in_chunk, n_features):
+def load_columns(ptr, batch, start, rows, head, batch_stride, token_stride, head_stride, features, in_chunk,
+                 n_features):  # fmt: skip
     """`load_tile`, transposed: (features, tokens). Triton overlaps the loads of an operand, but not of a transpose."""
-    offsets = batch * batch_stride + head * head_stride + tokens[None, :] * token_stride + features[:, None]
+    ptr += batch * batch_stride + start * token_stride + head * head_stride
+    offsets = rows[None, :] * token_stride + features[:, None]
     return tl.load(ptr + offsets, mask=in_chunk[None, :] & (features < n_features)[:, None], other=0.0)
 
 
 @jit
-def inner_products(a_ptr, b_ptr, batch, tokens, head, a_batch_stride, a_token_stride, a_head_stride, b_batch_stride,
-                   b_token_stride, b_head_stride, in_chunk, n_features,
+def inner_products(a_ptr, b_ptr, batch, start, rows, head, a_batch_stride, a_token_stride, a_head_stride,
+                   b_batch_stride, b_token_stride, b_head_stride, in_chunk, n_features,
                    CHUNK: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
     """a_i . b_j of the tokens of a chunk, by blocks of features, which takes fewer registers."""
     products = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     for first in range(0, n_features, FEATURES):
         features = first + tl.arange(0, FEATURES)
-        a = load_tile(a_ptr, batch, tokens, head, a_batch_stride, a_token_stride, a_head_stride, features, in_chunk,
-                      n_features)  # fmt: skip
-        b = load_tile(b_ptr, batch, tokens, head, b_batch_stride, b_token_stride, b_head_stride, features, in_chunk,
-                      n_features)  # fmt: skip
+        a = load_tile(a_ptr, batch, start, rows, head, a_batch_stride, a_token_stride, a_head_stride, features,
+                      in_chunk, n_features)  # fmt: skip
+        b = load_tile(b_ptr, batch, start, rows, head, b_batch_stride, b_token_stride, b_head_stride, features,
+                      in_chunk, n_features)  # fmt: skip
         products = tl.dot(a, tl.trans(b), products, input_precision="ieee")
     return products
 
@@ -239,8 +245,8 @@ def load_total(ptr, row, tokens, end, n_tokens):
 def load_state(states_ptr, slot, features, values, key_dim, value_dim, exists):
     """The block of a state in this slot, (features, values); zeros if it does not exist."""
     mask = (features < key_dim)[:, None] & (values < value_dim)[None, :] & exists
-    offsets = slot * key_dim * value_dim + features[:, None] + values[None, :] * key_dim
-    return tl.load(states_ptr + offsets, mask=mask, other=0.0)
+    offsets = features[:, None] + values[None, :] * key_dim
+    return tl.load(states_ptr + slot * key_dim * value_dim + offsets, mask=mask, other=0.0)
 
 
 @jit
@@ -322,7 +328,7 @@ def _prepare_kernel(
         tl.store(total_ptr + (batch * n_heads + head) * n_tokens + tokens, total, mask=in_chunk)
 
         products = inner_products(
-            k_ptr, k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
+            k_ptr, k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
             k_token_stride, k_head_stride, in_chunk, key_dim, CHUNK, FEATURES,
         )  # fmt: skip
         if k_factor_ptr is not None:
@@ -333,7 +339,7 @@ def _prepare_kernel(
                 squares = tl.zeros((CHUNK,), dtype=tl.float32)
                 for first in range(0, key_dim, FEATURES):
                     features = first + tl.arange(0, FEATURES)
-                    q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride,
+                    q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride,
                                   features, in_chunk, key_dim).to(tl.float32)  # fmt: skip
                     squares += tl.sum(q * q, 1)
                 factors = key_row * n_tokens + tokens
@@ -342,8 +348,9 @@ def _prepare_kernel(
 
         system = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products * beta[None, :], 0.0)
         inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION)
-        offsets = ((batch * n_heads + head) * n_tokens + tokens[:, None]) * CHUNK + rows[None, :]
-        tl.store(inverse_ptr + offsets, inverse.to(inverse_ptr.dtype.element_ty), mask=in_chunk[:, None])
+        inverse_of_chunk = inverse_ptr + ((batch * n_heads + head) * n_tokens + start) * CHUNK
+        offsets = rows[:, None] * CHUNK + rows[None, :]
+        tl.store(inverse_of_chunk + offsets, inverse.to(inverse_ptr.dtype.element_ty), mask=in_chunk[:, None])
 
 
 @kernel
@@ -362,25 +369,30 @@ def _solve_kernel(
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
         tokens = start + rows
         in_chunk = tokens < end
-        inverse = tl.load(inverse_ptr + (row * n_tokens + tokens[:, None]) * CHUNK + rows[None, :],
+        inverse = tl.load(inverse_ptr + (row * n_tokens + start) * CHUNK + rows[:, None] * CHUNK + rows[None, :],
                           mask=in_chunk[:, None], other=0.0)  # fmt: skip
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
         scaled = (inverse.to(tl.float32) * (decay_over(total, EXACT) * k_factor)[None, :]).to(inverse.dtype)
         for first in range(0, key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
-            k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+            k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                           in_chunk, key_dim)  # fmt: skip
             readers = tl.dot(scaled, k, input_precision="ieee").to(readers_ptr.dtype.element_ty)
-            offsets = (row * n_tokens + tokens[:, None]) * key_dim + features[None, :]
-            tl.store(readers_ptr + offsets, readers, mask=in_chunk[:, None] & (features < key_dim)[None, :])
+            offsets = rows[:, None] * key_dim + features[None, :]
+            tl.store(
+                readers_ptr + (row * n_tokens + start) * key_dim + offsets,
+                readers,
+                mask=in_chunk[:, None] & (features < key_dim)[None, :],
+            )
         for first in range(0, value_dim, FEATURES):
             values = first + tl.arange(0, FEATURES)
-            v = load_tile(v_ptr, batch, tokens, head, v_batch_stride, v_token_stride, v_head_stride, values, in_chunk,
-                          value_dim)  # fmt: skip
+            v = load_tile(v_ptr, batch, start, rows, head, v_batch_stride, v_token_stride, v_head_stride, values,
+                          in_chunk, value_dim)  # fmt: skip
             errors = tl.dot(inverse, v, input_precision="ieee").to(errors_ptr.dtype.element_ty)
-            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-            tl.store(errors_ptr + offsets, errors, mask=in_chunk[:, None] & (values < value_dim)[None, :])
+            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
+            first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
+            tl.store(errors_ptr + first_value + offsets, errors, mask=in_chunk[:, None] & (values < value_dim)[None, :])
 
 
 @kernel
@@ -396,27 +408,29 @@ def _scan_kernel(
     batch, head = row // n_heads, row % n_heads
     key_head = head // group
     key_row = batch * (n_heads // group) + key_head
-    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block * VALUES + tl.arange(0, VALUES)
+    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block.to(tl.int32) * VALUES + tl.arange(0, VALUES)
     state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
     state_offsets = values[:, None] * key_dim + features[None, :]
-    outer_offsets = row * key_dim * value_dim + features[None, :] * value_dim + values[:, None]
+    outer_offsets = features[None, :] * value_dim + values[:, None]  # of (d_k, d_v)
     n_segments = segment_count(counts_ptr, table_stride, batch)
     for segment in range(share, n_segments, n_shares):
         first, after_last = segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK)
         state = tl.zeros((VALUES, KEYS), dtype=tl.float32)  # transposed
         if initial_ptr is not None:
-            state = tl.load(initial_ptr + outer_offsets, mask=state_mask & (segment == 0), other=0.0).to(tl.float32)
+            state = tl.load(initial_ptr + row * key_dim * value_dim + outer_offsets, mask=state_mask & (segment == 0),
+                            other=0.0).to(tl.float32)  # fmt: skip
         for chunk in range(first, after_last):
             start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
             tokens = start + rows
             in_chunk = tokens < end
-            k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+            k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                           in_chunk, key_dim)  # fmt: skip
-            readers = load_columns(readers_ptr, row, tokens, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
+            readers = load_columns(readers_ptr, row, start, rows, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
                                    key_dim)  # fmt: skip
-            offsets = ((batch * n_tokens + tokens[None, :]) * n_heads + head) * value_dim + values[:, None]
+            error_ptrs = errors_ptr + ((batch * n_tokens + start) * n_heads + head) * value_dim
+            error_ptrs += rows[None, :] * (n_heads * value_dim) + values[:, None]
             mask = in_chunk[None, :] & (values < value_dim)[:, None]
-            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            errors = tl.load(error_ptrs, mask=mask, other=0.0).to(tl.float32)
             total = load_total(total_ptr, row, tokens, end, n_tokens)
             last_total = tl.load(total_ptr + row * n_tokens + end - 1)
             beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
@@ -427,11 +441,12 @@ def _scan_kernel(
             slot = (row * n_slots + start // CHUNK) * key_dim * value_dim
             tl.store(states_ptr + slot + state_offsets, rounded, mask=state_mask & has_state)
             errors -= tl.dot(rounded, readers, input_precision="ieee")
-            tl.store(errors_ptr + offsets, errors.to(k.dtype), mask=mask)
+            tl.store(error_ptrs, errors.to(k.dtype), mask=mask)
             written = errors * (decay_over(last_total - total, EXACT) * k_factor * beta)[None, :]
             state = tl.dot(written.to(k.dtype), k, decay_over(last_total, EXACT) * state, input_precision="ieee")
         if final_ptr is not None:
-            tl.store(final_ptr + outer_offsets, state, mask=state_mask & (segment == n_segments - 1))
+            final = final_ptr + row * key_dim * value_dim + outer_offsets
+            tl.store(final, state, mask=state_mask & (segment == n_segments - 1))
 
 
 @kernel
@@ -452,9 +467,9 @@ def _outputs_kernel(
         start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
         tokens = start + rows
         in_chunk = tokens < end
-        q = load_tile(q_ptr, batch, tokens, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
+        q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
-        k = load_tile(k_ptr, batch, tokens, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
+        k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
@@ -464,16 +479,17 @@ def _outputs_kernel(
         attention = (attention * (q_factor * scale)[:, None] * (k_factor * beta)[None, :]).to(q.dtype)
         state_factor = decay_over(total, EXACT) * q_factor * scale
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
+        first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
             state = load_state(states_ptr, row * n_slots + start // CHUNK, features, values, key_dim, value_dim,
                                has_state)  # fmt: skip
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
-            offsets = ((batch * n_tokens + tokens[:, None]) * n_heads + head) * value_dim + values[None, :]
-            errors = tl.load(errors_ptr + offsets, mask=mask, other=0.0)
+            offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
+            errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
             out = tl.dot(q, state, input_precision="ieee") * state_factor[:, None]
             out = tl.dot(attention, errors, out, input_precision="ieee")
-            tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + first_value + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 class Tokens(NamedTuple):
