@@ -51,7 +51,7 @@ class Launch(NamedTuple):
     """Sizes of a kernel's launch.
 
     Attributes:
-        values: features of the values per program, or per iteration.
+        values: features of the values per program, or per iteration; 0 for a kernel without values.
         warps: warps per program.
         stages: iterations of a loop whose loads overlap.
     """
@@ -70,7 +70,7 @@ OUTPUTS = {2: Launch(values=64, warps=2, stages=1), 4: Launch(values=16, warps=8
 Triton uses the instructions `wgmma` for products of 2-byte elements with at least 64 rows in programs with a multiple
 of 4 warps. ptxas 12.8 compiles some of them to code that accesses illegal memory (triton issue 11366). So programs with
 products of 64 rows have 2 warps. The products of `scan` and `reverse_scan` have a row per feature of the values, and
-those of `key_gradients` 32.
+those of `query_gradients` and `key_gradients` a row per token of half a chunk.
 """
 
 SEGMENT_PROGRAMS = 16
@@ -272,7 +272,7 @@ def decays(total, rows, EXACT: tl.constexpr):
 def inverse_norm(squares, eps, EXACT: tl.constexpr):
     """1 / sqrt(squares + eps). `rsqrt` is approximate on NVIDIA GPUs."""
     if EXACT:
-        return tl.div_rn(squares * 0.0 + 1.0, tl.sqrt_rn(squares + eps))
+        return tl.div_rn(1.0, tl.sqrt_rn(squares + eps))
     else:
         return tl.rsqrt(squares + eps)
 
