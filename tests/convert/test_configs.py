@@ -35,6 +35,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},  # the default does not match the decoder
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},  # likewise
+    "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},  # likewise
+    "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},  # likewise
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},  # likewise
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}, "text_config": {"head_dim": 128}},  # likewise
 }
@@ -44,7 +46,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 def value_of(config: Any, name: str) -> Any:
     """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
     parts = [config.get_text_config(), config]
-    if name == "tie_word_embeddings" and config.model_type.startswith("qwen3_vl"):
+    if name == "tie_word_embeddings" and config.model_type.startswith("qwen3") and parts[0] is not config:
         parts.reverse()  # only the entry of the top level has an effect
     fields = [(part, n) for part in parts for n in RENAMED.get(name, (name,))]
     return next((value for part, n in fields if (value := getattr(part, n, None)) is not None), None)

@@ -158,7 +158,7 @@ def first_of(model_type: str) -> Tiny:
     return next(row for row in CHECKPOINTS if row.config["model_type"] == model_type)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 @torch.no_grad()
 def test_outputs_of_qwen_with_images(model_type: str, tmp_path: Path, device: str) -> None:
     row = first_of(model_type)

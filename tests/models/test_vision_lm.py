@@ -50,6 +50,12 @@ DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5)
 FAMILIES = (*DENSE, tiny_qwen3_vl_moe, tiny_qwen3_5_moe)
 ON_THE_HUB = [family.CHECKPOINTS[0] for family in DENSE]  # the MoEs differ in the MLPs only
 
+once_compiled = pytest.mark.parametrize(
+    "hub_row", [*ON_THE_HUB[:3], pytest.param(ON_THE_HUB[3], marks=pytest.mark.thorough)], indirect=True,
+    ids=lambda row: row.config["model_type"],
+)  # fmt: skip
+"""Compiles each kind of tower. The decoder of hybrids is compiled in other tests."""
+
 every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
 
 
@@ -414,6 +420,7 @@ def test_frozen_tower(model: VisionLM) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
+@once_compiled
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
 def test_compiled(model: VisionLM, backend: str | None) -> None:
     """Full graph: images of one size, then of others; after Qwen2-VL, a padded batch with videos."""
@@ -436,6 +443,7 @@ def test_compiled(model: VisionLM, backend: str | None) -> None:
         model.zero_grad()
 
 
+@once_compiled
 @torch.no_grad()
 def test_inconsistent_inputs_give_nan_when_compiled(model: VisionLM) -> None:
     """A compiled graph cannot raise an error."""

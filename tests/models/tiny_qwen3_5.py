@@ -37,6 +37,7 @@ OPTIONAL = (
 )  # fmt: skip
 """Entries of `text_config` that a checkpoint may omit."""
 
+WITHOUT_ROPE = {name: value for name, value in TEXT.items() if name != "rope_parameters"}
 LAYERS = {"layer_types": ["full_attention", "linear_attention"], "attention_bias": True, "linear_conv_kernel_dim": 2}
 YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mrope_section": [1, 1, 1],
         "partial_rotary_factor": 0.25}  # fmt: skip
@@ -52,27 +53,24 @@ def with_prediction_head(tensors: Tensors) -> Tensors:
     return {**tensors, "mtp.fc.weight": torch.rand(4, 8), "mtp.layers.0.mlp.experts.0.up_proj.weight": torch.rand(2, 3)}
 
 
-def on_the_hub(tensors: Tensors) -> Tensors:
-    return with_prediction_head(with_fp32_decay(tensors))
-
-
 CHECKPOINTS = [
     variant(TOP, "as on the hub", {"dtype": "bfloat16"}, ("torch_dtype",), stored_dtype=torch.bfloat16, shards=3,
-        tensors=on_the_hub),
+        tensors=with_prediction_head),
     variant(
         TOP,
         "tied, one key head, rope in the spelling of transformers 4",
         {
             "tie_word_embeddings": True,
-            "text_config": {**TEXT, "rope_parameters": None, "rope_scaling": {"mrope_section": [2, 2, 2]},
-                "rope_theta": 300.0, "linear_num_key_heads": 1, "num_key_value_heads": 1},
+            "text_config": {**WITHOUT_ROPE, "rope_scaling": {"mrope_section": [2, 2, 2]}, "rope_theta": 300.0,
+                "linear_num_key_heads": 1, "num_key_value_heads": 1},
         },
         tensors=without(HEAD),
     ),
     variant(TOP, "linear attention last, biases, saved by transformers", {"text_config": {**TEXT, **LAYERS}},
         by_transformers=True, shards=2),
-    variant(TOP, "yarn", {"text_config": {**TEXT, "rope_parameters": YARN, "tie_word_embeddings": True}},
-        tensors=with_prediction_head),
+    variant(TOP, "yarn, decay rates in fp32",
+        {"torch_dtype": "bfloat16", "text_config": {**TEXT, "rope_parameters": YARN, "tie_word_embeddings": True}},
+        stored_dtype=torch.bfloat16, tensors=with_fp32_decay),
     variant(
         TOP,
         "minimal config, other vision tower",

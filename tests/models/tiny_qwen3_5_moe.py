@@ -9,7 +9,6 @@ from tests.models.tiny_qwen3_5 import TEXT as DENSE
 from tests.models.tiny_qwen3_5 import TOP as QWEN3_5
 from tests.models.tiny_qwen3_5 import VISION, with_prediction_head
 from tests.models.tiny_qwen3_5_moe_text import PER_EXPERT, QWEN3_5_MOE
-from tests.models.tiny_qwen3_5_text import with_fp32_decay
 from tests.models.variants import variant, with_steady_mixtures
 
 MIXTURE = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size")
@@ -28,7 +27,7 @@ TOP: dict[str, Any] = {
 
 
 def on_the_hub(tensors: Tensors) -> Tensors:
-    return with_prediction_head(with_fp32_decay(with_steady_mixtures(tensors)))
+    return with_prediction_head(with_steady_mixtures(tensors))
 
 
 CHECKPOINTS = [
