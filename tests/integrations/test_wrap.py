@@ -237,7 +237,9 @@ def test_generation_is_that_of_transformers(model_type: str, mode: str, tmp_path
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "no cache"])
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.thorough)]
+)
 def test_generation_with_images_and_videos(model_type: str, mode: str, tmp_path: Path) -> None:
     if mode == "beams" and OLD_TRANSFORMERS:
         pytest.skip("transformers 5.17 cannot repeat rows without videos")

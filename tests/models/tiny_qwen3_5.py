@@ -69,7 +69,8 @@ CHECKPOINTS = [
     variant(TOP, "linear attention last, biases, saved by transformers", {"text_config": {**TEXT, **LAYERS}},
         by_transformers=True, shards=2),
     variant(TOP, "yarn, decay rates in fp32",
-        {"torch_dtype": "bfloat16", "text_config": {**TEXT, "rope_parameters": YARN, "tie_word_embeddings": True}},
+        {"torch_dtype": "bfloat16", "text_config": {**TEXT, "rope_parameters": YARN, "partial_rotary_factor": 0.25,
+            "tie_word_embeddings": True}},
         stored_dtype=torch.bfloat16, tensors=with_fp32_decay),
     variant(
         TOP,
