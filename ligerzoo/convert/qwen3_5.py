@@ -23,7 +23,8 @@ def _read_entries(raw: Mapping[str, Any], *, architecture: Architecture) -> dict
     """Returns the entries of all levels of config.json under the names of our fields."""
     entries = dict(architecture.read_entries(raw))
     refuse(entries["vision_config"], "deepstack_visual_indexes", unless=(None, []))
-    return {**entries, "sliding_window": object_entry(raw, "text_config").get("sliding_window")}
+    window = object_entry(raw, "text_config").get("sliding_window")  # which Qwen3-VL ignores
+    return {**entries, "sliding_window": window}
 
 
 def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
