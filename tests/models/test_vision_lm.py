@@ -20,7 +20,7 @@ from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
 from ligerzoo.layers import Context, GatedDeltaNet
-from ligerzoo.models import Qwen2_5VL, Qwen3VL
+from ligerzoo.models import Qwen2_5VL, Qwen3_5, Qwen3VL
 from ligerzoo.models.vision_lm import VisionLM
 from tests.models import (
     tiny_qwen2_5_vl,
@@ -423,13 +423,14 @@ def test_frozen_tower(model: VisionLM) -> None:
 
 
 @once_per_tower
+@pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")  # used by Inductor
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
 def test_compiled(model: VisionLM, backend: str | None) -> None:
     """Full graph: images of one size, then of others; after Qwen2-VL, a padded batch with videos."""
     batches, backend = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]], backend or "eager"
     if isinstance(model, Qwen2_5VL):
         batches, backend = [PROMPTS["a padded batch"]], "aot_eager" if backend == "eager" else backend
-    if isinstance(model, Qwen3VL):
+    if isinstance(model, Qwen3VL | Qwen3_5):
         batches = [PROMPTS["a padded batch"]]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
