@@ -11,6 +11,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
+unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles ligerzoo again
 .PHONY: help demo test test-thorough lint clean
 
 help:

@@ -19,7 +19,7 @@ from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.drafts import PromptLookup
 from ligerzoo.generate.speculative import choose_with_drafts
 from ligerzoo.models import Llama, LlamaConfig
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.generate.families import FAMILIES, pair
 from tests.generate.models import PROMPT, TINY, VOCAB, Scripted, prompts, tiny_llama
 
@@ -126,7 +126,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", covering(CASES), ids=str)
+@pytest.mark.parametrize("case", long_cases(CASES), ids=str)
 def test_the_result_is_that_without_drafts(case: dict[str, str], request: Any) -> None:
     model, options = pair(case["family"])[0], OPTIONS[case["options"]]
     for seed in range(2):
