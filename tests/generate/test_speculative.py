@@ -240,7 +240,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((counts - expected)[kept] ** 2 / expected[kept]).sum()), int(kept.sum()) - 1
 
 
-@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+@pytest.mark.parametrize("kind", [pytest.param("lookup", marks=pytest.mark.thorough), "assistant"])
 def test_samples_follow_the_filtered_softmax_over_three_tokens(kind: str) -> None:
     draws, tokens, filters = 1200, 3, {"temperature": 1.2, "top_k": 6, "top_p": 0.95}
     torch.manual_seed(0)

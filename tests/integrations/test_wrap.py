@@ -134,18 +134,18 @@ def resumable(model_type: str) -> str:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: Path) -> None:
     directory, out = written(model_type, tmp_path, resumable(model_type)), tmp_path / "out"
-    steps = {"save_strategy": "steps", "save_steps": 1}
+    steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     whole, figures = train(ours(directory), out, **steps)
-    assert len(figures) == 6
+    assert len(figures) == 4
     kept = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
     resumed = ours(directory)
-    (out / "checkpoint-3").rename(tmp_path / "last")
+    (out / "checkpoint-2").rename(tmp_path / "last")
     train(resumed, out, resume=True, **steps)
     assert raw_bytes(resumed.state_dict()) == raw_bytes(kept)
-    assert raw_bytes(ours(out / "checkpoint-3").state_dict()) == raw_bytes(kept)
+    assert raw_bytes(ours(out / "checkpoint-2").state_dict()) == raw_bytes(kept)
 
     loaded, info = type(theirs(directory)).from_pretrained(
-        out / "checkpoint-3", dtype=torch.float32, output_loading_info=True
+        out / "checkpoint-2", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values())
     # What transformers writes from what it loaded is what it would write after loading the first checkpoint.
