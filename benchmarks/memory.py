@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import write_result
+from benchmarks.measure import save_result
 from benchmarks.training_step import LLAMA_1B
 from ligerzoo import models
 from ligerzoo.memory import ActivationPlan, Recompute, StepMemory, apply_activation_plan, on_meta, simulate_step
@@ -160,10 +161,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory.json"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    cases = dict(rows())
-    errors = [abs(row["error_percent"]) for row in cases.values() if "error_percent" in row]
-    largest = {"cases": len(cases), "measured": len(errors), "largest_error_percent": max(errors, default=float("nan"))}
-    write_result(arguments.out, {"what": __doc__, "cases": cases, **largest}, {**largest, "cases": cases})
+    cases: dict[str, Any] = {}
+    for name, row in rows():
+        cases[name] = row
+        errors = [abs(row["error_percent"]) for row in cases.values() if "error_percent" in row]
+        largest = {"cases": len(cases), "measured": len(errors), "largest_error_percent": max(errors, default=math.nan)}
+        save_result(arguments.out, {"what": __doc__, "cases": cases, **largest}, {**largest, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ Shapes: B batch, T tokens in the call, S keys (cached and new), N query heads, K
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache as cached
 from typing import Any
 
@@ -202,12 +202,13 @@ def _flex_attention(
         return out if sinks is None else apply_sinks(out, lse, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = q, k, v, _softcapped(softcap), mask.block_mask(), scale, q.shape[1] != k.shape[1]
-    if sinks is None:
-        plain: Tensor = _compiled_flex_attention()(*arguments)
-        return plain.transpose(1, 2)
-    from torch.nn.attention.flex_attention import AuxRequest
+    with nullcontext() if torch.compiler.is_compiling() else _many_flex_kernels():
+        if sinks is None:
+            plain: Tensor = _compiled_flex_attention()(*arguments)
+            return plain.transpose(1, 2)
+        from torch.nn.attention.flex_attention import AuxRequest
 
-    out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
+        out, aux = _compiled_flex_attention()(*arguments, return_aux=AuxRequest(lse=True))
     return apply_sinks(out.transpose(1, 2), aux.lse, sinks)
 
 
@@ -216,6 +217,22 @@ def _compiled_flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
+
+
+@contextmanager
+def _many_flex_kernels() -> Iterator[None]:
+    """Within this context, torch compiles up to 128 variants of a function, instead of 8.
+
+    Each mask, cap, dtype, head size and grad mode is a variant. Above the limit, torch would run FlexAttention without
+    a kernel, with all scores in memory.
+    """
+    config = torch._dynamo.config
+    limit = config.recompile_limit
+    config.recompile_limit = max(limit, 128)
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
 
 
 @cached  # one function per cap, so that it is compiled once

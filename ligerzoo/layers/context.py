@@ -17,7 +17,7 @@ from ligerzoo.kernels.autograd import any_true
 from ligerzoo.kernels.checks import describe, kind_of
 from ligerzoo.layers.cache import LayerCache
 from ligerzoo.layers.kv_cache import KVCache
-from ligerzoo.layers.masks import Mask
+from ligerzoo.layers.masks import CausalMask, Mask
 from ligerzoo.layers.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -309,6 +309,8 @@ class Context:
             first = torch.maximum(first, query - window + 1)
             last = last if is_causal else torch.minimum(last, query + window - 1)
         padding_mask = None if self.padding_mask is None else _slice_keys(self.padding_mask, offset, keys)
+        if is_causal and self.last_visible is None and self.tokens == keys and offset == 0:
+            return CausalMask(query, first, keys, padding_mask, window, self.segment_start)
         return Mask(query, first, last, keys, padding_mask)
 
 

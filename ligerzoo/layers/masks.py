@@ -139,10 +139,46 @@ class Mask(AttentionMask):
         return visible, fully_visible
 
     def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        row = b if len(self.first) > 1 else 0
-        visible = (key >= self.first[row, q]) & (key <= self.last[row, q])
+        visible = self._is_in_interval(b, q, key)
         if self.padding_mask is not None and self.fallback is not None:
             visible = visible & self.padding_mask[b, key] | (key == self.fallback[b, q])
+        return visible
+
+    def _is_in_interval(self, b: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        row = b if len(self.first) > 1 else 0
+        return (key >= self.first[row, q]) & (key <= self.last[row, q])
+
+
+class CausalMask(Mask):
+    """Token t of a whole sequence sees the keys up to t, of its segment and within a window.
+
+    FlexAttention compares indices, where it would load `first` and `last` for each query and key. With a window of 128
+    tokens, its forward pass is five times as fast.
+
+    Args:
+        query, first, keys, padding_mask: see `Mask`.
+        window: tokens that a token sees, including itself; None for no window.
+        segment_start: (B or 1, T) int64, the first key of each token's segment; None for one segment.
+    """
+
+    def __init__(
+        self, query: Tensor, first: Tensor, keys: int, padding_mask: Tensor | None, window: int | None,
+        segment_start: Tensor | None,
+    ) -> None:  # fmt: skip
+        super().__init__(query, first, query, keys, padding_mask)
+        self.window, self.segment_start = window, segment_start
+
+    def _new_block_mask(self) -> Any:
+        if self.segment_start is not None:
+            self.segment_start = self.segment_start.int()  # half the bytes to load
+        return super()._new_block_mask()
+
+    def _is_in_interval(self, b: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        visible = key <= q
+        if self.window is not None:
+            visible = visible & (q - key < self.window)
+        if self.segment_start is not None:
+            visible = visible & (key >= self.segment_start[b if len(self.segment_start) > 1 else 0, q])
         return visible
 
 

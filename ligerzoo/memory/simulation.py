@@ -41,6 +41,9 @@ OPTIMIZERS: dict[str, tuple[int, float]] = {
 }
 """States of each parameter: tensors of the parameter's dtype, and further bytes per number."""
 
+_TEMPORARIES = dict.fromkeys(("adamw-8bit", "adamw-4bit", "adamw-fp8"), 2 * 4)
+"""Bytes per number of the parameter that an optimizer updates; torchao's has both moments in fp32."""
+
 _ADAMW_STATES = OPTIMIZERS["adamw"][0]
 """Muon updates vectors, embeddings and heads with AdamW."""
 
@@ -184,11 +187,16 @@ def simulate_step(
             for parameter in trained:
                 parameter.grad = None
     gradients, activations, dynamic = count.peak
+    workspace = dynamic - gradients - activations
+    all_gradients = _nbytes(trained) // gpus
+    temporaries = _TEMPORARIES.get(optimizer, 0) * max((parameter.numel() for parameter in trained), default=0) // gpus
+    if all_gradients + temporaries > dynamic:  # the optimizer's step is the peak
+        gradients, activations, workspace = all_gradients, 0, temporaries
     live = count.live[: len(model.model.layers) + 1]  # checkpointed blocks run again
     return StepMemory(
         weights=_weight_bytes(model, gpus), optimizer_states=optimizer_bytes(model, optimizer) // gpus,
-        gradients=gradients, activations=activations, workspace=dynamic - gradients - activations + CUBLAS_WORKSPACE,
-        flops=tracker.flops, kept=tuple(after - before for before, after in pairwise(live)),
+        gradients=gradients, activations=activations, workspace=workspace + CUBLAS_WORKSPACE, flops=tracker.flops,
+        kept=tuple(after - before for before, after in pairwise(live)),
     )  # fmt: skip
 
 

@@ -1,15 +1,18 @@
 """Attention masks as matrices and block masks, against plain loops over the definition."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from ligerzoo.layers import Context, KVCache, LayerCache, Mask, RollingLayerCache, StaticLayerCache
+from ligerzoo.layers import Context, KVCache, LayerCache, Mask, RollingLayerCache, StaticLayerCache, attention
 from ligerzoo.layers.attention import reference
+from tests.kernels.op_recorder import Recorder
 
 
 def after(past: int) -> KVCache | None:
@@ -237,6 +240,41 @@ def test_block_mask_agrees_with_the_matrix(kind: str, window: int | None, is_cau
     if mask.fallback is not None:  # on a CPU, the matrix lets a query without visible keys attend to all equally
         expected = torch.where(mask.fallback[..., None, None] >= 0, v, expected)
     assert (out.transpose(1, 2) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("packed, loads", [(False, 0), (True, 1)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_causal_masks_load_only_the_starts_of_segments(packed: bool, window: int | None, loads: int) -> None:
+    """FlexAttention evaluates the mask for each query and key."""
+    mask = Context(torch.zeros(1, 300), cu_seqlens=torch.tensor([0, 7, 130, 260]) if packed else None).mask(
+        300, window=window, force=True
+    )
+    assert isinstance(mask, Mask)
+    sees, index = mask.block_mask().mask_mod, torch.tensor([3])
+    with Recorder() as recorder:
+        assert sees(index, index, index, index).item()
+    assert recorder.names.count("index") == loads
+
+
+def test_flex_attention_is_compiled_for_many_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, torch compiles a function at most 8 times, and then runs FlexAttention without a kernel."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, backend=counter)
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
+    contexts = [
+        Context(torch.zeros(1, 40)),
+        Context(torch.zeros(1, 40), torch.arange(40)[None] > 2),
+        Context(torch.zeros(1, 40), cu_seqlens=torch.tensor([0, 7, 40])),
+    ]
+    for dtype, context, window in product([torch.float32, torch.float64], contexts, [None, 5]):
+        x = torch.randn(1, 40, 1, 16, dtype=dtype)
+        mask = context.mask(40, window=window, force=True)
+        assert isinstance(mask, Mask)
+        out = attention._flex_attention(x, x, x, mask, None, None, None)
+        torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(x.dtype))[:, 3:])
+    assert counter.frame_count == 12
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
