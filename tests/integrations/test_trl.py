@@ -136,7 +136,10 @@ def test_segments_of_a_vision_language_model_do_not_attend_to_each_other(
         {"neftune_noise_alpha": 5.0},
         {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
         {"peft_config": LoraConfig(r=4)},
-        {"torch_compile": True, "torch_compile_backend": "eager", "pad_to_multiple_of": 64},  # one shape
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "eager", "pad_to_multiple_of": 64},  # one shape
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=lambda options: next(iter(options)),
 )

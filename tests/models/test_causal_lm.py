@@ -476,7 +476,7 @@ def test_generate_with_the_result_of_torch_compile(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "mistral")), "gemma2"]
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral", "gemma2"))]
 )
 def test_training_and_generation_after_compile(device: str, tmp_path: Path, name: str) -> None:
     """Generation of any lengths neither fails nor takes graphs from training, of which torch allows 8 per function."""
