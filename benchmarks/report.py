@@ -28,7 +28,11 @@ TRAINERS = {
     "trainer_llama_1b": "Llama-3.2-1B shape",
     "trainer_qwen3_30b_a3b_4_layers": "Qwen3-30B-A3B shape, 4 layers",
 }
-SUITES = ("operations", "losses", "launching", "scaling", "training", "generation", *STEPS, *TRAINERS, "loading")
+ATTENTION = ("attention_sinks", "latent_attention")
+SUITES = (
+    "operations", "losses", "launching", "scaling", "training", "memory", "generation", *STEPS, *TRAINERS, "loading",
+    *ATTENTION,
+)  # fmt: skip
 MODEL_PROVIDERS = (OURS, "transformers + liger-kernel", "transformers")
 PEERS = ("torch", "torch linear_cross_entropy", "torch.compile", "liger-kernel", "cut-cross-entropy")
 HIGHLIGHTS = (
@@ -197,6 +201,35 @@ def exactness(rows: Iterable[Json]) -> str:
     return paragraph(f"Against fp64, the error of our outputs and gradients is {most}.")
 
 
+def attention_figures(results: Mapping[str, Json]) -> list[str]:
+    """Attention with sinks and latent attention."""
+    used = [results[name] for name in ATTENTION if name in results]
+    rows = [row for result in used for row in measured(result["rows"])]
+    if not rows:
+        return []
+    gemms = " and ".join(f"{result['rates']['bf16_tflop_s']:.0f}" for result in used)
+    about = (
+        f"Tokens x heads x key heads x head size, or tokens x heads x sizes of keys and values, bf16. "
+        f"{measured_on(*used)}. Attention without sinks and of equal heads runs cuDNN alone, with equal FLOPs. A large "
+        f"GEMM of random matrices reached {gemms} TFLOP/s in these runs."
+    )
+    return ["## Attention of gpt-oss and DeepSeek-V3", paragraph(about), operation_table("attention", rows)]
+
+
+def memory_figures(result: Json) -> list[str]:
+    """Predicted and measured peaks."""
+    about = (
+        f"Peak of a training step in GiB, bf16 weights, fused AdamW. {measured_on(result)}. The largest error of "
+        f"{result['measured']} configurations is {result['largest_error_percent']:.2f} %."
+    )
+    lines = [
+        [name, f"{case['predicted_gib']:.2f}", f"{case['measured_gib']:.2f}", f"{case['error_percent']:+.2f} %"]
+        for name, case in result["cases"].items()
+        if "measured_gib" in case
+    ]
+    return ["## Predicted memory", paragraph(about), table(["configuration", "predicted", "measured", "error"], lines)]
+
+
 def loss_figures(result: Json) -> list[str]:
     about = (
         f"Rows x tokens x hidden size x vocabulary, bf16. {measured_on(result)}. DPO, KTO and JSD include the head of "
@@ -252,6 +285,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
     parts = model_figures(results) + trainer_figures(results)
     for name, figures in (
         ("training", training_figures),
+        ("memory", memory_figures),
         ("generation", generation_figures),
         ("operations", operation_figures),
         ("losses", loss_figures),
@@ -260,6 +294,7 @@ def all_figures(results: Mapping[str, Json]) -> str:
     ):
         if name in results:
             parts += figures(results[name])
+    parts += attention_figures(results)
     return "\n\n".join(part for part in parts if part)
 
 

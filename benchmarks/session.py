@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -37,7 +38,8 @@ from benchmarks.workloads import select
 
 RESULTS = Path("benchmarks/results")
 PEER = "'transformers + liger-kernel'"
-PYTEST = "pytest -q -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider --timeout 100 -rfE --tb short"
+PYTEST = "pytest -v -n 14 --dist worksteal -p no:benchmark -p no:cacheprovider --timeout 100 -rfE --tb short"
+"""With a line for each test, so that failures are known if pytest is stopped."""
 OUTPUT = 20_000
 """Characters of a job's output that are kept, from its end."""
 
@@ -52,21 +54,24 @@ class Job:
             of GPUs.
         result: name of the file in benchmarks/results that it writes; empty for none.
         all_gpus: it needs all GPUs of the machine, at least two.
+        with_fla: it measures flash-linear-attention too, which `--fla` names. The path of other jobs lacks it:
+            transformers would use it in the tests, whose tolerances it exceeds.
     """
 
     seconds: float
     command: str
     result: str = ""
     all_gpus: bool = False
+    with_fla: bool = False
 
 
-def training_job(seconds: float, workload: str, providers: str = f"ligerzoo {PEER}") -> Job:
+def training_job(seconds: float, workload: str, providers: str = f"ligerzoo {PEER}", *, with_fla: bool = False) -> Job:
     command = f"benchmarks.training --workloads {workload} --providers {providers} --out {{out}}"
-    return Job(seconds, command, "training.json")
+    return Job(seconds, command, "training.json", with_fla=with_fla)
 
 
-def suite_job(seconds: float, name: str, arguments: str = "") -> Job:
-    return Job(seconds, f"benchmarks.{name} --out {{out}} {arguments}", f"{name}.json")
+def suite_job(seconds: float, name: str, arguments: str = "", *, with_fla: bool = False) -> Job:
+    return Job(seconds, f"benchmarks.{name} --out {{out}} {arguments}", f"{name}.json", with_fla=with_fla)
 
 
 JOBS = {
@@ -81,12 +86,12 @@ JOBS = {
     "training_8b_1x8192": training_job(90, "llama_8b_1x8192"),
     "training_8b_2x8192": training_job(90, "llama_8b_2x8192"),
     "training_8b_4x8192": training_job(100, "llama_8b_4x8192"),
-    "delta_rule": suite_job(150, "delta_rule", "--patience 120"),
-    "attention_sinks": suite_job(60, "attention_sinks"),
-    "latent_attention": suite_job(60, "latent_attention"),
+    "delta_rule": suite_job(150, "delta_rule", "--patience 120", with_fla=True),
+    "attention_sinks": suite_job(90, "attention_sinks"),
+    "latent_attention": suite_job(120, "latent_attention"),
     "latent_decoding": suite_job(40, "latent_decoding"),
     "training_qwen3_30b_lora": training_job(90, "qwen3_30b_a3b_lora_1x8192", "ligerzoo"),
-    "training_qwen3_5_4b": training_job(120, "qwen3_5_4b_1x8192"),
+    "training_qwen3_5_4b": training_job(120, "qwen3_5_4b_1x8192", with_fla=True),
     "training_gpt_oss_20b": training_job(100, "gpt_oss_20b_1x8192", "ligerzoo"),
     "tests_models": Job(300, f"{PYTEST} -m 'not thorough' tests/models tests/generate tests/vision tests/parallel"),
     "loading_gpt_oss_20b": Job(
@@ -108,10 +113,12 @@ class Session:
         gpus: number of GPUs; 0: jobs run one after the other on the CPU.
         deadline: of `time.monotonic`.
         out: the file.
+        fla: directory of flash-linear-attention; None without.
     """
 
-    def __init__(self, jobs: dict[str, Job], gpus: int, deadline: float, out: Path) -> None:
+    def __init__(self, jobs: dict[str, Job], gpus: int, deadline: float, out: Path, fla: Path | None = None) -> None:
         self._waiting, self._gpus, self._deadline, self._out = dict(jobs), gpus, deadline, out
+        self._fla = fla
         self._found: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._progress = tqdm(total=len(jobs), unit="job")
@@ -145,7 +152,11 @@ class Session:
             return
         log, result = self._directory / f"{name}.log", self._directory / f"{name}.json"
         arguments = shlex.split(job.command.format(out=result, gpus=self._gpus))
-        environment = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        environment = dict(os.environ)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        if job.with_fla and self._fla is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(self._fla)]))
         begin = time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -177,7 +188,10 @@ class Session:
 
 def found_by(job: Job, log: Path, result: Path) -> dict[str, Any]:
     """What a job has written until now."""
-    found: dict[str, Any] = {"output": log.read_text(encoding="utf-8", errors="replace")[-OUTPUT:]}
+    output = log.read_text(encoding="utf-8", errors="replace")
+    found: dict[str, Any] = {"output": output[-OUTPUT:]}
+    if failed := sorted(set(re.findall(r"(?m)(?:FAILED|ERROR) (tests/.+?)(?: - .*)?\s*$", output))):
+        found["failed"] = failed
     if job.result and result.exists():
         found["result"] = {job.result: json.loads(result.read_text(encoding="utf-8"))}
     return found
@@ -215,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="time of the session; default: 3600")
     parser.add_argument("--out", type=Path, default=Path("session.json"))
     parser.add_argument("--unpack", type=Path, metavar="FILE", help="write the results of a session; run nothing")
+    parser.add_argument("--fla", type=Path, metavar="DIR", help="directory of flash-linear-attention, for its jobs")
     arguments = parser.parse_args(argv)
     if arguments.unpack:
         unpack(arguments.unpack)
@@ -226,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     deadline = time.monotonic() + arguments.seconds
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    Session({name: JOBS[name] for name in names}, torch.cuda.device_count(), deadline, arguments.out).run()
+    jobs = {name: JOBS[name] for name in names}
+    Session(jobs, torch.cuda.device_count(), deadline, arguments.out, arguments.fla).run()
 
 
 if __name__ == "__main__":

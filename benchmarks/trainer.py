@@ -163,10 +163,10 @@ def train_in_trainer(model: nn.Module, workload: Workload, steps: int) -> list[f
     return ends
 
 
-def train_in_plain_loop(model: nn.Module, workload: Workload, steps: int) -> list[float]:
-    """Returns the time at the end of each step."""
+def train_in_plain_loop(model: nn.Module, workload: Workload, steps: int, **options: Any) -> list[float]:
+    """Returns the time at the end of each step. `options` are those of the optimizer."""
     data = rows(workload, workload.batch * steps)
-    optimizer = make_optimizer(list(model.train().parameters()), workload.optimizer, lr=1e-5)
+    optimizer = make_optimizer(list(model.train().parameters()), workload.optimizer, lr=1e-5, **options)
     ends = []
     for i in range(steps):
         ids = torch.stack([row["input_ids"] for row in data[i * workload.batch : (i + 1) * workload.batch]]).to(DEVICE)

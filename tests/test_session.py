@@ -53,6 +53,25 @@ def test_each_gpu_takes_the_next_job(modules: Path) -> None:
     assert {found[name]["output"].split()[0] for name in "ab"} == {"0", "1"}
 
 
+def test_failed_tests_are_known_before_the_end(modules: Path) -> None:
+    lines = ["[gw1] [ 3%] PASSED tests/a.py::test_b", "[gw1] [ 3%] FAILED tests/a.py::test_c[1 x] ", "filler " * 9000]
+    jobs = {
+        "tests": Job(
+            2, script(modules, "tests", f"import time\nprint(*{lines!r}, sep=chr(10), flush=True)\ntime.sleep(60)")
+        )
+    }
+    Session(jobs, 0, time.monotonic() + 60, modules / "out.json").run()
+    assert json.loads((modules / "out.json").read_text())["tests"]["failed"] == ["tests/a.py::test_c[1 x]"]
+
+
+def test_only_the_jobs_that_compare_with_it_find_fla(modules: Path) -> None:
+    command = script(modules, "path", "import sys; print('/of/fla' in sys.path)")
+    jobs = {"tests": Job(20, command), "delta": Job(20, command, with_fla=True)}
+    Session(jobs, 0, time.monotonic() + 60, modules / "out.json", fla=Path("/of/fla")).run()
+    found = json.loads((modules / "out.json").read_text())
+    assert [found[name]["output"].strip() for name in jobs] == ["False", "True"]
+
+
 def test_unpacking(tmp_path: Path) -> None:
     workload = {"model": "tiny", "providers": {"ligerzoo": {"tokens_per_s": 1.0}}}
     found = {

@@ -132,7 +132,7 @@ def attend(
     """
     tokens, keys = q.shape[1], k.shape[1]
     is_differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    transformed = under_transform()  # vmap supports neither FlexAttention nor torch's fused kernel for a CPU
+    transformed = under_transform()  # vmap does not support FlexAttention
     is_decoding = tokens == 1 and not (is_differentiable or transformed)
     if is_decoding and q.is_cuda and (mask is None or isinstance(mask, Mask)):
         return _attend_to_cache(q, k, v, mask, scale, softcap, sinks)
@@ -147,7 +147,9 @@ def attend(
     # On a CPU torch's fused kernel is only accurate for fp32 without padding: in half precision logits differ from the
     # reference by up to 5 ulps, and rows without visible keys get gradients many times too large.
     is_accurate_on_cpu = q.dtype not in (torch.bfloat16, torch.float16) and (mask is None or tokens == 1)
-    if softcap is not None or (on_cpu and (transformed or not is_accurate_on_cpu)):
+    # vmap has no rule for the kernels of fp32 tensors, nor for that of a CPU.
+    has_rule = not (transformed and (on_cpu or q.dtype == torch.float32))
+    if softcap is not None or not has_rule or (on_cpu and not is_accurate_on_cpu):
         return reference(q, k, v, mask, scale, softcap, is_causal, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, is_causal)[0]

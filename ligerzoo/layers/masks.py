@@ -11,6 +11,7 @@ Shapes: B batch, T queries, S keys.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class AttentionMask(ABC):
             *_block_indices(visible & ~fully_visible),
             *_block_indices(fully_visible),
             BLOCK_SIZE=_BLOCK,
-            mask_mod=self._is_visible,
+            mask_mod=self._mask_mod(),
             seq_lengths=(self.queries, self.keys),
         )
 
@@ -70,8 +71,8 @@ class AttentionMask(ABC):
         """Returns whether each block has visible keys, and only visible keys: (B or 1, query blocks, key blocks)."""
 
     @abstractmethod
-    def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        """FlexAttention's `mask_mod`: whether the query sees the key; all arguments are 0-d indices."""
+    def _mask_mod(self) -> Callable[..., Tensor]:
+        """Returns FlexAttention's `mask_mod(b, head, q, key)`: whether the query sees the key, for 0-d indices."""
 
     def _queries_in_blocks(self, x: Tensor) -> Tensor:
         """(B, T, ...) -> (B, blocks, 128, ...); repeats the last query to fill the last block."""
@@ -138,15 +139,18 @@ class Mask(AttentionMask):
             fully_visible = fully_visible & unpadded_blocks[:, None]
         return visible, fully_visible
 
-    def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        visible = self._is_in_interval(b, q, key)
-        if self.padding_mask is not None and self.fallback is not None:
-            visible = visible & self.padding_mask[b, key] | (key == self.fallback[b, q])
-        return visible
+    def _mask_mod(self) -> Callable[..., Tensor]:
+        def sees(b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
+            row = b if len(self.first) > 1 else 0
+            return self._padded((key >= self.first[row, q]) & (key <= self.last[row, q]), b, q, key)
 
-    def _is_in_interval(self, b: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        row = b if len(self.first) > 1 else 0
-        return (key >= self.first[row, q]) & (key <= self.last[row, q])
+        return sees
+
+    def _padded(self, visible: Tensor, b: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        """Whether the query sees the key, from whether it sees it without padding."""
+        if self.padding_mask is None or self.fallback is None:
+            return visible
+        return visible & self.padding_mask[b, key] | (key == self.fallback[b, q])
 
 
 class CausalMask(Mask):
@@ -168,18 +172,19 @@ class CausalMask(Mask):
         super().__init__(query, first, query, keys, padding_mask)
         self.window, self.segment_start = window, segment_start
 
-    def _new_block_mask(self) -> Any:
-        if self.segment_start is not None:
-            self.segment_start = self.segment_start.int()  # half the bytes to load
-        return super()._new_block_mask()
+    def _mask_mod(self) -> Callable[..., Tensor]:
+        start = None if self.segment_start is None else self.segment_start.int()  # half the bytes to load
 
-    def _is_in_interval(self, b: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        visible = key <= q
-        if self.window is not None:
-            visible = visible & (q - key < self.window)
-        if self.segment_start is not None:
-            visible = visible & (key >= self.segment_start[b if len(self.segment_start) > 1 else 0, q])
-        return visible
+        # torch.compile takes the default of an argument as a constant, but not an attribute of the mask.
+        def sees(b: Tensor, head: Tensor, q: Tensor, key: Tensor, window: int | None = self.window) -> Tensor:
+            visible = key <= q
+            if window is not None:
+                visible = visible & (q - key < window)
+            if start is not None:
+                visible = visible & (key >= start[b if len(start) > 1 else 0, q])
+            return self._padded(visible, b, q, key)
+
+        return sees
 
 
 class TileMask(AttentionMask):
@@ -206,8 +211,8 @@ class TileMask(AttentionMask):
         visible = (tiles.any(2)[:, :, None] & overlaps).any(-1)
         return visible, (tiles.all(2)[:, :, None] | ~overlaps).all(-1) & (end < self.keys)
 
-    def _is_visible(self, b: Tensor, head: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        return self.visible_tiles[b, q, key // self.tile_length]
+    def _mask_mod(self) -> Callable[..., Tensor]:
+        return lambda b, head, q, key: self.visible_tiles[b, q, key // self.tile_length]
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -196,7 +196,7 @@ def test_tokens_cannot_be_removed(decoder: Decoder, capacity: int | None, device
     assert cache.length == 0
     with pytest.raises(ValueError, match=r"^keep_all_tokens: the model has recurrent layers"):
         cache.keep_all_tokens()
-    with pytest.raises(ValueError, match=r"expected a dense decoder with self-attention only|expected a Hopper GPU"):
+    with pytest.raises(ValueError, match=r"^exact cache: .*; expected "):
         decoder.new_cache(exact=True)
 
 

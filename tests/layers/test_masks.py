@@ -256,23 +256,25 @@ def test_causal_masks_load_only_the_starts_of_segments(packed: bool, window: int
     assert recorder.names.count("index") == loads
 
 
-def test_flex_attention_is_compiled_for_many_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+PADDED, PACKED = torch.arange(40)[None] > 2, torch.tensor([0, 7, 40])
+
+
+def test_flex_attention_is_compiled_once_for_each_kind_of_mask_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, torch compiles a function at most 8 times, and then runs FlexAttention without a kernel."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counter)
     monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
-    contexts = [
-        Context(torch.zeros(1, 40)),
-        Context(torch.zeros(1, 40), torch.arange(40)[None] > 2),
-        Context(torch.zeros(1, 40), cu_seqlens=torch.tensor([0, 7, 40])),
-    ]
-    for dtype, context, window in product([torch.float32, torch.float64], contexts, [None, 5]):
+    for (inputs, window), dtype in 2 * list(
+        product(
+            product([{}, {"attention_mask": PADDED}, {"cu_seqlens": PACKED}], [5, 7]), [torch.float32, torch.float64]
+        )
+    ):
         x = torch.randn(1, 40, 1, 16, dtype=dtype)
-        mask = context.mask(40, window=window, force=True)
+        mask = Context(torch.zeros(1, 40), **inputs).mask(40, window=window)
         assert isinstance(mask, Mask)
         out = attention._flex_attention(x, x, x, mask, None, None, None)
-        torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(x.dtype))[:, 3:])
+        torch.testing.assert_close(out[:, 3:], reference(x, x, x, mask.additive(dtype))[:, 3:])
     assert counter.frame_count == 12
     torch._dynamo.reset()
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from ligerzoo.generate.decode_batch import has_static_decoding
 from ligerzoo.layers import Attention, GatedDeltaNet
 from ligerzoo.models import CausalLM
 from tests.models.comparing import (
-    assert_as_exact,
     assert_close,
     gradients,
+    largest_relative_error,
     load_both,
     raw_bytes,
+    relative_error,
     stored_tensors,
     under_their_names,
 )
@@ -95,15 +97,16 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
     is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
-    # Their rounding is independent, and moves some tokens to another expert: more tokens for a mean.
-    tokens = torch.cat([random_tokens(tiny, device) for _ in range(4 if is_recurrent else 1)])
-    got, expected = ours(tokens).logits, theirs(tokens).logits
-    assert got.dtype == expected.dtype == torch.bfloat16
+    # The rounding of recurrent layers moves some tokens to another expert: a median of several draws.
+    draws = [random_tokens(tiny, device) for _ in range(5 if is_recurrent else 1)]
+    got, expected = ([model(tokens).logits for tokens in draws] for model in (ours, theirs))
+    assert got[0].dtype == expected[0].dtype == torch.bfloat16
     if device == "cpu" and not is_recurrent:  # whose convolution and gates transformers rounds more often
-        ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
-        assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
-    truth = theirs.float()(tokens).logits
-    assert_as_exact(got, expected, truth, is_recurrent=is_recurrent)
+        ulp = 2.0 ** (math.floor(math.log2(expected[0].abs().max().item())) - 7)
+        assert (got[0].float() - expected[0].float()).abs().max().item() <= 2 * ulp
+    truth = [theirs.float()(tokens).logits for tokens in draws]
+    ratio = statistics.median(map(relative_error, got, expected, truth))
+    assert ratio <= largest_relative_error(device)
 
 
 def window_is_within(model: CausalLM, padding: int) -> bool:

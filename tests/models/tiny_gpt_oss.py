@@ -31,7 +31,7 @@ GPT_OSS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_local_experts": 4,
     "output_router_logits": False,
-    "pad_token_id": 3,
+    "pad_token_id": None,  # transformers gives the embedding of the padding token no gradient
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "beta_fast": 32.0, "beta_slow": 1.0, "factor": 4.0, "original_max_position_embeddings": 32,

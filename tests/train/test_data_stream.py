@@ -348,7 +348,7 @@ LONG = {"prompt": "yes " * 40, "completion": "no"}
         (b'{"text": "\x00"}', "contains a NUL byte"),
         ('{"text": "\\u0000"}', "contains a NUL character"),
         ('{"text": "\\ud800"}', "half of a surrogate pair"),
-        ("[" * 5000 + "]" * 5000, "broken JSON"),
+        ("[" * 100_000 + "]" * 100_000, "broken JSON"),
         ({"text": " "}, "text is empty; got ' '"),
         ({"text": 3}, "text: wrong type; got a number, '3'; expected a string"),
         ({"txt": "yes"}, "unknown field 'txt'. Did you mean 'text'?"),

@@ -53,9 +53,9 @@ class GenerationCache(Cache):
         self._keeps_all = True
         self.caches.keep_all_tokens()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens."""
-        self.caches.remove_last(-tokens_to_remove)
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Removes the last `-tokens_to_remove` tokens. transformers 5.17 passes a 0-d tensor, 5.23 an int."""
+        self.caches.remove_last(-int(tokens_to_remove))
 
     def reset(self) -> None:
         """Removes all tokens."""
