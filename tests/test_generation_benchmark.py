@@ -177,6 +177,7 @@ def test_workloads_are_selected_by_pattern() -> None:
         generation.matching(["llama_9b"])
 
 
+@pytest.mark.thorough  # starts four processes; tests/test_training_benchmark.py runs a benchmark too
 def test_a_run_replaces_its_measurements_and_keeps_the_others(tmp_path: Path) -> None:
     out = tmp_path / "results" / "generation.json"
     before = generation.Results(out)
