@@ -245,7 +245,16 @@ def test_activation_checkpointing_changes_nothing(model: CausalLM, device: str) 
         assert_close(got[name], gradient, name)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "model, recompute",
+    [
+        ("dense", True),
+        ("mixture", False),
+        pytest.param("dense", False, marks=pytest.mark.thorough),
+        pytest.param("mixture", True, marks=pytest.mark.thorough),
+    ],
+    indirect=["model"],
+)
 def test_compiled_into_one_graph(model: CausalLM, device: str, recompute: bool) -> None:
     tokens = torch.randint(70, (2, 20), device=device)
     expected = model(tokens, labels=tokens, **asked(model))

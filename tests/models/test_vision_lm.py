@@ -51,12 +51,10 @@ logging.set_verbosity_error()
 DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5)
 FAMILIES = (*DENSE, tiny_qwen3_vl_moe, tiny_qwen3_5_moe)
 ON_THE_HUB = [family.CHECKPOINTS[0] for family in DENSE]  # the MoEs differ in the MLPs only
-
-once_per_tower = pytest.mark.parametrize(
-    "hub_row", [*ON_THE_HUB[:3], pytest.param(ON_THE_HUB[3], marks=pytest.mark.thorough)], indirect=True,
-    ids=lambda row: row.config["model_type"],
-)  # fmt: skip
-"""Runs a test for Qwen3.5, whose tower and positions are those of Qwen3-VL, in thorough runs only."""
+# Qwen3.5 has the tower and the positions of Qwen3-VL.
+ONCE_PER_TOWER = [*ON_THE_HUB[:3], pytest.param(ON_THE_HUB[3], marks=pytest.mark.thorough)]
+LATER_ON_THE_HUB = [pytest.param(ON_THE_HUB[0], marks=pytest.mark.thorough), *ONCE_PER_TOWER[1:]]
+FIRST_ON_THE_HUB = [ON_THE_HUB[0], *(pytest.param(row, marks=pytest.mark.thorough) for row in ON_THE_HUB[1:])]
 
 every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
 
@@ -230,7 +228,7 @@ def position_inputs(p: Prompt) -> dict[str, Any]:
     return {name: value for name, value in p.vision.items() if "pixel" not in name}
 
 
-@once_per_tower
+@pytest.mark.parametrize("hub_row", ONCE_PER_TOWER, indirect=True, ids=lambda row: row.config["model_type"])
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of(), side=st.sampled_from(["left", "right"]))
 def test_positions(model: VisionLM, reference: Any, rows: list[Row], side: str) -> None:
@@ -244,7 +242,7 @@ def test_positions(model: VisionLM, reference: Any, rows: list[Row], side: str) 
         assert row[:, mask][:, -1].tolist() == 3 * [offset + int(mask.sum()) - 1]  # the text continues after it
 
 
-@once_per_tower
+@pytest.mark.parametrize("hub_row", ONCE_PER_TOWER, indirect=True, ids=lambda row: row.config["model_type"])
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of())
 def test_positions_as_in_transformers_4(model: VisionLM, rows: list[Row]) -> None:
@@ -426,7 +424,7 @@ def test_frozen_tower(model: VisionLM) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
-@once_per_tower
+@pytest.mark.parametrize("hub_row", LATER_ON_THE_HUB, indirect=True, ids=lambda row: row.config["model_type"])
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")  # used by Inductor
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
 def test_compiled(model: VisionLM, backend: str | None) -> None:
@@ -450,7 +448,7 @@ def test_compiled(model: VisionLM, backend: str | None) -> None:
         model.zero_grad()
 
 
-@once_per_tower
+@pytest.mark.parametrize("hub_row", FIRST_ON_THE_HUB, indirect=True, ids=lambda row: row.config["model_type"])
 @torch.no_grad()
 def test_inconsistent_inputs_give_nan_when_compiled(model: VisionLM) -> None:
     """A compiled graph cannot raise an error."""
