@@ -43,6 +43,15 @@ NEEDED: dict[str, dict[str, Any]] = {
 """Entries that config.json needs, because the defaults of transformers are inconsistent."""
 
 
+@every_type
+def test_class_attributes_are_the_defaults_of_fields(model_type: str) -> None:
+    """With two bases, a dataclass takes the default of a field from one, and may find the attribute in the other."""
+    config = architecture_of(model_type).config_class
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING:
+            assert getattr(config, field.name) == field.default, field.name
+
+
 def value_of(config: Any, name: str) -> Any:
     """Returns a field of transformers' config, from the decoder's part or the top level, under its name or another."""
     parts = [config.get_text_config(), config]
