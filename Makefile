@@ -11,13 +11,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
+unexport PYTHONDONTWRITEBYTECODE  # or each process that a test starts compiles ligerzoo again
 .PHONY: help demo test test-thorough lint clean
 
 help:
 	@echo 'make demo           install, then run both demos (no GPU needed)'
 	@echo 'make test           install, then run the test suite (at most 10 minutes on 2 cores)'
 	@echo 'make test-thorough  the same with all combinations of parameters and the slow tests'
-	@echo 'make lint           ruff and mypy'
+	@echo 'make lint           ruff, mypy and the phrases that our prose avoids'
 	@echo 'make clean          remove $(VENV) and all caches'
 	@echo
 	@echo 'Options: PYTHON=python3.12 (the Python to use), VENV=.venv (the environment), WORKERS=2 (test processes)'
@@ -39,6 +40,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m tools.prose
 
 clean:
 	rm -rf $(VENV) $(VENV).incomplete build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected: what they import stays
     if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, so each keeps to one
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
@@ -82,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
     gc.collect()
     gc.freeze()  # the modules and collected tests stay: scanning them in each collection costs a tenth of the run
 

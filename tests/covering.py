@@ -4,6 +4,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:
     """Returns combinations of one value of each option, so that any `strength` options take all their values together
@@ -38,13 +40,24 @@ def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[di
     return found
 
 
-def covering_rows(rows: Sequence[Sequence[Hashable]]) -> list[int]:
+def long_cases(options: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Returns the combinations of `covering` as parameters of a test whose cases take long.
+
+    Those that add no new value of an option are marked `thorough`.
+    """
+    rows = covering(options)
+    taken = covering_rows([[id(value) for value in row.values()] for row in rows], strength=1)
+    return [pytest.param(row, marks=() if i in taken else pytest.mark.thorough) for i, row in enumerate(rows)]
+
+
+def covering_rows(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
     """Returns the indices of a few rows in which every pair of values occurs that occurs in any row.
 
-    A value is identified by its column. Greedy and deterministic: takes the row with most missing pairs, the first of
-    equals. So columns that always change together count as one, and of two independent columns every row is taken.
+    With another `strength`, every value, or every three. A value is identified by its column. Greedy and deterministic:
+    takes the row with most missing pairs, the first of equals. So columns that always change together count as one, and
+    of two independent columns every row is taken.
     """
-    pairs = [set(combinations(enumerate(row), 2)) or {tuple(enumerate(row))} for row in rows]
+    pairs = [set(combinations(enumerate(row), strength)) or {tuple(enumerate(row))} for row in rows]
     missing = set().union(*pairs)
     taken = []
     while missing:

@@ -365,15 +365,15 @@ def test_every_numeric_option_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -
 
 STREAMS = [
     ("generate {checkpoint} --prompt - --max-new-tokens 1 <&-", 1, "standard input is closed"),
-    ("chat {checkpoint} <&-", 1, "standard input is closed"),
-    ("chat {checkpoint} <&- --max-new-tokens 1 2>&-", 1, ""),
+    pytest.param("chat {checkpoint} <&-", 1, "standard input is closed", marks=pytest.mark.thorough),
+    pytest.param("chat {checkpoint} <&- --max-new-tokens 1 2>&-", 1, "", marks=pytest.mark.thorough),
     ("generate {checkpoint} --prompt x --max-new-tokens 1 >&-", 1, "standard output is closed"),
-    ("info --architectures >&-", 1, "standard output is closed"),
+    pytest.param("info --architectures >&-", 1, "standard output is closed", marks=pytest.mark.thorough),
     ("info /no/such/place 2>&-", 1, ""),
     ("--help >&-", 0, None),
     ("info --architectures >/dev/full", 1, "No space left on device"),
     ("generate {checkpoint} --prompt - --max-new-tokens 1 < {picture}", 1, "half of a surrogate pair"),
-    ("chat {checkpoint} < {picture}", 1, "half of a surrogate pair"),
+    pytest.param("chat {checkpoint} < {picture}", 1, "half of a surrogate pair", marks=pytest.mark.thorough),
 ]
 
 
@@ -434,7 +434,10 @@ def test_an_interruption_exits_with_130(
     assert capsys.readouterr().err == "\n"
 
 
-@pytest.mark.parametrize("arguments", ["info {}", "generate {} --prompt x --max-new-tokens 9", "--help"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param("info {}", marks=pytest.mark.thorough), "generate {} --prompt x --max-new-tokens 9", "--help"],
+)
 def test_a_closed_pipe_is_quiet(arguments: str, checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -862,7 +865,9 @@ def test_without_the_packages_of_the_server_only_serve_fails(checkpoint: Path, t
             assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("is_busy, cache_dtype", [(False, "auto"), (True, "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    "is_busy, cache_dtype", [pytest.param(False, "auto", marks=pytest.mark.thorough), (True, "float8_e4m3fn")]
+)
 def test_serve_answers_a_client_until_ctrl_c(is_busy: bool, cache_dtype: str, checkpoint: Path, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     pytest.importorskip("uvicorn")

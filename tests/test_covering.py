@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering, covering_rows
+from tests.covering import covering, covering_rows, long_cases
 
 OPTIONS: list[dict[str, list[Any]]] = [
     {},
@@ -45,6 +45,16 @@ def test_rows_with_every_pair() -> None:
     assert len(taken) < len(rows) / 3
     for i, j in combinations(range(4), 2):
         assert {(row[i], row[j]) for row in taken} == {(row[i], row[j]) for row in rows}
+
+
+def test_every_value_of_long_cases() -> None:
+    options: dict[str, list[Any]] = {"a": list(range(6)), "b": [None, [], {}], "c": [False, True]}
+    cases = long_cases(options)
+    assert [case.values[0] for case in cases] == covering(options)
+    rows = [case.values[0] for case in cases if not case.marks]
+    assert len(rows) == 6
+    assert all(value in [row[name] for row in rows] for name, values in options.items() for value in values)
+    assert {mark.name for case in cases for mark in case.marks} == {"thorough"}
 
 
 def test_all_rows_of_two_independent_columns() -> None:

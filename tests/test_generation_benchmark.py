@@ -18,13 +18,14 @@ from benchmarks.processes import measured_apart
 from benchmarks.row import OURS
 from benchmarks.workloads import read_workloads
 from ligerzoo.errors import LigerzooError
+from tests.covering import long_cases
 
 MODELS = ["tiny", "tiny_moe"]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("provider", decoding.PROVIDERS)
-def test_every_provider_generates(provider: str, model: str) -> None:
+@pytest.mark.parametrize("case", long_cases({"model": MODELS, "provider": list(decoding.PROVIDERS)}), ids=str)
+def test_every_provider_generates(case: dict[str, str]) -> None:
+    provider, model = case["provider"], case["model"]
     if "transformers" in provider:
         pytest.importorskip("transformers")
     try:
@@ -60,7 +61,7 @@ def test_a_provider_that_stops_early_is_refused() -> None:
         decoding.measure(generator, decoding.WORKLOADS["tiny"], 1)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("tiny", marks=pytest.mark.thorough), "tiny_moe"])
 def test_compiled_layers_generate_the_same_with_one_graph_for_each_shape(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def test_workloads_are_selected_by_pattern() -> None:
         generation.matching(["llama_9b"])
 
 
+@pytest.mark.thorough  # starts four processes; tests/test_training_benchmark.py runs a benchmark too
 def test_a_run_replaces_its_measurements_and_keeps_the_others(tmp_path: Path) -> None:
     out = tmp_path / "results" / "generation.json"
     before = generation.Results(out)
@@ -222,6 +224,7 @@ def test_files_of_several_runs_merge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert merged["tiny"]["environment"] == {"gpu": "another"}
 
 
+@pytest.mark.thorough  # starts two processes; the test above measures ours in the same way
 def test_transformers_loads_the_checkpoint_of_a_fresh_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     checkpoint = tmp_path / "tiny"

@@ -100,25 +100,32 @@ def part_of_file(file: str) -> str:
     return Path(file).with_suffix("").parts[1].replace("__init__", "ligerzoo")
 
 
+@cache
+def complaints_of(file: str, source: str) -> tuple[list[str], set[tuple[str, str, bool]]]:
+    """Returns every import of a file that is not allowed, and the arrows that its imports need."""
+    found, used = [], set()
+    importer = part_of_file(file)
+    if importer not in ARROWS:
+        return [f"{file}: {importer} is missing in ARROWS"], used
+    eager, lazy = (set(parts.split()) for parts in ARROWS[importer])
+    for name, line, is_lazy in imports_of(source):
+        root = name.split(".")[0]
+        if root == "ligerzoo":
+            used.add((importer, part(name), is_lazy))
+            allowed = part(name) in {importer} | eager | (lazy if is_lazy else set())
+        else:
+            clients = EXTRAS[importer] if importer in ("integrations", "serve") else set()
+            allowed = root in (REQUIRED | clients | (OPTIONAL if is_lazy else set()))
+        if not allowed:
+            found.append(f"{file}:{line}: {importer} may not import {name}" + ("" if is_lazy else " eagerly"))
+    return found, used
+
+
 def complaints(files: Mapping[str, str]) -> list[str]:
     """Returns every import that is not allowed, and every allowed arrow that no import needs."""
-    found, used = [], set()
-    for file, source in files.items():
-        importer = part_of_file(file)
-        if importer not in ARROWS:
-            found.append(f"{file}: {importer} is missing in ARROWS")
-            continue
-        eager, lazy = (set(parts.split()) for parts in ARROWS[importer])
-        for name, line, is_lazy in imports_of(source):
-            root = name.split(".")[0]
-            if root == "ligerzoo":
-                used.add((importer, part(name), is_lazy))
-                allowed = part(name) in {importer} | eager | (lazy if is_lazy else set())
-            else:
-                clients = EXTRAS[importer] if importer in ("integrations", "serve") else set()
-                allowed = root in (REQUIRED | clients | (OPTIONAL if is_lazy else set()))
-            if not allowed:
-                found.append(f"{file}:{line}: {importer} may not import {name}" + ("" if is_lazy else " eagerly"))
+    each = [complaints_of(file, source) for file, source in files.items()]
+    found = [complaint for complaints, _ in each for complaint in complaints]
+    used = set().union(*(arrows for _, arrows in each))
     for importer, arrows in ARROWS.items():
         for parts, is_lazy in zip(arrows, (False, True), strict=True):
             unused = [part for part in parts.split() if (importer, part, is_lazy) not in used]

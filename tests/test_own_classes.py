@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ligerzoo import AutoModel, AutoModelForSequenceClassification, convert, info
+from ligerzoo import AutoModel, AutoModelForSequenceClassification, cli, convert, info
 from ligerzoo.convert.weights import Fused, Rename
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
@@ -157,26 +157,24 @@ assert "MyModel (MyModel)" in page and "4 layers, hidden 32" in page, page
 """
 
 
-def test_a_model_of_a_script_trains_saves_loads_and_generates(tmp_path: Path) -> None:
+def test_a_model_of_a_script_trains_saves_loads_and_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    done = run("script.py", "saved")
+    command = [sys.executable, "script.py", "saved"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     raw = config_json(tmp_path / "saved")
     assert (raw["model_type"], raw["architectures"], raw["window"]) == ("mine", ["MyModel"], 32)
 
-    done = run("-m", "ligerzoo", "info", "saved")  # a process in which the class is not registered
-    assert done.returncode == 0, done.stderr
-    assert "model_type 'mine', neither in ligerzoo.models nor registered" in done.stdout
-    assert "parameters" in done.stdout
-    assert "model.safetensors" in done.stdout
-    done = run("-m", "ligerzoo", "generate", "saved", "--prompt", "x")
-    assert done.returncode == 1
+    saved = str(tmp_path / "saved")
+    assert cli.main(["info", saved]) == 0  # in this process, the class is not registered
+    page = capsys.readouterr().out
+    assert "model_type 'mine', neither in ligerzoo.models nor registered" in page
+    assert "parameters" in page
+    assert "model.safetensors" in page
+    assert cli.main(["generate", saved, "--prompt", "x"]) == 1
 
 
 def test_a_subclass_of_llama(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     assert packed == {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_the_wheel_runs_the_demos_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("demo", [pytest.param("demo", marks=pytest.mark.thorough), "demo --vision"])
+def test_the_wheel_runs_the_demos_from_an_empty_directory(demo: str, wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     pip_install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*pip_install, str(wheel)], check=True)
@@ -159,6 +160,5 @@ def test_the_wheel_runs_the_demos_from_an_empty_directory(wheel: Path, tmp_path:
         return done.stdout
 
     assert Path(run("-c", "import ligerzoo; print(ligerzoo.__file__)").strip()).is_relative_to(site)
-    for demo in ((), ("--vision",)):
-        assert run("-m", "ligerzoo", "demo", *demo)
+    assert run("-m", "ligerzoo", *demo.split())
     assert list(empty.iterdir()) == []

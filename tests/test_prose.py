@@ -71,6 +71,7 @@ def test_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([str(tmp_path)]) == 0
 
 
+@pytest.mark.thorough  # `make lint` runs it too
 def test_the_tree_has_none() -> None:
     found = scan(ROOT / path for path in PATHS)
     assert not found, "\n".join(map(str, found))

@@ -53,6 +53,8 @@ MODEL_TYPES = (
     "qwen2_moe",
     "qwen2_vl",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",

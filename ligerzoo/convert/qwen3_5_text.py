@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
+from ligerzoo.convert.architecture import SILU, Architecture, is_rotary_buffer
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
 from ligerzoo.models.hybrid import GatedDeltaConfig
 from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
@@ -20,7 +20,8 @@ _KEPT_IN_FP32 = re.compile(r".*\.linear_attn\.(A_log|dt_bias|norm\.weight)")
 _MROPE = ("mrope_section", "mrope_interleaved")
 
 ACCEPTED: Mapping[str, tuple[object, ...]] = {
-    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "sliding_window": (), "use_sliding_window": (False,),
+    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "output_gate_type": SILU, "sliding_window": (),
+    "use_sliding_window": (False,),
 }  # fmt: skip
 """Entries that transformers ignores: other values would change the numbers."""
 
@@ -40,7 +41,12 @@ def read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
 
 def is_extra_tensor(name: str) -> bool:
     """Returns whether a stored tensor is part of the head for multi-token prediction or of the vision tower."""
-    return name.startswith(("mtp.", "model.visual.")) or is_rotary_buffer(name)
+    return name.startswith("model.visual.") or is_prediction_head(name) or is_rotary_buffer(name)
+
+
+def is_prediction_head(name: str) -> bool:
+    """Returns whether a stored tensor is part of the head for multi-token prediction."""
+    return name.startswith("mtp.")
 
 
 def keeps_fp32(name: str) -> bool:

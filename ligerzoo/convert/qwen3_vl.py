@@ -1,4 +1,4 @@
-"""Converter for Qwen3-VL checkpoints, and the parts that Qwen3-VL-MoE shares.
+"""Converter for Qwen3-VL checkpoints, and the parts that Qwen3-VL-MoE and Qwen3.5 share.
 
 config.json holds the decoder's entries in `text_config` and the vision tower's in `vision_config`. Only the entry
 `tie_word_embeddings` of the top level counts, as in transformers. Checkpoints use other names for the vision tower's
@@ -50,7 +50,7 @@ def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:
     return {**text, **experts, "sliding_window": None, **tokens, **tie, "vision_config": vision}
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
+def read_interleaved_rope(raw: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     """Reads `rope_theta`, `rope_scaling` and `mrope_section`. The axes are always interleaved."""
     entry = dict(rope_entry(raw))
     refuse(entry, "mrope_interleaved", unless=(None, True))
@@ -82,7 +82,7 @@ def vision_lm(
         model_class,
         config_class,
         read_entries=partial(_read_entries, model_type=model_type),
-        read_rope=_read_rope,
+        read_rope=read_interleaved_rope,
         write_entries=partial(_write_entries, model_type=model_type),
         layouts=layouts,
         prefixes={"model.": ("model.language_model.",), "visual.": ("model.visual.",)},

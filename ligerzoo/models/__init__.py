@@ -36,11 +36,13 @@ from ligerzoo.models.qwen2_5_vl import Qwen2_5VL, Qwen2_5VLConfig, Qwen2_5VLVisi
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig, Qwen2VLVisionConfig
 from ligerzoo.models.qwen3 import Qwen3, Qwen3Config
+from ligerzoo.models.qwen3_5 import Qwen3_5, Qwen3_5Config
+from ligerzoo.models.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeConfig
 from ligerzoo.models.qwen3_5_moe_text import Qwen3_5MoeText, Qwen3_5MoeTextConfig
 from ligerzoo.models.qwen3_5_text import Qwen3_5Text, Qwen3_5TextConfig
 from ligerzoo.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
-from ligerzoo.models.qwen3_vision import Qwen3VLVisionConfig
+from ligerzoo.models.qwen3_vision import Qwen3VisionConfig, Qwen3VLVisionConfig
 from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe, Qwen3VLMoeConfig
 from ligerzoo.models.seed_oss import SeedOss, SeedOssConfig
@@ -130,6 +132,11 @@ __all__ = [
     "Qwen3VLMoe",
     "Qwen3VLMoeConfig",
     "Qwen3VLVisionConfig",
+    "Qwen3VisionConfig",
+    "Qwen3_5",
+    "Qwen3_5Config",
+    "Qwen3_5Moe",
+    "Qwen3_5MoeConfig",
     "Qwen3_5MoeText",
     "Qwen3_5MoeTextConfig",
     "Qwen3_5Text",

@@ -83,17 +83,21 @@ class GatedDeltaConfig(PartialRotaryConfig):
 
 
 def gated_delta_decoder(
-    config: GatedDeltaConfig, mlp: Callable[[int], nn.Module], **factory_kwargs: Unpack[FactoryKwargs]
+    config: GatedDeltaConfig,
+    mlp: Callable[[int], nn.Module],
+    rotary: RotaryEmbedding | None = None,
+    **factory_kwargs: Unpack[FactoryKwargs],
 ) -> Decoder:
     """Builds a decoder of gated delta rule and gated attention blocks.
 
     Args:
         config: the sizes.
         mlp: returns the MLP or MoE of a layer, counted from 0.
+        rotary: rotary embedding of full attention; None for that of text.
         factory_kwargs: device and dtype.
     """
     c = config
-    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+    rotary = rotary or RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
 
     def norm(size: int = c.hidden_size) -> RMSNorm:
         return RMSNorm(size, c.rms_norm_eps, weight_offset=1.0, round_before_scale=False, **factory_kwargs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from ligerzoo.errors import ConfigError
-from ligerzoo.layers import LMHead, SharedExpertMoE
+from ligerzoo.layers import Decoder, LMHead, RotaryEmbedding, SharedExpertMoE
 from ligerzoo.models.causal_lm import FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 from ligerzoo.models.moe import MoECausalLM, MoEConfig, shared_expert_moe
@@ -49,12 +49,19 @@ class Qwen3_5MoeText(MoECausalLM):
     config: Qwen3_5MoeTextConfig
 
     def __init__(self, config: Qwen3_5MoeTextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c = config
+        head = LMHead(config.hidden_size, config.vocab_size, **factory_kwargs)
+        super().__init__(config, qwen3_5_moe_decoder(config, **factory_kwargs), head)
 
-        def moe(i: int) -> SharedExpertMoE:
-            return shared_expert_moe(
-                c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=True, **factory_kwargs
-            )
 
-        head = LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        super().__init__(config, gated_delta_decoder(c, moe, **factory_kwargs), head)
+def qwen3_5_moe_decoder(
+    config: Qwen3_5MoeTextConfig, rotary: RotaryEmbedding | None = None, **factory_kwargs: Unpack[FactoryKwargs]
+) -> Decoder:
+    """Builds the decoder with MoE layers; the arguments are those of `gated_delta_decoder`."""
+    c = config
+
+    def moe(i: int) -> SharedExpertMoE:
+        return shared_expert_moe(
+            c, c.moe_intermediate_size, c.shared_expert_intermediate_size, renormalize=True, **factory_kwargs
+        )
+
+    return gated_delta_decoder(c, moe, rotary, **factory_kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from ligerzoo.layers import GatedMLP, LMHead
+from ligerzoo.layers import Decoder, GatedMLP, LMHead, RotaryEmbedding
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
 from ligerzoo.models.hybrid import GatedDeltaConfig, gated_delta_decoder
 
@@ -34,10 +34,17 @@ class Qwen3_5Text(CausalLM):
     config: Qwen3_5TextConfig
 
     def __init__(self, config: Qwen3_5TextConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c = config
+        head = LMHead(config.hidden_size, config.vocab_size, **factory_kwargs)
+        super().__init__(config, qwen3_5_decoder(config, **factory_kwargs), head)
 
-        def mlp(i: int) -> GatedMLP:
-            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
 
-        head = LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
-        super().__init__(config, gated_delta_decoder(c, mlp, **factory_kwargs), head)
+def qwen3_5_decoder(
+    config: Qwen3_5TextConfig, rotary: RotaryEmbedding | None = None, **factory_kwargs: Unpack[FactoryKwargs]
+) -> Decoder:
+    """Builds the decoder with dense MLPs; the arguments are those of `gated_delta_decoder`."""
+    c = config
+
+    def mlp(i: int) -> GatedMLP:
+        return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+
+    return gated_delta_decoder(c, mlp, rotary, **factory_kwargs)

@@ -1,4 +1,4 @@
-"""Shared by Qwen3-VL's dense and MoE models: the vision tower with DeepStack, and interleaved M-RoPE."""
+"""Shared by Qwen3-VL and Qwen3.5, dense and MoE: the vision tower, with DeepStack or not, and interleaved M-RoPE."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from ligerzoo.models.vision_lm import VisionLM, VisionLMConfig, VisionTowerConfi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3VLVisionConfig(VisionTowerConfig):
-    """Configuration of the vision tower. Defaults: those of transformers' Qwen3VLVisionConfig.
+class Qwen3VisionConfig(VisionTowerConfig):
+    """Configuration of the vision tower. Defaults: those of transformers' Qwen3_5VisionConfig.
 
     Attributes:
         hidden_size: features of a patch.
         intermediate_size: intermediate features of an MLP.
         out_hidden_size: features of an output token; equals the decoder's `hidden_size`.
         num_position_embeddings: learned positions; a square number.
-        deepstack_visual_indexes: indices of the blocks with DeepStack features, counted from 0. The i-th features that
-            the tower computes are added to the output of decoder block i; without such a block they have no effect.
     """
 
     depth: int = 27
@@ -40,17 +38,10 @@ class Qwen3VLVisionConfig(VisionTowerConfig):
     patch_size: int = 16
     out_hidden_size: int = 3584
     num_position_embeddings: int = 2304
-    deepstack_visual_indexes: Sequence[int] = field(default_factory=lambda: [8, 16, 24])
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        blocks, positions = self.deepstack_visual_indexes, self.num_position_embeddings
-        are_indices = isinstance(blocks, list | tuple) and all(type(block) is int and block >= 0 for block in blocks)
-        if not are_indices or len(set(blocks)) < len(blocks):
-            raise ConfigError(
-                "invalid block indices", where="vision_config, deepstack_visual_indexes", got=repr(blocks)[:200],
-                expected="a list of different integers, 0 or more",
-            )  # fmt: skip
+        positions = self.num_position_embeddings
         if math.isqrt(positions) ** 2 != positions:
             raise ConfigError(
                 "invalid value", where="vision_config, num_position_embeddings", got=positions,
@@ -67,14 +58,36 @@ class Qwen3VLVisionConfig(VisionTowerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen3VLVisionConfig(Qwen3VisionConfig):
+    """Configuration of a vision tower with DeepStack. Defaults: those of transformers' Qwen3VLVisionConfig.
+
+    Attributes:
+        deepstack_visual_indexes: indices of the blocks with DeepStack features, counted from 0. The i-th features that
+            the tower computes are added to the output of decoder block i; without such a block they have no effect.
+    """
+
+    deepstack_visual_indexes: Sequence[int] = field(default_factory=lambda: [8, 16, 24])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks = self.deepstack_visual_indexes
+        are_indices = isinstance(blocks, list | tuple) and all(type(block) is int and block >= 0 for block in blocks)
+        if not are_indices or len(set(blocks)) < len(blocks):
+            raise ConfigError(
+                "invalid block indices", where="vision_config, deepstack_visual_indexes", got=repr(blocks)[:200],
+                expected="a list of different integers, 0 or more",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Qwen3VisionLMConfig(VisionLMConfig):
-    """Configuration of Qwen3 with a vision tower.
+    """Configuration of Qwen3 or Qwen3.5 with a vision tower.
 
     Attributes:
         attention_bias: add biases to the query, key, value and output projections.
     """
 
-    vision_config: Qwen3VLVisionConfig
+    vision_config: Qwen3VisionConfig
     vocab_size: int = 151936
     max_position_embeddings: int = 128000
     rope_theta: float = 5e5
@@ -92,7 +105,10 @@ class Qwen3VisionLMConfig(VisionLMConfig):
 
 
 class Qwen3VisionLM(VisionLM):
-    """Qwen3 with a vision tower; the arguments are those of `VisionLM`. Text separates the frames of a video."""
+    """Qwen3 or Qwen3.5 with a vision tower; the arguments are those of `VisionLM`.
+
+    Text separates the frames of a video.
+    """
 
     separates_frames = True
 
@@ -104,8 +120,16 @@ def interleaved_rotary(config: Qwen3VisionLMConfig) -> InterleavedSectionedRotar
     return InterleavedSectionedRotaryEmbedding(c.mrope_section, *frequencies)
 
 
-def vision_tower(config: Qwen3VLVisionConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> DeepStackVisionTower:
-    """Builds the vision tower, from patches to embeddings and DeepStack features of `out_hidden_size` features."""
+def vision_tower(
+    config: Qwen3VisionConfig, deepstack_blocks: Sequence[int] = (), **factory_kwargs: Unpack[FactoryKwargs]
+) -> DeepStackVisionTower:
+    """Builds the vision tower, from patches to embeddings and DeepStack features of `out_hidden_size` features.
+
+    Args:
+        config: config of the tower.
+        deepstack_blocks: indices of the blocks with DeepStack features.
+        factory_kwargs: device and dtype of the weights.
+    """
     c = config
 
     def norm(size: int = c.hidden_size) -> LayerNorm:
@@ -125,6 +149,6 @@ def vision_tower(config: Qwen3VLVisionConfig, **factory_kwargs: Unpack[FactoryKw
     pos_embed = ResampledPositionEmbedding(math.isqrt(c.num_position_embeddings), c.hidden_size, **factory_kwargs)
     return DeepStackVisionTower(
         patch_embed, pos_embed, blocks, merger(), merge_size=c.spatial_merge_size,
-        deepstack_blocks=c.deepstack_visual_indexes,
-        deepstack_mergers=[merger(norm_merged=True) for _ in c.deepstack_visual_indexes],
+        deepstack_blocks=deepstack_blocks,
+        deepstack_mergers=[merger(norm_merged=True) for _ in deepstack_blocks],
     )  # fmt: skip

@@ -49,4 +49,5 @@ class Qwen3VL(Qwen3VisionLM):
             return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
 
         decoder = qwen3_decoder(c, interleaved_rotary(c), mlp, bias=c.attention_bias, **factory_kwargs)
-        super().__init__(c, decoder, vision_tower(c.vision_config, **factory_kwargs), **factory_kwargs)
+        v = c.vision_config
+        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes, **factory_kwargs), **factory_kwargs)

@@ -61,4 +61,5 @@ class Qwen3VLMoe(Qwen3VisionLM, MoECausalLM):
             c, interleaved_rotary(c), lambda layer: qwen3_moe_mlp(c, layer, **factory_kwargs), bias=c.attention_bias,
             **factory_kwargs,
         )  # fmt: skip
-        super().__init__(c, decoder, vision_tower(c.vision_config, **factory_kwargs), **factory_kwargs)
+        v = c.vision_config
+        super().__init__(c, decoder, vision_tower(v, v.deepstack_visual_indexes, **factory_kwargs), **factory_kwargs)

@@ -105,7 +105,7 @@ class VisionLMConfig(DecoderConfig):
         if not are_sizes or len(sections) != 3 or sum(sections) != pairs:
             raise ConfigError(
                 "invalid sections", where="mrope_section", got=repr(sections)[:200],
-                expected=f"three integers, 0 or more, that add up to head_dim / 2, {pairs}",
+                expected=f"three integers, 0 or more, that add up to {pairs}, half of the rotated features",
             )  # fmt: skip
         if self.vision_config.token_features != self.hidden_size:
             raise ConfigError(

@@ -35,7 +35,12 @@ from ligerzoo.vision.messages import (
 )
 from ligerzoo.vision.mllama import MllamaProcessorFamily
 from ligerzoo.vision.qwen2_vl import Qwen2_5VLProcessorFamily, Qwen2VLProcessorFamily
-from ligerzoo.vision.qwen3_vl import Qwen3VLMoeProcessorFamily, Qwen3VLProcessorFamily
+from ligerzoo.vision.qwen3_vl import (
+    Qwen3_5MoeProcessorFamily,
+    Qwen3_5ProcessorFamily,
+    Qwen3VLMoeProcessorFamily,
+    Qwen3VLProcessorFamily,
+)
 
 FILE_PATTERNS = (*tokenizer_files.FILE_PATTERNS, *FILE_NAMES, "config.json")
 """The files that a processor reads, as glob patterns inside a checkpoint directory."""
@@ -45,6 +50,8 @@ FAMILIES: tuple[type[ProcessorFamily], ...] = (
     Qwen2_5VLProcessorFamily,
     Qwen3VLProcessorFamily,
     Qwen3VLMoeProcessorFamily,
+    Qwen3_5ProcessorFamily,
+    Qwen3_5MoeProcessorFamily,
     Gemma3ProcessorFamily,
     MllamaProcessorFamily,
 )
@@ -163,7 +170,7 @@ class Processor:
             images: images in the order of their placeholders: one image, a list, or one list for each text. Parts
                 `{"type": "image"}` without an image take theirs from here.
             videos: one video or a list of videos, in the same way. A list of images is one video.
-            fps: frames per second of all videos, or of each. Only Qwen2.5-VL and Qwen3-VL use it.
+            fps: frames per second of all videos, or of each. Only Qwen2.5-VL, Qwen3-VL and Qwen3.5 use it.
             padding_side: "left" (for generation) or "right".
             add_special_tokens: whether to add the special tokens that tokenizer.json puts around a text. The output of
                 a chat template gets them only if it does not begin with a BOS token.

@@ -141,3 +141,15 @@ class Qwen3VLMoeProcessorFamily(Qwen3VLProcessorFamily):
     """The preprocessing of Qwen3-VL, for its MoE models."""
 
     model_type = "qwen3_vl_moe"
+
+
+class Qwen3_5ProcessorFamily(Qwen3VLProcessorFamily):
+    """The preprocessing of Qwen3-VL, for Qwen3.5."""
+
+    model_type = "qwen3_5"
+
+
+class Qwen3_5MoeProcessorFamily(Qwen3VLProcessorFamily):
+    """The preprocessing of Qwen3-VL, for the MoE models of Qwen3.5."""
+
+    model_type = "qwen3_5_moe"

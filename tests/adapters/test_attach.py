@@ -14,6 +14,7 @@ from ligerzoo.layers import GatedMLP, Linear
 from ligerzoo.layers.adapt import adapt
 from ligerzoo.layers.lora import LoRALayer, LoRAOptions, project_jointly
 from tests.adapters.models import gemma2, gradients, llama, mixtral, phi3, randomize, token_ids
+from tests.covering import long_cases
 
 ALL = ["q_proj", "o_proj", "gate_proj", "down_proj", "experts", "gate", "lm_head", "embed_tokens"]
 MODELS: dict[str, Any] = {"llama": llama, "mixtral": mixtral, "phi3": phi3, "gemma2": gemma2}
@@ -302,10 +303,10 @@ def test_autocast_and_bf16() -> None:
     assert {g.dtype for g in gradients(mixed, ids).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_compiled_training(name: str, dora: bool) -> None:
+@pytest.mark.parametrize("case", long_cases({"name": ["llama", "mixtral"], "dora": [False, True]}), ids=str)
+def test_compiled_training(case: dict[str, Any]) -> None:
     torch._dynamo.reset()
+    name, dora = case["name"], case["dora"]
     model, ids = MODELS[name](), token_ids()
     targets = ["self_attn", "lm_head", "embed_tokens"] + ([] if dora or name == "llama" else ["experts"])
     adapters.add_lora(model, targets=targets, dora=dora)

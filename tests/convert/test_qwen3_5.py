@@ -12,7 +12,9 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of, architecture_of_model
 from ligerzoo.convert.weights import Box, FusedByHead, Layout, StoredTensors, assemble, shapes_of, within
 from ligerzoo.errors import CheckpointError, ConfigError
-from ligerzoo.models import Qwen3Next, Qwen3NextConfig
+from ligerzoo.models import Qwen3_5, Qwen3_5Text, Qwen3Next, Qwen3NextConfig
+from tests.models.tiny_qwen3_5 import CHECKPOINTS as VISION_CHECKPOINTS
+from tests.models.tiny_qwen3_5 import TOP as VISION
 from tests.models.tiny_qwen3_5_moe_text import QWEN3_5_MOE
 from tests.models.tiny_qwen3_5_text import CHECKPOINTS, QWEN3_5
 from tests.models.tiny_qwen3_next import QWEN3_NEXT
@@ -39,6 +41,7 @@ def test_layer_types_take_precedence() -> None:
     [
         (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate: not supported; got False; expected no entry or True"),
         (QWEN3_5, {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype: not supported; got 'bfloat16'"),
+        (QWEN3_5, {"output_gate_type": "sigmoid"}, "output_gate_type: not supported; got 'sigmoid'"),
         (QWEN3_5, {"hidden_act": "gelu"}, "hidden_act: not supported; got 'gelu'"),
         (QWEN3_5, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: .* a list of 2 entries"),
         (QWEN3_5, {"layer_types": ["full_attention"]}, "layer_types: .* a list of 2 entries"),
@@ -58,9 +61,29 @@ def test_refusals(raw: dict[str, Any], entries: dict[str, Any], message: str) ->
         config_of(raw, **entries)
 
 
-def test_vision_language_models_are_not_read_yet() -> None:
-    with pytest.raises(ConfigError, match="no such architecture"):
-        architecture_of("qwen3_5")
+@pytest.mark.parametrize(
+    "part, entries, message",
+    [
+        ("text_config", {"attn_output_gate": False}, "attn_output_gate: not supported; got False"),
+        ("text_config", {"sliding_window": 5}, "sliding_window: not supported; got 5"),
+        ("text_config", {"model_type": "qwen3_vl_text"}, "model_type: .* expected no entry or 'qwen3_5_text'"),
+        ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved: not supported"),
+        ("text_config", {"rope_parameters": {"mrope_section": [2, 2, 1]}}, "mrope_section: .* that add up to 6, half"),
+        ("vision_config", {"deepstack_visual_indexes": [0]}, r"deepstack_visual_indexes: not supported; got \[0\]"),
+        ("vision_config", {"num_position_embeddings": 24}, "num_position_embeddings: .* a square"),
+    ],
+)
+def test_refusals_of_vision_language_models(part: str, entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(VISION, **{part: {**VISION[part], **entries}})
+
+
+def test_a_text_model_refuses_the_checkpoint_of_a_vision_language_model(tmp_path: Path) -> None:
+    VISION_CHECKPOINTS[0].write(tmp_path)
+    message = r"the checkpoint has another architecture; got 'qwen3_5'.* Load it with Qwen3_5.from_pretrained"
+    with pytest.raises(ConfigError, match=message):
+        Qwen3_5Text.from_pretrained(tmp_path)
+    assert type(AutoModel.from_pretrained(tmp_path)) is Qwen3_5
 
 
 def test_sections_of_mrope_have_no_effect_on_text() -> None:

@@ -33,7 +33,7 @@ from ligerzoo.models import (
     Qwen3Next,
     Qwen3NextConfig,
 )
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import HYBRID, NO_END, TINY, VOCAB
 
@@ -123,7 +123,7 @@ CASES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", covering(CASES), ids=lambda case: re.sub(" at 0x[0-9a-f]+", "", str(case)))
+@pytest.mark.parametrize("case", long_cases(CASES), ids=lambda case: re.sub(" at 0x[0-9a-f]+", "", str(case)))
 def test_captured_tokens_are_the_eager_ones(case: dict[str, Any], generate: Callable[..., Tensor], device: str) -> None:
     dtype = torch.float32 if case["padded"] and case["name"] in ROUTED else case["dtype"]
     model = build(case["name"], device, dtype)

@@ -21,7 +21,7 @@ from ligerzoo.generate.captured import can_capture, release_decode_graphs
 from ligerzoo.generate.scheduler import _Results
 from ligerzoo.layers.static_cache import StaticLayerCache
 from ligerzoo.models import Llama, LlamaConfig
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.generate.graphs import replace_graphs
 from tests.generate.models import NO_END, TINY, VOCAB
 from tests.generate.test_slots import BUILD, build
@@ -57,8 +57,10 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, de
 
 def in_pairs(options: dict[str, list[Any]]) -> Callable[[Any], Any]:
     """Runs a test with a `case` of the options, and `late` and `captured`, so that every pair of values occurs."""
-    rows = covering({**options, "late": [0, 3], "captured": [False, True]})
-    cases = [(row.pop("late"), row.pop("captured"), row) for row in rows]
+    cases = [
+        pytest.param(row.pop("late"), row.pop("captured"), row, marks=marks)
+        for (row,), marks, _ in long_cases({**options, "late": [0, 3], "captured": [False, True]})
+    ]
     parametrize = pytest.mark.parametrize("late, captured, case", cases, indirect=["late", "captured"], ids=str)
     return lambda test: pytest.mark.usefixtures("late", "captured")(parametrize(test))
 

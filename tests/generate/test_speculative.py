@@ -19,7 +19,7 @@ from ligerzoo.generate import slots as slots_module
 from ligerzoo.generate.drafts import PromptLookup
 from ligerzoo.generate.speculative import choose_with_drafts
 from ligerzoo.models import Llama, LlamaConfig
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.generate.families import FAMILIES, pair
 from tests.generate.models import PROMPT, TINY, VOCAB, Scripted, prompts, tiny_llama
 
@@ -126,7 +126,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", covering(CASES), ids=str)
+@pytest.mark.parametrize("case", long_cases(CASES), ids=str)
 def test_the_result_is_that_without_drafts(case: dict[str, str], request: Any) -> None:
     model, options = pair(case["family"])[0], OPTIONS[case["options"]]
     for seed in range(2):
@@ -240,7 +240,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((counts - expected)[kept] ** 2 / expected[kept]).sum()), int(kept.sum()) - 1
 
 
-@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+@pytest.mark.parametrize("kind", [pytest.param("lookup", marks=pytest.mark.thorough), "assistant"])
 def test_samples_follow_the_filtered_softmax_over_three_tokens(kind: str) -> None:
     draws, tokens, filters = 1200, 3, {"temperature": 1.2, "top_k": 6, "top_p": 0.95}
     torch.manual_seed(0)

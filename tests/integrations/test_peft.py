@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from ligerzoo.errors import LigerzooError
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.integrations.clients import COMPARED, ours, theirs
 from tests.models.comparing import assert_close, raw_bytes
 from tests.models.prompts import PROMPTS, prompt
@@ -88,7 +88,7 @@ def compare(checkpoint: Path, directory: Path, **options: Any) -> None:
         assert_close(load(directory / "merged").eval()(**inputs).logits, logits, "logits of the merged model")
 
 
-@pytest.mark.parametrize("options", covering(TASKS), ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", long_cases(TASKS), ids=lambda options: "-".join(map(str, options.values())))
 def test_adapters(options: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path) -> None:
     target = TARGETS[options["target"]]
     compare(checkpoints[options["model_type"]], tmp_path, task_type=options["task_type"], **target)

@@ -25,7 +25,7 @@ from trl import (
 )
 
 from ligerzoo.errors import LigerzooError
-from tests.covering import covering
+from tests.covering import long_cases
 from tests.integrations.clients import (
     COMPARED,
     PLACEHOLDERS,
@@ -105,7 +105,7 @@ TEXT = {
         {"assistant_only_loss": True},
     ),
 }
-SFT = covering({**COMMON, "data": tuple(TEXT), "label_smoothing_factor": (0.0, 0.1)})
+SFT = long_cases({**COMMON, "data": tuple(TEXT), "label_smoothing_factor": (0.0, 0.1)})
 
 
 @pytest.mark.parametrize("options", SFT, ids=ids)
@@ -136,7 +136,10 @@ def test_segments_of_a_vision_language_model_do_not_attend_to_each_other(
         {"neftune_noise_alpha": 5.0},
         {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
         {"peft_config": LoraConfig(r=4)},
-        {"torch_compile": True, "torch_compile_backend": "eager", "pad_to_multiple_of": 64},  # one shape
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "eager", "pad_to_multiple_of": 64},  # one shape
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -198,7 +201,7 @@ REFERENCES = {
     "synchronized": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "base of the adapters": {"peft_config": LoraConfig(r=4, target_modules=["o_proj"])},
 }
-DPO = covering({**COMMON, "reference": tuple(REFERENCES), "label_smoothing": (0.0, 0.1)})
+DPO = long_cases({**COMMON, "reference": tuple(REFERENCES), "label_smoothing": (0.0, 0.1)})
 
 
 @pytest.mark.parametrize("options", DPO, ids=ids)
@@ -216,7 +219,7 @@ def test_dpo(options: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Pa
         compare("dpo", checkpoint, tmp_path, data, **REFERENCES[reference], **options)
 
 
-@pytest.mark.parametrize("options", covering(COMMON), ids=ids)
+@pytest.mark.parametrize("options", long_cases(COMMON), ids=ids)
 def test_kto(options: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path) -> None:
     options = dict(options)
     checkpoint = checkpoints[options.pop("model_type")]
@@ -235,7 +238,7 @@ SAMPLING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", covering({**COMMON, "beta": (0.0, 0.04)}), ids=ids)
+@pytest.mark.parametrize("options", long_cases({**COMMON, "beta": (0.0, 0.04)}), ids=ids)
 def test_grpo(options: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Completions are sampled: the losses are equal only if all tokens are."""
     options = dict(options)

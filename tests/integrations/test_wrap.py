@@ -22,6 +22,7 @@ import ligerzoo  # noqa: E402
 from ligerzoo.convert import MODEL_TYPES  # noqa: E402
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError  # noqa: E402
 from ligerzoo.integrations.transformers import AutoModelForCausalLM, AutoModelForImageTextToText, wrap  # noqa: E402
+from tests.covering import long_cases  # noqa: E402
 from tests.models.comparing import assert_close, raw_bytes, stored_tensors  # noqa: E402
 from tests.models.prompts import PROMPTS, prompt  # noqa: E402
 from tests.models.tiny import Tiny  # noqa: E402
@@ -89,13 +90,17 @@ def train(model: Any, directory: Path, resume: bool = False, **options: Any) -> 
                      for name in ("loss", "grad_norm")]  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", COMPARED)
-@pytest.mark.parametrize(
-    "options",
-    [{"gradient_accumulation_steps": 4}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True}],
-    ids=["accumulation", "smoothing", "checkpointing"],
-)
-def test_training_is_that_of_transformers(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
+TRAINING: dict[str, tuple[Any, ...]] = {
+    "options": (
+        {"gradient_accumulation_steps": 4}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True}
+    ),
+    "model_type": COMPARED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", long_cases(TRAINING), ids=str)
+def test_training_is_that_of_transformers(case: dict[str, Any], tmp_path: Path) -> None:
+    model_type, options = case["model_type"], case["options"]
     directory = written(model_type, tmp_path)
     if model_type == "qwen2_vl" and "label_smoothing_factor" in options:
         pytest.skip("transformers does not shift the labels of vision-language models; see the next test")
@@ -131,21 +136,27 @@ def resumable(model_type: str) -> str:
     return next(row.name for row in rows if not re.search('"(yarn|llama3|longrope)"', config_of(row)))
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+OFTEN = (*COMPARED, "deepseek_v3", "gemma2", "gemma3", "gpt_oss", "mllama", "qwen3_next", "qwen3_vl_moe")
+"""Architectures of each kind of layer and tower; test_names.py and test_state_dict.py check the names of all."""
+
+
+@pytest.mark.parametrize(
+    "model_type", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.thorough) for name in MODEL_TYPES]
+)
 def test_every_architecture_trains_resumes_and_loads(model_type: str, tmp_path: Path) -> None:
     directory, out = written(model_type, tmp_path, resumable(model_type)), tmp_path / "out"
-    steps = {"save_strategy": "steps", "save_steps": 1}
+    steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     whole, figures = train(ours(directory), out, **steps)
-    assert len(figures) == 6
+    assert len(figures) == 4
     kept = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}
     resumed = ours(directory)
-    (out / "checkpoint-3").rename(tmp_path / "last")
+    (out / "checkpoint-2").rename(tmp_path / "last")
     train(resumed, out, resume=True, **steps)
     assert raw_bytes(resumed.state_dict()) == raw_bytes(kept)
-    assert raw_bytes(ours(out / "checkpoint-3").state_dict()) == raw_bytes(kept)
+    assert raw_bytes(ours(out / "checkpoint-2").state_dict()) == raw_bytes(kept)
 
     loaded, info = type(theirs(directory)).from_pretrained(
-        out / "checkpoint-3", dtype=torch.float32, output_loading_info=True
+        out / "checkpoint-2", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info.values())
     # What transformers writes from what it loaded is what it would write after loading the first checkpoint.
@@ -237,7 +248,9 @@ def test_generation_is_that_of_transformers(model_type: str, mode: str, tmp_path
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "no cache"])
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.thorough)]
+)
 def test_generation_with_images_and_videos(model_type: str, mode: str, tmp_path: Path) -> None:
     if mode == "beams" and OLD_TRANSFORMERS:
         pytest.skip("transformers 5.17 cannot repeat rows without videos")

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, Trai
 import ligerzoo  # noqa: E402
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError  # noqa: E402
 from ligerzoo.integrations.transformers import AutoModelForSequenceClassification, wrap  # noqa: E402
+from tests.covering import long_cases  # noqa: E402
 from tests.models.comparing import assert_close, raw_bytes, stored_tensors  # noqa: E402
 from tests.models.test_sequence_classifier import NEW_HEAD, PAD, PROBLEMS, ROWS, expected_class, write  # noqa: E402
 from tests.models.tiny import Tiny  # noqa: E402
@@ -135,10 +136,9 @@ def averaging(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("model_type", COMPARED)
-def test_training_is_that_of_transformers(model_type: str, problem: str, tmp_path: Path) -> None:
-    compare_training(written(model_type, tmp_path, PROBLEMS[problem]), tmp_path, problem)
+@pytest.mark.parametrize("case", long_cases({"model_type": COMPARED, "problem": tuple(PROBLEMS)}), ids=str)
+def test_training_is_that_of_transformers(case: dict[str, str], tmp_path: Path) -> None:
+    compare_training(written(case["model_type"], tmp_path, PROBLEMS[case["problem"]]), tmp_path, case["problem"])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,13 @@ def test_logits_loss_and_gradients(model_type: str, tmp_path: Path) -> None:
     assert (loss.item(), logits.shape) == (out.loss.item(), (3, 3))
 
 
-@pytest.mark.parametrize("row", [*ROWS, *NOT_IN_TRANSFORMERS[:1]], ids=str)
+def often(rows: list[Tiny]) -> list[Any]:
+    """Marks `thorough` the architectures that are not compared: other tests write and load the files of each."""
+    return [row if row.config["model_type"] in COMPARED else pytest.param(row, marks=pytest.mark.thorough)
+            for row in rows]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [*often(ROWS), *NOT_IN_TRANSFORMERS[:1]], ids=str)
 @pytest.mark.filterwarnings(NEW_HEAD)
 def test_every_architecture_trains_and_loads(row: Tiny, tmp_path: Path) -> None:
     """From a causal language model, with a new head."""

@@ -1,20 +1,21 @@
 """A wrapped model that accelerate shards with FSDP2, in two processes on the CPU."""
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("accelerate")
 
 from tests.models.tiny_phi3 import CHECKPOINTS
+from tests.parallel.spawning import on_all_processes
 
 
-def shard_and_step(rank: int, directory: Path) -> None:
+def shard_and_step(directory: Path, rank: int) -> None:
     """Compares loss, gradients and the checkpoints of a sharded model with those of one that is not sharded."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -22,8 +23,7 @@ def shard_and_step(rank: int, directory: Path) -> None:
 
     from ligerzoo.integrations.transformers import AutoModelForCausalLM
 
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    os.environ.update({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
     whole, model = (AutoModelForCausalLM.from_pretrained(directory / "model").train() for _ in range(2))
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -50,9 +50,8 @@ def shard_and_step(rank: int, directory: Path) -> None:
         dist.barrier()
         again = AutoModelForCausalLM.from_pretrained(directory / name).state_dict()
         assert all(torch.equal(again[name], tensor) for name, tensor in whole.state_dict().items())
-    dist.destroy_process_group()
 
 
 def test_fsdp2(tmp_path: Path) -> None:
     CHECKPOINTS[0].write(tmp_path / "model")
-    mp.spawn(shard_and_step, (tmp_path,), nprocs=2)
+    on_all_processes(partial(shard_and_step, tmp_path))

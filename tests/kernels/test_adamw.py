@@ -8,7 +8,7 @@ from torch import Tensor
 from ligerzoo.kernels import adamw_update
 from ligerzoo.kernels.adamw import reference
 from ligerzoo.kernels.stochastic_rounding import FIRST_KEY
-from tests.covering import covering
+from tests.covering import covering, long_cases
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.machine import INTERPRETING, needs_triton
 
@@ -155,7 +155,7 @@ def test_an_update_is_visible_to_autograd(device: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("case", covering({name: OPTIONS[name] for name in (
+@pytest.mark.parametrize("case", long_cases({name: OPTIONS[name] for name in (
     "dtype", "gradient_dtype", "state_dtype", "key", "first_group", "skip")}), ids=str)  # fmt: skip
 @pytest.mark.parametrize("is_stochastic", [False, True])
 def test_it_compiles(case: dict[str, Any], is_stochastic: bool) -> None:

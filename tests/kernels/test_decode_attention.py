@@ -7,7 +7,7 @@ from torch import Tensor
 from ligerzoo.kernels import decode_attention
 from ligerzoo.kernels.decode_attention import reference
 from ligerzoo.kernels.fp8 import FP8, from_storage, to_storage
-from tests.covering import covering
+from tests.covering import covering, long_cases
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
@@ -102,18 +102,19 @@ def test_the_result_does_not_depend_on_the_capacity(batch: int, device: str) -> 
     assert torch.equal(*results)
 
 
+COMPILED: dict[str, list[Any]] = {
+    "heads": [((32, 8), 128), ((16, 8), 256), ((64, 4), 64), ((48, 2), 80)], "stored": [None, FP8],
+    "dtype": [torch.float32, torch.bfloat16], "softcap": [None, 30.0],
+}  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [None, FP8], ids=str)
-@pytest.mark.parametrize("heads, head_dim", [((32, 8), 128), ((16, 8), 256), ((64, 4), 64), ((48, 2), 80)])
-def test_it_compiles(
-    heads: tuple[int, int], head_dim: int, stored: torch.dtype | None, dtype: torch.dtype, softcap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    inputs = tensors(dtype, 3, heads, head_dim, 1024, "heads first", "cpu")
-    if stored is not None:
-        inputs[1:] = [to_storage(x, stored) for x in inputs[1:]]
+@pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
+def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (heads, head_dim), softcap = case["heads"], case["softcap"]
+    inputs = tensors(case["dtype"], 3, heads, head_dim, 1024, "heads first", "cpu")
+    if case["stored"] is not None:
+        inputs[1:] = [to_storage(x, case["stored"]) for x in inputs[1:]]
     selected = bounds(3, 1024, 100, "some", "each row", "cpu")
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
     with compiling_for_hopper():

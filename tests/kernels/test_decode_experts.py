@@ -17,7 +17,7 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.layers import GatedMLP, set_backend
 from ligerzoo.layers.moe import Experts, MoE, SharedExpertMoE
 from ligerzoo.layers.routers import Router
-from tests.covering import covering
+from tests.covering import covering, long_cases
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
@@ -196,14 +196,16 @@ def test_a_graph_replays_with_other_routes(tokens: int) -> None:
         assert torch.equal(replayed, step())
 
 
+COMPILED: dict[str, list[Any]] = {
+    "shape": [(1, 2048, 768, 8, 8), (8, 2880, 720, 16, 4), (64, 512, 1792, 2, 2)],
+    "dtype": [torch.float32, torch.bfloat16],
+}
+
+
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "tokens, features, inner, experts, k", [(1, 2048, 768, 8, 8), (8, 2880, 720, 16, 4), (64, 512, 1792, 2, 2)]
-)
-def test_it_compiles(
-    tokens: int, features: int, inner: int, experts: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
+def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tokens, features, inner, experts, k), dtype = case["shape"], case["dtype"]
     logits, x, gate_up, down = (
         torch.zeros(shape, dtype=dtype)
         for shape in ((tokens, experts), (tokens, features), (experts, 2 * inner, features), (experts, features, inner))

@@ -14,6 +14,7 @@ from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.experts import reference
 from ligerzoo.kernels.grouped_mm import grouped_outer_product, grouped_product
 from ligerzoo.kernels.routing import permute, sort_by_expert, unpermute
+from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, differentiate, judge, judge_draws
 from tests.kernels.layouts import offset, padded, transposed
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, on_gpu_too
@@ -67,9 +68,9 @@ def biased(inputs: list[Tensor], dtype: torch.dtype, device: str) -> list[Tensor
 CLAMPED = ClampedSwiGLU(0.5, 1.3)  # cuts off many of the numbers
 
 
-@pytest.mark.parametrize("dtype", ROUNDED_DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["silu", CLAMPED], ids=str)
-def test_biases(activation: Any, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("case", long_cases({"activation": ["silu", CLAMPED], "dtype": ROUNDED_DTYPES}), ids=str)
+def test_biases(case: dict[str, Any], device: str) -> None:
+    activation, dtype = case.values()
     function, oracle = (partial(f, activation=activation) for f in (experts_mlp, reference))
     for shape in ((20, 33, 17, 4, 2), (1, 7, 300, 3, 1), (100, 200, 24, 3, 2)):
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ligerzoo.kernels import few_rows, linear_glu, linears
 from ligerzoo.kernels.few_rows import MAX_ROWS, glu_reference
 from ligerzoo.kernels.linears import reference
-from tests.covering import covering
+from tests.covering import covering, long_cases
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.machine import HALF_DTYPE, INTERPRETING, ROUNDED_DTYPES, needs_triton, on_gpu_too
@@ -114,13 +114,16 @@ def test_other_products_are_those_of_torch(device: str, monkeypatch: pytest.Monk
             assert linears(x[:4].float(), [weight])[0].dtype == torch.bfloat16
 
 
+COMPILED: dict[str, list[Any]] = {
+    "rows": [1, 2, 32, 64], "features": [4096, 1000], "outputs": [1024, 40000], "int8": [False, True]
+}  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2, 32, 64])
-@pytest.mark.parametrize("features", [4096, 1000])
-@pytest.mark.parametrize("outputs", [1024, 40000])
-@pytest.mark.parametrize("int8", [False, True])
-def test_it_compiles(rows: int, features: int, outputs: int, int8: bool) -> None:
+@pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
+def test_it_compiles(case: dict[str, Any]) -> None:
+    rows, features, outputs, int8 = case.values()
     x = torch.empty(rows, features, dtype=torch.bfloat16)
     weight = torch.empty(outputs, features, dtype=torch.int8 if int8 else x.dtype)
     bias, scale = torch.empty(outputs, dtype=torch.bfloat16), torch.empty(outputs) if int8 else None

@@ -8,6 +8,7 @@ from torch import Tensor
 from ligerzoo.kernels import latent_decode_attention
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.latent_decode_attention import reference
+from tests.covering import long_cases
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
 from tests.kernels.machine import ROUNDED_DTYPES, needs_triton, on_gpu_too
@@ -115,10 +116,15 @@ def test_it_is_attention_to_expanded_keys_and_values(device: str) -> None:
     torch.testing.assert_close(torch.einsum("bhr,hvr->bhv", sums, down), expected)
 
 
+COMPILED: dict[str, list[Any]] = {
+    "shape": [Shape(1, 128, 4096, 512, 64), Shape(2, 20, 64, 512, 64)], "dtype": [torch.float32, torch.bfloat16]
+}  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [Shape(1, 128, 4096, 512, 64), Shape(2, 20, 64, 512, 64)], ids=str)
-def test_it_compiles(shape: Shape, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
+def test_it_compiles(case: dict[str, Any]) -> None:
+    shape, dtype = case["shape"], case["dtype"]
     with compiling_for_hopper():
         bounds = {"last": torch.zeros(1, dtype=torch.int64), "padding_mask": torch.ones(1, shape.keys) > 0}
         tensors = [torch.zeros_like(x, dtype=dtype) for x in inputs(shape, torch.float32, "cpu")]

@@ -9,6 +9,7 @@ from ligerzoo.kernels import Routing, route
 from ligerzoo.kernels.dispatch import INTERPRETING
 from ligerzoo.kernels.route import reference
 from ligerzoo.layers.routers import Router
+from tests.covering import long_cases
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
@@ -117,11 +118,15 @@ def test_no_tokens(device: str) -> None:
     assert routing.bounds.tolist() == [0]
 
 
+COMPILED: dict[str, list[Any]] = {
+    "shape": [(1, 128, 8), (8, 60, 4), (64, 8, 2), (64, 128, 8)], "dtype": [torch.float32, torch.bfloat16]
+}  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 128, 8), (8, 60, 4), (64, 8, 2), (64, 128, 8)], ids=str)
-def test_it_compiles(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_tokens, n_experts, k = shape
+@pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
+def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (n_tokens, n_experts, k), dtype = case.values()
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
     with compiling_for_hopper():
         route(torch.zeros(n_tokens, n_experts, dtype=dtype), k, backend="triton")

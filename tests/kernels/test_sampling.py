@@ -13,7 +13,7 @@ from ligerzoo.kernels import sample_tokens
 from ligerzoo.kernels.jit import kernel, tl
 from ligerzoo.kernels.philox import random_words
 from ligerzoo.kernels.sampling import gumbel_noise, reference
-from tests.covering import covering
+from tests.covering import covering, long_cases
 from tests.kernels import compiling
 from tests.kernels.accuracy import assert_as_exact_as
 from tests.kernels.compiling import compiling_for_hopper
@@ -168,11 +168,14 @@ def test_the_lower_token_id_of_equal_logits_is_chosen(backend: Any, device: str)
     assert sample_tokens(logits, backend=backend).tokens.tolist() == [2047, 3000]
 
 
+COMPILED: dict[str, list[Any]] = {"columns": [97, 128256, 262144], "dtype": [torch.float32, torch.bfloat16]}
+
+
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("columns", [97, 128256, 262144])
-def test_it_compiles(columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", long_cases(COMPILED), ids=str)
+def test_it_compiles(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    columns, dtype = case["columns"], case["dtype"]
     logits, index, numbers = torch.ones(3, columns, dtype=dtype), torch.arange(3), torch.ones(3)
     monkeypatch.setattr(compiling, "MAX_SHARED_MEMORY", 101376)  # of smaller GPUs
     with compiling_for_hopper():

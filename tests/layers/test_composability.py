@@ -226,9 +226,21 @@ def test_saved_and_loaded(tmp_path_factory: pytest.TempPathFactory, model: Model
 
 
 @seed(5)
-@settings(EXAMPLES, max_examples=4)
+@settings(EXAMPLES, max_examples=2)
 @given(models())
 def test_compiled(model: Model) -> None:
+    assert_compiled_is_eager(model)
+
+
+@pytest.mark.thorough
+@seed(5)
+@settings(EXAMPLES, max_examples=4)
+@given(models())
+def test_more_models_compiled(model: Model) -> None:
+    assert_compiled_is_eager(model)
+
+
+def assert_compiled_is_eager(model: Model) -> None:
     torch._dynamo.reset()
     tokens = random_tokens(2, 12)
     expected = model.loss(tokens, tokens)

@@ -46,7 +46,7 @@ def test_every_architecture(model_type: str, tmp_path: Path, device: str) -> Non
     assert_same([losses.CPO(nll_weight=0.5).of(model, input_ids, labels, attention_mask=mask).loss], [loss], 1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_images_reach_model_reference_and_teacher(model_type: str, tmp_path: Path, device: str) -> None:
     checkpoint = FIRST_CHECKPOINTS[model_type]
     checkpoint.write(tmp_path)

@@ -25,8 +25,11 @@ def video(frames: int, height: int, width: int) -> tuple[int, Grid]:
 
 
 def apart(row: Row, vision_config: Mapping[str, Any]) -> Row:
-    """Returns the row with videos as the model reads them: Qwen3-VL has text, a timestamp, before each frame."""
-    if "deepstack_visual_indexes" not in vision_config:
+    """Returns the row with videos as the model reads them: Qwen3-VL has text, a timestamp, before each frame.
+
+    So has Qwen3.5. Their towers have learned positions.
+    """
+    if "num_position_embeddings" not in vision_config:
         return row
     pieces: Row = []
     for piece in row:

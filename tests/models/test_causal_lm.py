@@ -425,7 +425,7 @@ def assert_compiled_is_eager(model: Llama, backend: Any, sizes: list[tuple[int, 
         model.zero_grad()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_model_matches_eager_and_compiles_at_most_twice(device: str, padded: bool) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     model = llama(num_hidden_layers=1, rope_scaling=scaling, max_position_embeddings=30).to(device)
@@ -434,12 +434,13 @@ def test_compiled_model_matches_eager_and_compiles_at_most_twice(device: str, pa
     assert counter.frame_count <= 2  # for the first sizes, then for dynamic ones
 
 
+@pytest.mark.thorough  # compiles 20 C++ files; tests/kernels/test_ops.py compiles the loss head only
 @pytest.mark.inductor
 def test_compiled_by_inductor(device: str) -> None:
     assert_compiled_is_eager(llama(num_hidden_layers=1).to(device), "inductor", [(2, 24)], padded=True)
 
 
-@pytest.mark.parametrize("capacity", [None, 64])
+@pytest.mark.parametrize("capacity", [None, pytest.param(64, marks=pytest.mark.thorough)])
 def test_compiled_model_fills_a_cache(device: str, capacity: int | None) -> None:
     """A cache that was passed, or one that the model creates."""
     model = llama(num_hidden_layers=1).to(device)
@@ -474,7 +475,9 @@ def test_generate_with_the_result_of_torch_compile(device: str) -> None:
     assert 0 < counter.frame_count <= 3
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral", "gemma2"))]
+)
 def test_training_and_generation_after_compile(device: str, tmp_path: Path, name: str) -> None:
     """Generation of any lengths neither fails nor takes graphs from training, of which torch allows 8 per function."""
     row = next(row for row in CHECKPOINTS if row.config["model_type"] == name)

@@ -126,6 +126,7 @@ def test_recomputed_activations_give_the_same_gradients(directory: Path, level: 
 
 def test_compiled_in_one_graph(directory: Path) -> None:
     model, tokens = AutoModel.from_pretrained(directory), torch.randint(101, (2, 12))
+    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens, labels=tokens).loss, model(tokens, labels=tokens).loss)
 

@@ -158,7 +158,7 @@ def first_of(model_type: str) -> Tiny:
     return next(row for row in CHECKPOINTS if row.config["model_type"] == model_type)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 @torch.no_grad()
 def test_outputs_of_qwen_with_images(model_type: str, tmp_path: Path, device: str) -> None:
     row = first_of(model_type)
@@ -245,7 +245,16 @@ def test_activation_checkpointing_changes_nothing(model: CausalLM, device: str) 
         assert_close(got[name], gradient, name)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "model, recompute",
+    [
+        ("dense", True),
+        ("mixture", False),
+        pytest.param("dense", False, marks=pytest.mark.thorough),
+        pytest.param("mixture", True, marks=pytest.mark.thorough),
+    ],
+    indirect=["model"],
+)
 def test_compiled_into_one_graph(model: CausalLM, device: str, recompute: bool) -> None:
     tokens = torch.randint(70, (2, 20), device=device)
     expected = model(tokens, labels=tokens, **asked(model))

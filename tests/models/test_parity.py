@@ -27,7 +27,7 @@ from tests.models.comparing import (
     under_their_names,
 )
 from tests.models.tiny import Tiny, stays_fp32
-from tests.models.zoo import TEXT_CHECKPOINTS, once_per_model
+from tests.models.zoo import TEXT_CHECKPOINTS, once_per_kind
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -55,12 +55,12 @@ def models(directory: Path, device: str) -> tuple[CausalLM, PreTrainedModel]:
     return load_both(directory, torch.float32, device, AutoModelForCausalLM)
 
 
-once_for_each_model = pytest.mark.parametrize("tiny", once_per_model(TEXT_CHECKPOINTS), indirect=True, ids=str)
-"""Runs a test for one checkpoint of each model, and for the others in thorough runs.
+once_for_each_kind = pytest.mark.parametrize("tiny", once_per_kind(TEXT_CHECKPOINTS), indirect=True, ids=str)
+"""Runs a test for one checkpoint of each kind of model, and for the others in thorough runs.
 
-Checkpoints of one model differ only in their files: shards, stored dtype, spelling of config.json, extra tensors.
-`test_logits_loss_and_gradients` and `test_saving_writes_what_was_loaded` run for every checkpoint. They show that
-each is loaded into this model, with every weight where it belongs; what a model computes from them is tested once.
+`test_logits_loss_and_gradients` and `test_saving_writes_what_was_loaded` run for every checkpoint. They show that each
+gives the right model, with every weight where it belongs; what layers do with padding, caches, segments and other
+dtypes is tested once per kind.
 """
 
 
@@ -93,7 +93,7 @@ def test_logits_loss_and_gradients(tiny: Tiny, models: tuple[CausalLM, PreTraine
     assert_same_gradients(ours, theirs)
 
 
-@once_for_each_model
+@once_for_each_kind
 def test_bf16_logits(tiny: Tiny, directory: Path, device: str) -> None:
     ours, theirs = load_both(directory, torch.bfloat16, device, AutoModelForCausalLM)
     is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
@@ -115,7 +115,7 @@ def window_is_within(model: CausalLM, padding: int) -> bool:
     return any(window is not None and window <= padding for window in windows)
 
 
-@once_for_each_model
+@once_for_each_kind
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str, side: str) -> None:
     """On a CPU, compares padding positions too. On a GPU, excludes those that attend to no text."""
@@ -138,7 +138,7 @@ def test_padded_batch(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], devi
     assert_same_gradients(ours, theirs)
 
 
-@once_for_each_model
+@once_for_each_kind
 @torch.no_grad()
 def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Compares tokens generated beyond every sliding window, after left padding, and logits computed with a cache.
@@ -172,7 +172,7 @@ def test_greedy_generation(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel],
         assert [results[i].tokens for i in range(len(tokens))] == got[:, tokens.shape[1] :].tolist()
 
 
-@once_for_each_model
+@once_for_each_kind
 def test_packed(tiny: Tiny, models: tuple[CausalLM, PreTrainedModel], device: str) -> None:
     """Segments A and B of [A | B | padding] have the logits, loss and gradients of separate sequences."""
     model, _ = models

@@ -125,7 +125,7 @@ def test_square_experts(tmp_path: Path, features: int, is_transposed: bool) -> N
 def test_default_sections() -> None:
     config = ARCHITECTURE.config_from_hf(tiny_qwen3_vl.CHECKPOINTS[-1].config)
     assert config.mrope_section == [24, 20, 20]
-    with pytest.raises(ConfigError, match=r"mrope_section: .* add up to head_dim / 2, 6"):
+    with pytest.raises(ConfigError, match=r"mrope_section: .* add up to 6, half of the rotated features"):
         ARCHITECTURE.config_from_hf({**DENSE.config, "text_config": {**tiny_qwen3_vl.TEXT, "rope_scaling": None}})
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,25 @@ from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.info import describe
-from ligerzoo.layers import Context
-from ligerzoo.models import Qwen2_5VL, Qwen3VL
+from ligerzoo.layers import Context, GatedDeltaNet
+from ligerzoo.models import Qwen2_5VL, Qwen3_5, Qwen3VL
 from ligerzoo.models.vision_lm import VisionLM
-from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl, tiny_qwen3_vl, tiny_qwen3_vl_moe
+from tests.models import (
+    tiny_qwen2_5_vl,
+    tiny_qwen2_vl,
+    tiny_qwen3_5,
+    tiny_qwen3_5_moe,
+    tiny_qwen3_vl,
+    tiny_qwen3_vl_moe,
+)
 from tests.models.comparing import (
     all_gradients,
-    assert_as_exact,
     assert_close,
     gradients,
+    largest_relative_error,
     load_both,
     raw_bytes,
+    relative_error,
     stored_tensors,
     under_their_names,
 )
@@ -39,8 +48,13 @@ from tests.models.tiny import Tiny, random_model
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-FAMILIES = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_vl_moe)
-ON_THE_HUB = [family.CHECKPOINTS[0] for family in FAMILIES[:3]]  # the MoE differs in the MLPs only
+DENSE = (tiny_qwen2_vl, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_5)
+FAMILIES = (*DENSE, tiny_qwen3_vl_moe, tiny_qwen3_5_moe)
+ON_THE_HUB = [family.CHECKPOINTS[0] for family in DENSE]  # the MoEs differ in the MLPs only
+# Qwen3.5 has the tower and the positions of Qwen3-VL.
+ONCE_PER_TOWER = [*ON_THE_HUB[:3], pytest.param(ON_THE_HUB[3], marks=pytest.mark.thorough)]
+LATER_ON_THE_HUB = [pytest.param(ON_THE_HUB[0], marks=pytest.mark.thorough), *ONCE_PER_TOWER[1:]]
+FIRST_ON_THE_HUB = [ON_THE_HUB[0], *(pytest.param(row, marks=pytest.mark.thorough) for row in ON_THE_HUB[1:])]
 
 every_prompt = pytest.mark.parametrize("rows", PROMPTS.values(), ids=[name.replace(" ", "-") for name in PROMPTS])
 
@@ -137,14 +151,17 @@ def test_padding_on_the_right(models: tuple[VisionLM, PreTrainedModel]) -> None:
 @torch.no_grad()
 def test_bf16_logits(bf16_models: tuple[VisionLM, PreTrainedModel], device: str, rows: list[Row]) -> None:
     ours, theirs = bf16_models
-    p = prompt_for(ours, rows)
-    got, expected = (x[p.mask == 1] for x in (ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits))
-    assert got.dtype == expected.dtype == torch.bfloat16
-    if device == "cpu":
-        ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
-        assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
-    truth = theirs_on(copy.deepcopy(theirs).float(), p).logits[p.mask == 1]
-    assert_as_exact(got, expected, truth)
+    exact, ratios = copy.deepcopy(theirs).float(), []
+    is_recurrent = any(isinstance(module, GatedDeltaNet) for module in ours.modules())
+    for _ in range(5 if is_recurrent else 1):  # as in test_parity.py
+        p = prompt_for(ours, rows)
+        got, expected = (x[p.mask == 1] for x in (ours(p.ids, p.mask, **p.vision).logits, theirs_on(theirs, p).logits))
+        assert got.dtype == expected.dtype == torch.bfloat16
+        if device == "cpu" and not is_recurrent:
+            ulp = 2.0 ** (math.floor(math.log2(expected.abs().max().item())) - 7)
+            assert (got.float() - expected.float()).abs().max().item() <= 2 * ulp
+        ratios.append(relative_error(got, expected, theirs_on(exact, p).logits[p.mask == 1]))
+    assert statistics.median(ratios) <= largest_relative_error(device)
 
 
 @pytest.mark.parametrize("name", ["a long video", "a padded batch"])
@@ -174,7 +191,9 @@ def test_saving_reproduces_the_files(tiny: Tiny, directory: Path, tmp_path: Path
     again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(report.values()), report
     p = prompt_for(model, PROMPTS["a padded batch"])
-    assert torch.equal(theirs_on(again.eval(), p).logits, theirs_on(theirs.eval(), p).logits)
+    assert raw_bytes(again.state_dict()) == raw_bytes(theirs.state_dict())
+    # Not equal: products on a CPU depend on the alignment of the weights, which are views of the files.
+    assert_close(theirs_on(again.eval(), p).logits, theirs_on(theirs.eval(), p).logits, "logits")
 
 
 # Positions
@@ -209,6 +228,7 @@ def position_inputs(p: Prompt) -> dict[str, Any]:
     return {name: value for name, value in p.vision.items() if "pixel" not in name}
 
 
+@pytest.mark.parametrize("hub_row", ONCE_PER_TOWER, indirect=True, ids=lambda row: row.config["model_type"])
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of(), side=st.sampled_from(["left", "right"]))
 def test_positions(model: VisionLM, reference: Any, rows: list[Row], side: str) -> None:
@@ -222,6 +242,7 @@ def test_positions(model: VisionLM, reference: Any, rows: list[Row], side: str) 
         assert row[:, mask][:, -1].tolist() == 3 * [offset + int(mask.sum()) - 1]  # the text continues after it
 
 
+@pytest.mark.parametrize("hub_row", ONCE_PER_TOWER, indirect=True, ids=lambda row: row.config["model_type"])
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of())
 def test_positions_as_in_transformers_4(model: VisionLM, rows: list[Row]) -> None:
@@ -320,12 +341,13 @@ def test_conversation_with_a_cache(model: VisionLM) -> None:
 @torch.no_grad()
 def test_generation_with_and_without_a_cache(model: VisionLM) -> None:
     p = prompt_for(model, PROMPTS["a padded batch"])
-    got = [model.generate(p.ids, p.mask, max_new_tokens=6, use_cache=use, **p.vision) for use in (True, False)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "bad_words_ids": [[token] for token in model.placeholders]}
+    got = [model.generate(p.ids, p.mask, use_cache=use, **options, **p.vision) for use in (True, False)]
     assert torch.equal(*got)
     alone = prompt_for(model, [[22]])
     ids = p.ids[1:2, p.mask[1] == 1]
     assert alone.ids.shape == ids.shape
-    assert torch.equal(model.generate(ids, max_new_tokens=6)[0], got[0][1, p.mask[1].argmax() :])
+    assert torch.equal(model.generate(ids, **options)[0], got[0][1, p.mask[1].argmax() :])
 
 
 @pytest.mark.parametrize("by_positions", [False, True])
@@ -402,13 +424,15 @@ def test_frozen_tower(model: VisionLM) -> None:
         torch.testing.assert_close(gradient, whole[name])
 
 
+@pytest.mark.parametrize("hub_row", LATER_ON_THE_HUB, indirect=True, ids=lambda row: row.config["model_type"])
+@pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")  # used by Inductor
 @pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])])
 def test_compiled(model: VisionLM, backend: str | None) -> None:
     """Full graph: images of one size, then of others; after Qwen2-VL, a padded batch with videos."""
     batches, backend = [PROMPTS["images of one size"], [[3, image(1, 2), 4, image(3, 2), 2]]], backend or "eager"
     if isinstance(model, Qwen2_5VL):
         batches, backend = [PROMPTS["a padded batch"]], "aot_eager" if backend == "eager" else backend
-    if isinstance(model, Qwen3VL):
+    if isinstance(model, Qwen3VL | Qwen3_5):
         batches = [PROMPTS["a padded batch"]]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -424,6 +448,7 @@ def test_compiled(model: VisionLM, backend: str | None) -> None:
         model.zero_grad()
 
 
+@pytest.mark.parametrize("hub_row", FIRST_ON_THE_HUB, indirect=True, ids=lambda row: row.config["model_type"])
 @torch.no_grad()
 def test_inconsistent_inputs_give_nan_when_compiled(model: VisionLM) -> None:
     """A compiled graph cannot raise an error."""
@@ -452,10 +477,13 @@ def test_new_model(hub_row: Tiny, tmp_path: Path) -> None:
     model: Any = architecture.model_class(config)
     for name, parameter in model.named_parameters():
         std = parameter.std().item()
-        if name.endswith("bias"):
+        if name.endswith("A_log"):
+            assert (parameter.exp() <= 16).all(), name
+        elif name.endswith("bias") and not name.endswith("dt_bias"):
             assert not parameter.any(), name
         elif parameter.ndim == 1:
-            assert (parameter == 1).all(), name
+            offset = getattr(model.get_submodule(name.rpartition(".")[0]), "weight_offset", 0.0)
+            assert (parameter + offset == 1).all(), name
         else:
             assert 0.2 < std < 0.4, name
     model.save_pretrained(tmp_path)
@@ -514,13 +542,13 @@ def test_placeholders_without_their_input(model: VisionLM) -> None:
         model(p.ids.new_full((2, 1), piece[0]), past_key_values=cache)
     assert model.modalities[-1] == "mm_token_type_ids"
     with pytest.raises(
-        LigerzooError, match=r"images: not an option of generate or input of .*VL.*; expected .*pixel_values"
+        LigerzooError, match=r"images: not an option of generate or input of Qwen.*; expected .*pixel_values"
     ):
         model.generate(p.ids, p.mask, max_new_tokens=1, images=[])
 
 
 INVALID: list[tuple[dict[str, Any], str]] = [
-    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three integers, 0 or more, that add up to head_dim / 2, [68]"),
+    ({"mrope_section": [2, 3, 4]}, "mrope_section: .* three integers, 0 or more, that add up to [68], half of the"),
     ({"mrope_section": [4, 4]}, "mrope_section"),
     ({"mrope_section": 8}, "mrope_section"),
     ({"hidden_size": 48, "mrope_section": [2, 2, 2]}, "vision_config: .* got (64|32); expected hidden_size, 48"),

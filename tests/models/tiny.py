@@ -122,10 +122,15 @@ def stays_fp32(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def well_conditioned(name: str, noise: Tensor) -> Tensor | None:
-    """Returns random weights of a hybrid with which rounding is not amplified from layer to layer; None for others.
+    """Returns random weights of a hybrid decoder with which rounding is not amplified from layer to layer, or None.
 
-    Decay rates are moderate, matrices keep the size of their inputs, and norms scale by about 1.
+    Decay rates are moderate, matrices keep the size of their inputs, norms scale by about 1, and embeddings of tokens
+    and images have features of about 1.
     """
+    if name.endswith(("embed_tokens.weight", ".visual.merger.linear_fc2.bias")):
+        return noise
+    if ".visual." in name:
+        return None
     if name.endswith("A_log"):
         return -1.2 + 0.5 * noise
     if name.endswith("dt_bias"):

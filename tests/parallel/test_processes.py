@@ -105,6 +105,7 @@ stop_processes()
 """
 
 
+@pytest.mark.thorough  # tests/train/test_training_processes.py runs torchrun too
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

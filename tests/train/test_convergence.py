@@ -138,6 +138,7 @@ def distance(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "llama")]
 )

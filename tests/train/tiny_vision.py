@@ -24,6 +24,11 @@ from ligerzoo.models import (
     Qwen2_5VLConfig,
     Qwen2VL,
     Qwen2VLConfig,
+    Qwen3_5,
+    Qwen3_5Config,
+    Qwen3_5Moe,
+    Qwen3_5MoeConfig,
+    Qwen3VisionConfig,
     Qwen3VL,
     Qwen3VLConfig,
     Qwen3VLMoe,
@@ -35,7 +40,7 @@ from ligerzoo.models.mllama_vision import MllamaVisionConfig
 from ligerzoo.models.qwen2_5_vl import Qwen2_5VLVisionConfig
 from ligerzoo.models.qwen2_vl import Qwen2VLVisionConfig
 
-QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+QWENS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 KINDS = [*QWENS, "gemma3", "mllama"]
 
 _QWEN_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -63,6 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"processor_class": "Qwen2_5_VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"},
     "qwen3_vl": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "qwen3_vl_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
+    "qwen3_5": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
+    "qwen3_5_moe": {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
     "gemma3": {"processor_class": "Gemma3Processor", "size": {"height": 24, "width": 24}},
     "mllama": {"processor_class": "MllamaProcessor", "size": {"height": 12, "width": 12}},
 }
@@ -72,6 +79,10 @@ for _kind in QWENS:
 _TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 512, "initializer_range": 0.1, "num_hidden_layers": 2,
+}  # fmt: skip
+_HYBRID: dict[str, Any] = {
+    "head_dim": 16, "partial_rotary_factor": 0.5, "full_attention_interval": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 
 
@@ -116,7 +127,7 @@ def new_model(kind: str) -> CausalLM:
     ids = ids_of(kind)
     model: CausalLM
     match kind:
-        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl" | "qwen3_vl_moe":
+        case _ if kind in QWENS:
             text = {
                 **_TEXT, "vocab_size": 264, "mrope_section": [2, 1, 1], "image_token_id": ids["<|image_pad|>"],
                 "video_token_id": ids["<|video_pad|>"], "rope_theta": 100.0, "eos_token_id": ids["<|im_end|>"],
@@ -127,13 +138,22 @@ def new_model(kind: str) -> CausalLM:
                 vision = Qwen2VLVisionConfig(**tower, embed_dim=16, hidden_size=32)
                 model = Qwen2VL(Qwen2VLConfig(**text, vision_config=vision))
             elif kind.startswith("qwen3"):
-                sizes = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
-                learned = {"num_position_embeddings": 9, "deepstack_visual_indexes": [0, 1]}
-                vision_3 = Qwen3VLVisionConfig(**tower, **sizes, **learned)
-                text |= {"head_dim": 8, "vision_config": vision_3}
+                tower |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+                tower |= {"num_position_embeddings": 9}
+                deepstack = Qwen3VLVisionConfig(**tower, deepstack_visual_indexes=[0, 1])
+                with_deepstack = {**text, "head_dim": 8, "vision_config": deepstack}
+                hybrid = {**text, **_HYBRID, "vision_config": Qwen3VisionConfig(**tower)}
                 experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-                is_dense = kind == "qwen3_vl"
-                model = Qwen3VL(Qwen3VLConfig(**text)) if is_dense else Qwen3VLMoe(Qwen3VLMoeConfig(**text, **experts))
+                match kind:
+                    case "qwen3_vl":
+                        model = Qwen3VL(Qwen3VLConfig(**with_deepstack))
+                    case "qwen3_vl_moe":
+                        model = Qwen3VLMoe(Qwen3VLMoeConfig(**with_deepstack, **experts))
+                    case "qwen3_5":
+                        model = Qwen3_5(Qwen3_5Config(**hybrid))
+                    case _:
+                        experts |= {"shared_expert_intermediate_size": 20}
+                        model = Qwen3_5Moe(Qwen3_5MoeConfig(**hybrid, **experts))
             else:
                 sizes = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16}
                 vision_25 = Qwen2_5VLVisionConfig(**tower, **sizes, fullatt_block_indexes=[1])

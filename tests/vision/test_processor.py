@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +29,12 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 import ligerzoo
+from ligerzoo.convert import MODEL_TYPES, architecture_of
 from ligerzoo.errors import CheckpointError, ConfigError, ImageError, LigerzooError, TokenizerError
 from ligerzoo.text.tokenizer import Tokenizer
-from ligerzoo.vision.processor import Processor, load_processor_or_tokenizer
+from ligerzoo.vision.processor import FAMILIES, Processor, load_processor_or_tokenizer
 from ligerzoo.vision.qwen3_vl import Qwen3VLVideoPreprocessor
 from ligerzoo.vision.settings import Settings
-from tests.models import tiny_qwen2_5_vl, tiny_qwen2_vl, tiny_qwen3_vl
 from tests.models.comparing import assert_close
 from tests.models.tiny import Tiny
 
@@ -68,6 +69,7 @@ SETTINGS["qwen3_vl"] = {
     "size": {"shortest_edge": 2048, "longest_edge": 9000},
     "temporal_patch_size": 2,
 }
+SETTINGS["qwen3_5"] = SETTINGS["qwen3_vl"]
 VIDEO_SETTINGS = {**SETTINGS["qwen3_vl"], "video_processor_type": "Qwen3VLVideoProcessor"}
 VIDEO_SETTINGS["size"] = {"shortest_edge": 4096, "longest_edge": 20000}
 
@@ -89,15 +91,15 @@ TOKENS["qwen2_vl"] += ["<|image_pad|>", "<|video_pad|>"]
 TOKENS["gemma3"] = ["<bos>", "<eos>", "<pad>", "<start_of_turn>", "<end_of_turn>"]
 TOKENS["gemma3"] += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 TOKENS["mllama"] = ["<|begin_of_text|>", "<|eot_id|>", "<|pad|>", "<|python_tag|>", "<|image|>"]
-TOKENS["qwen2_5_vl"] = TOKENS["qwen3_vl"] = TOKENS["qwen2_vl"]
+TOKENS["qwen2_5_vl"] = TOKENS["qwen3_vl"] = TOKENS["qwen3_5"] = TOKENS["qwen2_vl"]
 NAMED: dict[str, dict[str, str]] = {
     "qwen2_vl": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
 }
 NAMED["gemma3"] = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
 NAMED["gemma3"] |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 NAMED["mllama"] = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
-NAMED["qwen2_5_vl"] = NAMED["qwen3_vl"] = NAMED["qwen2_vl"]
-TEMPLATES = {"qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN_TEMPLATE}
+NAMED["qwen2_5_vl"] = NAMED["qwen3_vl"] = NAMED["qwen3_5"] = NAMED["qwen2_vl"]
+TEMPLATES = dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], QWEN_TEMPLATE)
 TEMPLATES["gemma3"] = (
     "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message['role'] }}\n"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}<start_of_image>"
@@ -109,6 +111,7 @@ TEMPLATES["mllama"] = (
 )
 
 QWENS = ["qwen2_vl", "qwen2_5_vl"]
+QWENS_3 = ["qwen3_vl", "qwen3_5"]
 
 
 def picture(height: int, width: int) -> Image.Image:
@@ -134,7 +137,7 @@ def checkpoint(directory: Path, kind: str) -> Path:
     write_json(directory / "tokenizer_config.json", NAMED[kind])
     write_json(directory / "config.json", {"model_type": kind})
     write_json(directory / "preprocessor_config.json", SETTINGS[kind])
-    if kind == "qwen3_vl":
+    if kind in QWENS_3:
         write_json(directory / "video_preprocessor_config.json", VIDEO_SETTINGS)
     write_json(directory / "chat_template.json", {"chat_template": TEMPLATES[kind]})
     return directory
@@ -195,10 +198,10 @@ def their_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def their_qwen(directory: Path, kind: str) -> Any:
-    base = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[kind]
+    base = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(kind, Qwen3VLProcessor)
     unchecked = {"check_argument_for_proper_class": lambda *_: None}  # the check requires the video processor
     images = Qwen2VLImageProcessorPil(**SETTINGS[kind])
-    videos = Qwen3VideosWithoutTorchvision() if kind == "qwen3_vl" else VideosWithoutTorchvision(images)
+    videos = Qwen3VideosWithoutTorchvision() if kind in QWENS_3 else VideosWithoutTorchvision(images)
     return type(base.__name__, (base,), unchecked)(
         images, their_tokenizer(directory), videos, chat_template=TEMPLATES[kind]
     )
@@ -231,6 +234,11 @@ def text(content: str) -> dict[str, str]:
 
 
 IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+def test_every_model_that_reads_images_has_a_processor() -> None:
+    with_images = {name for name in MODEL_TYPES if "pixel_values" in architecture_of(name).model_class.modalities}
+    assert with_images == {family.model_type for family in FAMILIES}
 
 
 @pytest.mark.parametrize("kind", QWENS)
@@ -313,17 +321,16 @@ def test_qwen_conversations(tmp_path: Path, kind: str, add_generation_prompt: bo
     assert_same(ours, theirs, "pixel_values", "image_grid_thw")
 
 
-@pytest.mark.parametrize("kind", [*QWENS, "qwen3_vl"])
+@pytest.mark.parametrize("kind", [*QWENS, *QWENS_3])
 @torch.no_grad()
 def test_qwen_models_read_the_inputs(tmp_path: Path, kind: str, device: str) -> None:
     """The model gives transformers' logits for the processor's inputs of conversations."""
     process = Processor.from_pretrained(checkpoint(tmp_path, kind))
-    families = {"qwen2_vl": tiny_qwen2_vl, "qwen2_5_vl": tiny_qwen2_5_vl, "qwen3_vl": tiny_qwen3_vl}
-    row: Tiny = families[kind].CHECKPOINTS[0]
+    row: Tiny = import_module(f"tests.models.tiny_{kind}").CHECKPOINTS[0]
     ids = {f"{name}_token_id": process.tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
-    vision = {**row.config["vision_config"], "patch_size": 16 if kind == "qwen3_vl" else 14, "window_size": 56}
+    vision = {**row.config["vision_config"], "patch_size": 16 if kind in QWENS_3 else 14, "window_size": 56}
     size = {"vocab_size": len(process.tokenizer)}
-    size |= {"text_config": {**row.config["text_config"], **size}} if kind == "qwen3_vl" else {}
+    size |= {"text_config": {**row.config["text_config"], **size}} if kind in QWENS_3 else {}
     config = {**row.config, **ids, **size, "vision_config": vision}
     dataclasses.replace(row, config=config).write(tmp_path)
     ours = ligerzoo.AutoModel.from_pretrained(tmp_path, dtype=torch.float32, device=device)
