@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import losses, operations, report, scaling
+from benchmarks import delta_launches, losses, operations, report, scaling
 from benchmarks.measure import compact_json, interleaved
 from benchmarks.row import (
     DIRECTIONS,
@@ -29,6 +29,7 @@ from benchmarks.row import (
     verdicts,
 )
 from benchmarks.suite import compact_row, measure_suite, suite_command, summary
+from ligerzoo.kernels import delta_chunk_gradients, delta_chunks
 
 MACHINE = Machine(bytes_per_second=1e9, flops_per_second=1e9, measured_flops_per_second=1e9)
 
@@ -221,6 +222,16 @@ def test_compact_json_is_json_with_a_line_for_each_row() -> None:
     text = compact_json(value)
     assert text.splitlines()[2] == '    {"a": [1, 2.0], "b": null},'
     assert json.loads(text) == value | {"figure": 1018.47}
+
+
+@pytest.mark.parametrize("kernel", delta_launches.LAUNCHES)
+def test_launches_to_try_include_the_present_one_and_no_wgmma(kernel: str) -> None:
+    launches = [item.launch for item in delta_launches.candidates(kernel, "4B")]
+    assert delta_launches.LAUNCHES[kernel][2] in launches
+    assert any(hasattr(module, f"_{kernel}_kernel") for module in (delta_chunks, delta_chunk_gradients))
+    rows = {"query_gradients": delta_chunk_gradients.ROWS, "key_gradients": delta_chunk_gradients.ROWS}
+    for launch in launches:
+        assert launch.warps <= 2 or (launch.values if "scan" in kernel else rows[kernel]) < 64
 
 
 def test_the_committed_results_are_compact() -> None:
