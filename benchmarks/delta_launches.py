@@ -12,12 +12,13 @@ launches. A launch that fails, or ends its process, has an error. The fastest on
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,10 +27,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.delta_rule import HEAD_DIM, KEY_HEADS, VALUE_HEADS
+from benchmarks.delta_rule import KEY_HEADS, VALUE_HEADS, rule_row
 from benchmarks.measure import write_result
 from benchmarks.processes import Json, measured_apart
-from benchmarks.row import reason
 from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule
 from ligerzoo.kernels.delta_chunks import Launch
 
@@ -62,48 +62,49 @@ def candidates(kernel: str, shape: str) -> Iterator[Item]:
         yield Item(kernel, Launch(*launch), shape)
 
 
-class Start(NamedTuple):
-    """Creates the inputs in a process; see `benchmarks.processes.measured_apart`."""
-
-    shape: str
-
-    def __call__(self) -> Callable[[Item], Json]:
-        torch.manual_seed(0)
-        heads = VALUE_HEADS[self.shape]
-        sizes = [(KEY_HEADS, HEAD_DIM), (KEY_HEADS, HEAD_DIM), (heads, HEAD_DIM)]
-        q, k, v = (torch.randn(1, TOKENS, *size, device="cuda").bfloat16().requires_grad_() for size in sizes)
-        g = (-0.1 * torch.rand(1, TOKENS, heads, device="cuda")).requires_grad_()
-        beta = torch.rand(1, TOKENS, heads, device="cuda").bfloat16().requires_grad_()
-        upstream = torch.randn_like(v)
-
-        def both_passes() -> None:
-            torch.autograd.grad(gated_delta_rule(q, k, v, g, beta), (q, k, v, g, beta), upstream)
-
-        return lambda item: measure(both_passes, item)
+@functools.cache
+def both_passes(shape: str) -> Callable[[], object]:
+    """Returns a forward and backward pass on the GPU, with inputs that the process creates once."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        inputs = rule_row(shape, TOKENS, KEY_HEADS, VALUE_HEADS[shape], packed=False).inputs()
+        upstream = torch.randn_like(inputs["v"])
+    return lambda: torch.autograd.grad(gated_delta_rule(**inputs), tuple(inputs.values()), upstream)
 
 
-def measure(both_passes: Callable[[], None], item: Item) -> Json:
-    """Returns the milliseconds of a kernel with a launch."""
+@contextmanager
+def launched(item: Item) -> Iterator[None]:
+    """Within this context, the kernel has the item's launch."""
     usual = LAUNCHES[item.kernel][SIZE]
     LAUNCHES[item.kernel][SIZE] = item.launch
     try:
-        both_passes()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(PASSES):
-                both_passes()
-            torch.cuda.synchronize()
+        yield
     finally:
         LAUNCHES[item.kernel][SIZE] = usual
+
+
+def compile_launch(item: Item) -> None:
+    """Compiles a launch into Triton's cache. What fails here fails again when it is measured."""
+    with suppress(Exception), launched(item):
+        both_passes(item.shape)()
+
+
+def measure(item: Item) -> Json:
+    """Returns the milliseconds of a kernel with a launch."""
+    run = both_passes(item.shape)
+    with launched(item):
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(PASSES):
+                run()
+            torch.cuda.synchronize()
     times = [event.device_time for event in profile.events() if event.name == f"_{item.kernel}_kernel"]
     return {"ms": statistics.median(times) / 1e3}
 
 
-def compile_only(item: Item) -> None:
-    """Compiles a launch into Triton's cache. What fails here fails again when it is measured."""
-    try:
-        Start(item.shape)()(item)
-    except Exception as error:
-        tqdm.write(f"{item}: {reason(error)}")
+def start() -> Callable[[Item], Json]:
+    """See `benchmarks.processes.measured_apart`."""
+    return measure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,9 +116,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     items = [item for kernel in arguments.kernels for item in candidates(kernel, arguments.shape)]
     pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
     with suppress(BrokenProcessPool), pool:  # by a launch that ends its process
-        list(tqdm(pool.map(compile_only, items), total=len(items), desc="compile", unit="launch"))
+        list(tqdm(pool.map(compile_launch, items), total=len(items), desc="compile", unit="launch"))
     found: dict[str, dict[str, Json]] = {}
-    for item, result in tqdm(measured_apart(Start(arguments.shape), items, 60), total=len(items), unit="launch"):
+    for item, result in tqdm(measured_apart(start, items, 60), total=len(items), unit="launch"):
         values, warps, stages = item.launch
         found.setdefault(item.kernel, {})[f"{values} values, {warps} warps, {stages} stages"] = result
     fastest = {kernel: min(times, key=lambda name: times[name].get("ms", 1e9)) for kernel, times in found.items()}

@@ -10,8 +10,7 @@ Backward, with dz_t = dy_t * act'(z_t), z the sum above, over the tokens t + j o
     dx_t = sum over j of weight[:, k - 1 - j] * dz_(t+j);   dweight[:, k - 1 - j] = sum over t of dz_t * x_(t-j)
 
 Saved: the inputs. z is recomputed in backward, and the result too where a block recomputes elementwise operations, see
-`recompute`. A program holds some tokens of some channels, and reads the k - 1 tokens
-around them again, from the cache.
+`recompute`. A program holds some tokens of some channels, and reads the k - 1 tokens around them again, from the cache.
 """
 
 from __future__ import annotations
