@@ -67,12 +67,12 @@ from ligerzoo.kernels.delta_chunks import (
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
 
-LOCAL = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=32, warps=8, stages=1)}
+LOCAL = {2: Launch(values=64, warps=2, stages=2), 4: Launch(values=32, warps=8, stages=1)}
 REVERSE_SCAN = {2: Launch(values=16, warps=4, stages=2), 4: Launch(values=16, warps=8, stages=1)}
-VALUE_GRADIENTS = {2: Launch(values=32, warps=2, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+VALUE_GRADIENTS = {2: Launch(values=16, warps=2, stages=3), 4: Launch(values=16, warps=8, stages=1)}
 QUERY_GRADIENTS = {2: Launch(values=64, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-KEY_GRADIENTS = {2: Launch(values=64, warps=8, stages=1), 4: Launch(values=16, warps=8, stages=1)}
-"""By the element size of the tokens' tensors, see `delta_chunks`. To be tuned on a GPU."""
+KEY_GRADIENTS = {2: Launch(values=64, warps=4, stages=1), 4: Launch(values=16, warps=8, stages=1)}
+"""By the element size of the tokens' tensors, see `delta_chunks`."""
 
 ROWS = 32
 """Tokens of a program of `query_gradients` and `key_gradients`."""
@@ -422,7 +422,7 @@ def _store_unnormalized(ptr, gradient, normalized, factors, factor_ptr, first_to
     tl.store(ptr + offsets, gradient.to(ptr.dtype.element_ty), mask=mask[:, None] & (features < key_dim)[None, :])
 
 
-@kernel
+@kernel(unspecialized=("n_tokens",))  # so that a segment is added up as the segment alone
 def _gate_gradients_kernel(
     dtotals_ptr, starts_ptr, counts_ptr, dg_ptr, table_stride, n_tokens, n_slots, n_heads, n_rows,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,

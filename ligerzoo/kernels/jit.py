@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -44,10 +44,14 @@ class Kernel:
     """A kernel. Launch it as `kernel[programs](*arguments, num_warps=...)`, with arguments by position.
 
     Its `tl.constexpr` parameters come last.
+
+    Args:
+        unspecialized: parameters whose values have no effect on the code. Triton compiles a kernel again for numbers
+            divisible by 16, and may then add in another order.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> None:
+        self.function, self._unspecialized = function, unspecialized
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         constants = [name for name in names if "constexpr" in str(function.__annotations__.get(name))]
         self._n_variable = len(names) - len(constants)
@@ -87,12 +91,22 @@ class Kernel:
         import triton
 
         _bind_namespace(self.function.__globals__)
-        return triton.jit(self.function)
+        return triton.jit(self.function, do_not_specialize=self._unspecialized)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+@overload
+def kernel(function: Callable[..., Any]) -> Any: ...
+
+
+@overload
+def kernel(*, unspecialized: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]: ...
+
+
+def kernel(function: Callable[..., Any] | None = None, *, unspecialized: tuple[str, ...] = ()) -> Any:
     """Decorator for a Triton kernel, see `Kernel`."""
-    return Kernel(function)
+    if function is None:
+        return functools.partial(Kernel, unspecialized=unspecialized)
+    return Kernel(function, unspecialized)
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -1,5 +1,6 @@
 """Compiles kernels for a Hopper GPU on any machine, without launching them."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,29 +35,41 @@ class _Hopper:
         return 9, 0
 
 
-def _compile(self: Kernel, programs: int, *arguments: Any, **options: int) -> None:
-    compiled = self._jitted.warmup(*arguments, grid=(programs, 1, 1), **options)
-    assert compiled.metadata.shared <= MAX_SHARED_MEMORY, f"{self.function.__name__} needs {compiled.metadata.shared} B"
-
-
 @contextmanager
-def compiling_for_hopper() -> Iterator[None]:
+def compiling_for_hopper() -> Iterator[list[Any]]:
     """A context in which operations on CPU tensors run the code for a Hopper GPU, but each launch only compiles its
-    kernel. Results are undefined."""
+    kernel. Results are undefined. Yields a list of the compiled kernels."""
     from triton.runtime import driver
+
+    kernels = []
+
+    def compile_only(self: Kernel, programs: int, *arguments: Any, **options: int) -> None:
+        compiled = self._jitted.warmup(*arguments, grid=(programs, 1, 1), **options)
+        used = compiled.metadata.shared
+        assert used <= MAX_SHARED_MEMORY, f"{self.function.__name__} needs {used} B"
+        kernels.append(compiled)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_file("dispatch"), "INTERPRETING", True)  # enables Triton for CPU tensors
         patch.setattr(kernel_file("loss.ragged_gemm"), "is_hopper", lambda _: True)
-        patch.setattr(Kernel, "_launch", _compile)
+        patch.setattr(Kernel, "_launch", compile_only)
         patch.setattr(driver, "_active", _Hopper())
-        yield
+        yield kernels
 
 
-def compile_both_passes(function: Any, inputs: list[torch.Tensor]) -> None:
-    """Compiles the kernels of the forward and the backward pass."""
-    with compiling_for_hopper():
+def compile_both_passes(function: Any, inputs: list[torch.Tensor]) -> list[Any]:
+    """Compiles the kernels of the forward and the backward pass, and returns them."""
+    with compiling_for_hopper() as kernels:
         outputs = function(*inputs)
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             if output.requires_grad:
                 output.backward(torch.ones_like(output), retain_graph=True)
+    return kernels
+
+
+def layouts_of_sums(compiled: Any) -> list[tuple[str, ...]]:
+    """The axis and the layout among threads of each sum of a kernel, which decide the order of its additions."""
+    code = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(?m)^(#\w+) = (#ttg\..*)$", code))
+    sums = re.findall(r'(?s)"tt\.(scan|reduce)"\(.*?<\{axis = (\d).*?\}\) : \(([^)]*)\)', code)
+    return [(kind, axis, re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), of)) for kind, axis, of in sums]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import Tensor
 from ligerzoo.kernels import delta_chunk_gradients, delta_chunks, gated_delta_rule, gated_delta_step
 from ligerzoo.kernels.delta_chunks import CHUNK, NORMALIZATION_EPS, Launch, chunk_table
 from ligerzoo.kernels.delta_rule import reference
-from ligerzoo.kernels.jit import Kernel
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, assert_equal, in_fp64, judge, judge_draws
-from tests.kernels.compiling import compile_both_passes
+from tests.kernels.compiling import compile_both_passes, layouts_of_sums
 from tests.kernels.layouts import sliced
 from tests.kernels.machine import HALF_DTYPE, INTERPRETING, needs_triton, on_gpu_too
 
@@ -422,18 +420,25 @@ def test_no_launch_uses_the_instructions_that_ptxas_miscompiles() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_no_kernel_of_half_precision_has_those_instructions(
-    dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_kernel_of_half_precision_has_those_instructions(dims: tuple[int, int]) -> None:
     pytest.importorskip("triton")
-    codes = []
-    warmup = Kernel._jitted.func
+    kernels = compile_both_passes(rule(), tensors(1, 70, dims=dims, device="cpu", dtype=torch.bfloat16))
+    assert len(kernels) >= 10
+    assert not [kernel.name for kernel in kernels if "wgmma" in kernel.asm["ptx"]]
 
-    def record(self: Kernel) -> Any:
-        jitted = warmup(self)
-        return SimpleNamespace(warmup=lambda *a, **o: codes.append(jitted.warmup(*a, **o)) or codes[-1])
 
-    monkeypatch.setattr(Kernel, "_jitted", property(record))
-    compile_both_passes(rule(), tensors(1, 70, dims=dims, device="cpu", dtype=torch.bfloat16))
-    assert len(codes) >= 10
-    assert not [code.name for code in codes if "wgmma" in code.asm["ptx"]]
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("heads", [(1, 1), (1, 2)], ids=str)
+def test_order_of_sums_depends_neither_on_length_nor_on_packing(heads: tuple[int, int]) -> None:
+    """Else a segment would differ from the segment alone."""
+    pytest.importorskip("triton")
+
+    def orders(tokens: int, segment_start: Tensor | None) -> dict[str, list[tuple[str, ...]]]:
+        kernels = compile_both_passes(rule(segment_start=segment_start), tensors(1, tokens, heads, device="cpu"))
+        return {kernel.name: layouts_of_sums(kernel) for kernel in kernels}
+
+    alone, packed = orders(64, None), torch.tensor([[0] * 3 + [3] * 61])
+    assert sum(map(len, alone.values())) >= 10
+    for tokens, segment_start in ((70, None), (64, packed), (61, packed[:, :61])):
+        assert orders(tokens, segment_start).items() >= alone.items()
