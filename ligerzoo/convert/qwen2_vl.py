@@ -14,7 +14,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry, rope_fields
-from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
+from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligerzoo.models.vision_lm import VisionLMConfig

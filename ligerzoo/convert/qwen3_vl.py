@@ -13,8 +13,8 @@ from typing import Any
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
+from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
 from ligerzoo.convert.qwen2_vl import VISION_TOKENS, read_sectioned_rope, refuse_other_tower_rotation
-from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
 from ligerzoo.models.qwen3_vision import Qwen3VisionLM, Qwen3VisionLMConfig
 from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
 
