@@ -48,6 +48,8 @@ PARTS = {
     ".experts.": "experts",
     "shared_expert": "shared expert",
     ".gate.": "router",
+    ".router.": "router",
+    "e_score_correction_bias": "router",
     "mlp": "feed-forward",
 }
 """Parts of a model by a substring of the tensor's name. The first match counts."""
@@ -262,13 +264,13 @@ def _describe_shape(config: DecoderConfig) -> Lines:
         heads += f" (values {config.value_size})"
     if config.kv_heads != config.num_attention_heads:
         heads += f" with {config.kv_heads} key-value head{'s' if config.kv_heads > 1 else ''}"
-    sizes = (
-        f"hidden {config.hidden_size:,}, feed-forward {config.intermediate_size:,}, vocabulary {config.vocab_size:,}"
-    )
+    sizes = {"hidden": config.hidden_size, "feed-forward": config.intermediate_size, "vocabulary": config.vocab_size}
+    if _moe_layers(config) == config.num_hidden_layers:
+        del sizes["feed-forward"]
     scaling: Mapping[str, Any] = config.rope_scaling or {}
     rope = f"rotary theta {config.rope_theta:,.0f}" + (f", scaled by {scaling['rope_type']}" if scaling else "")
     return [
-        ("shape", f"{config.num_hidden_layers} layers, {sizes}; {heads}"),
+        ("shape", f"{config.num_hidden_layers} layers, {', '.join(f'{x} {n:,}' for x, n in sizes.items())}; {heads}"),
         *_describe_experts(config),
         *_describe_windows(config),
         *_describe_states(config),
@@ -277,8 +279,13 @@ def _describe_shape(config: DecoderConfig) -> Lines:
     ]
 
 
+def _moe_layers(config: DecoderConfig) -> int:
+    """Returns the number of layers with experts; the others have a dense MLP."""
+    return sum(isinstance(config, RoutedConfig) and config.has_mixture(i) for i in range(config.num_hidden_layers))
+
+
 def _describe_experts(config: DecoderConfig) -> Lines:
-    if not isinstance(config, RoutedConfig):
+    if not isinstance(config, RoutedConfig) or not _moe_layers(config):
         return []
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     return [("experts", f"{config.num_experts} of width {width:,}, {config.num_experts_per_tok} per token")]

@@ -225,7 +225,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("ligerzo
 
 
 def test_saving_a_model_imports_only_its_converter() -> None:
-    names = ("architecture", "fields", "sequence_classifier", "weights")
+    names = ("architecture", "fields", "layout", "sequence_classifier", "stored_tensors", "tensor_slices")
     shared = {f"ligerzoo.convert.{name}" for name in names}
     assert set(fresh_interpreter(SAVING)) == {*shared, "ligerzoo.convert.gemma2"}
 

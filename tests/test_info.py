@@ -21,8 +21,15 @@ from ligerzoo.models import (
     Qwen3Moe,
     Qwen3MoeConfig,
 )
+from ligerzoo.models.moe import RoutedConfig
+from tests.models.tiny import Tiny
+from tests.models.zoo import TEXT_CHECKPOINTS, once_per_kind
 
 ROOT = Path(__file__).parent.parent
+
+
+def config_class(tiny: Tiny) -> type:
+    return architecture_of(tiny.config["model_type"]).config_class
 
 
 def test_every_architecture_is_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +76,21 @@ def test_experts_and_windows(tmp_path: Path) -> None:
     text = info.describe(tmp_path / "gemma")
     assert "windows       2 of 3 layers attend to the last 7 tokens" in text
     assert "64 B per token of context, up to 896 B for windows" in text
+
+
+@pytest.mark.parametrize(
+    "tiny", once_per_kind([tiny for tiny in TEXT_CHECKPOINTS if issubclass(config_class(tiny), RoutedConfig)]), ids=str
+)
+def test_dense_mlps_and_experts_only_where_a_layer_has_them(tmp_path: Path, tiny: Tiny) -> None:
+    tiny.write(tmp_path)
+    architecture = architecture_of(tiny.config["model_type"])
+    model = architecture.build_on_meta(architecture.config_from_hf({**tiny.config, **tiny.corrected}))
+    names = [name for name, _ in model.named_parameters() if ".layers." in name]
+    entries = {line.split()[0]: line for line in reversed(info.describe(tmp_path).splitlines())}
+    is_dense = any("mlp.down_proj" in name for name in names)
+    assert ("feed-forward" in entries["shape"]) == is_dense
+    assert ("feed-forward" in entries) == is_dense  # in the list of parameters
+    assert ("width" in entries.get("experts", "")) == any(".experts." in name for name in names)
 
 
 @pytest.mark.parametrize("model_type", ["unheard-of", None, 5, ["llama"]])

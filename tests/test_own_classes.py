@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification, cli, convert, info
-from ligerzoo.convert.weights import Fused, Rename
+from ligerzoo.convert.layout import Fused, Rename
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.layers import Attention, Context, Decoder, GatedMLP, LMHead, PreNormBlock, RMSNorm, RotaryEmbedding
 from ligerzoo.models import CausalLM, Llama, LlamaConfig, Mixtral, MixtralConfig, Phi3, Phi3Config

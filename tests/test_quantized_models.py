@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ligerzoo import AutoModel, AutoModelForSequenceClassification, cli, convert, hub, info
 from ligerzoo.convert import qwen3_moe
-from ligerzoo.convert.weights import Box, Layout, shapes_of
+from ligerzoo.convert.layout import Layout
+from ligerzoo.convert.tensor_slices import Box, shapes_of
 from ligerzoo.errors import LigerzooError
 from ligerzoo.files.quantized import QuantizedCheckpoint, read_quantization
 from ligerzoo.hub import loading

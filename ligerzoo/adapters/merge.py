@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ligerzoo.adapters.attach import untie
 from ligerzoo.adapters.loading import load_adapter
-from ligerzoo.convert.weights import StoredTensors, TensorSlice
+from ligerzoo.convert.stored_tensors import StoredTensors
+from ligerzoo.convert.tensor_slices import TensorSlice
 from ligerzoo.errors import LigerzooError
 from ligerzoo.hub import AutoModel, save
 from ligerzoo.layers.lora import LoRALayer

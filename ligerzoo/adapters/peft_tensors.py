@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo.adapters.targets import Target
-from ligerzoo.convert.weights import Shape
+from ligerzoo.convert.tensor_slices import Shape
 
 PREFIX = "base_model.model."
 

@@ -15,7 +15,7 @@ from ligerzoo.adapters.peft_config import CONFIG_FILE, WEIGHT_FILE
 from ligerzoo.adapters.peft_tensors import PREFIX, StoredUpdate, pack_experts, stored_updates
 from ligerzoo.adapters.targets import Target, base_shapes, targets_of
 from ligerzoo.convert import architecture_of_model
-from ligerzoo.convert.weights import shapes_of
+from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError
 from ligerzoo.files.atomic import replacing_directory
 from ligerzoo.files.checkpoint_writer import write_safetensors

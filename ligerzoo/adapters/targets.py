@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ligerzoo.convert import architecture_of_model
-from ligerzoo.convert.weights import Shape
+from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.layers import Experts
 from ligerzoo.layers.adapt import adaptable_parameters
 from ligerzoo.layers.lora import LoRALayer

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.layout import Layout, Rule
 from ligerzoo.convert.sequence_classifier import classifier_architecture
-from ligerzoo.convert.weights import Layout, Rule
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.config import REQUIRED_FIELDS
@@ -245,7 +245,7 @@ def _check_layout(layout: object) -> None:
     if not is_rules:
         raise ConfigError(
             "not a tuple of rules", where="layout", got=repr(layout),
-            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.weights",
+            expected="a tuple of Rename, Fused, FusedByHead, PerExpert and ModuleRules from ligerzoo.convert.layout",
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import object_entry, rope_fields
-from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.models.apertus import Apertus, ApertusConfig
 
 

@@ -12,17 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ligerzoo.convert.fields import build_config, refuse, rope_entry, rope_fields, shared_fields, written_fields
-from ligerzoo.convert.weights import (
-    Fused,
-    FusedByHead,
-    Interleaved,
-    Layout,
-    ModuleRules,
-    Rename,
-    Rule,
-    Shape,
-    Transposed,
-)
+from ligerzoo.convert.layout import Fused, FusedByHead, Interleaved, Layout, ModuleRules, Rename, Rule, Transposed
+from ligerzoo.convert.tensor_slices import Shape
 from ligerzoo.models.language_model import LanguageModel
 
 SILU = ("silu", "swish")

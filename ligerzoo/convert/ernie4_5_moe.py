@@ -13,8 +13,8 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture, is_rotary_buffer
 from ligerzoo.convert.fields import first_given
+from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.convert.qwen2_moe import LAYOUTS
-from ligerzoo.convert.weights import Layout, Rename
 from ligerzoo.models.ernie4_5_moe import Ernie4_5Moe, Ernie4_5MoeConfig
 
 _BIAS = "mlp.gate.e_score_correction_bias"

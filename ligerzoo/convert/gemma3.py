@@ -14,7 +14,7 @@ from typing import Any
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
 from ligerzoo.convert.gemma3_text import read_rope
-from ligerzoo.convert.weights import Layout, ModuleRules, Rename
+from ligerzoo.convert.layout import Layout, ModuleRules, Rename
 from ligerzoo.models.gemma3 import Gemma3, Gemma3Config
 
 _TOP_LEVEL = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
-from ligerzoo.convert.weights import Fused, Layout
+from ligerzoo.convert.layout import Fused, Layout
 from ligerzoo.models.glm import Glm, GlmConfig
 
 GATE_UP = Fused("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))

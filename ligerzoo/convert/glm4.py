@@ -6,7 +6,7 @@ MLP post_attention_layernorm.
 
 from ligerzoo.convert import glm
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.models.glm4 import Glm4, Glm4Config
 
 ARCHITECTURE = Architecture(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, rope_entry, rope_fields
-from ligerzoo.convert.weights import Interleaved, Layout, ModuleRules, Rename, Transposed
+from ligerzoo.convert.layout import Interleaved, Layout, ModuleRules, Rename, Transposed
 from ligerzoo.models.gpt_oss import YARN, GptOss, GptOssConfig
 
 

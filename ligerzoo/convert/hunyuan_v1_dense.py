@@ -10,7 +10,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import refuse
-from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.models.hunyuan_v1_dense import HunYuanDenseV1, HunYuanDenseV1Config
 
 

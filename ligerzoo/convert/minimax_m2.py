@@ -12,7 +12,7 @@ from typing import Any
 from ligerzoo.convert import mixtral
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
-from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.errors import ConfigError
 from ligerzoo.models.minimax_m2 import MiniMaxM2, MiniMaxM2Config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given
-from ligerzoo.convert.weights import Layout, PerExpert, Rename
+from ligerzoo.convert.layout import Layout, PerExpert, Rename
 from ligerzoo.models.mixtral import Mixtral, MixtralConfig
 
 _EXPERT = "block_sparse_moe.experts.{expert}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, object_entry, refuse
-from ligerzoo.convert.weights import Layout, ModuleRules, Rename
+from ligerzoo.convert.layout import Layout, ModuleRules, Rename
 from ligerzoo.models.mllama import Mllama, MllamaConfig
 
 

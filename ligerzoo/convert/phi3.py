@@ -10,7 +10,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import partial_rotary_factor, rope_fields
-from ligerzoo.convert.weights import Fused, Layout
+from ligerzoo.convert.layout import Fused, Layout
 from ligerzoo.models.phi3 import Phi3, Phi3Config
 
 _LONGROPE = ("longrope", "su", "yarn")

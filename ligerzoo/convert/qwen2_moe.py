@@ -11,7 +11,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import switched_window
-from ligerzoo.convert.weights import Layout, PerExpert
+from ligerzoo.convert.layout import Layout, PerExpert
 from ligerzoo.models.moe import SparseStepMoEConfig
 from ligerzoo.models.qwen2_moe import Qwen2Moe, Qwen2MoeConfig
 

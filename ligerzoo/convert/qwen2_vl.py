@@ -14,7 +14,7 @@ from typing import Any
 
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry, rope_fields
-from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
+from ligerzoo.convert.layout import Fused, Layout, ModuleRules, Rename
 from ligerzoo.models.causal_lm import CausalLM
 from ligerzoo.models.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligerzoo.models.vision_lm import VisionLMConfig
@@ -75,17 +75,22 @@ def _write_entries(config: VisionLMConfig, entries: dict[str, Any], *, activatio
     return {**entries, "rope_scaling": scaling, "vision_config": vision}
 
 
+TOWER_RULES = (
+    Rename("patch_embed.proj", "patch_embed"),
+    Rename("norm1", "input_layernorm"),
+    Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Rename("attn.proj", "self_attn.o_proj"),
+    Rename("norm2", "post_attention_layernorm"),
+)
+"""Rules for the vision tower that all models of the family share."""
+
 _LAYOUTS = (
     Layout(
         (
             ModuleRules(
                 "visual.",
                 (
-                    Rename("patch_embed.proj", "patch_embed"),
-                    Rename("norm1", "input_layernorm"),
-                    Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                    Rename("attn.proj", "self_attn.o_proj"),
-                    Rename("norm2", "post_attention_layernorm"),
+                    *TOWER_RULES,
                     Rename("merger.ln_q", "merger.norm"),
                     Rename("merger.mlp.0", "merger.mlp.fc1"),
                     Rename("merger.mlp.2", "merger.mlp.fc2"),

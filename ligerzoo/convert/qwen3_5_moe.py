@@ -4,11 +4,11 @@ The matrices of all experts of a layer are one tensor, as on the hub, or one ten
 Otherwise as `qwen3_5`.
 """
 
+from ligerzoo.convert.layout import Layout
 from ligerzoo.convert.qwen2_moe import LAYOUTS
 from ligerzoo.convert.qwen3_5 import hybrid_vision_lm
 from ligerzoo.convert.qwen3_5_moe_text import ARCHITECTURE as TEXT
 from ligerzoo.convert.qwen3_vl import LAYOUT, vision_lm
-from ligerzoo.convert.weights import Layout
 from ligerzoo.models.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeConfig
 
 _PER_EXPERT, _ = LAYOUTS

@@ -8,10 +8,10 @@ names. The head for multi-token prediction (`mtp`) is not part of the model.
 from __future__ import annotations
 
 from ligerzoo.convert.architecture import Architecture
+from ligerzoo.convert.layout import FusedByHead, Layout
 from ligerzoo.convert.qwen2_moe import LAYOUTS
 from ligerzoo.convert.qwen3_5_moe_text import read_entries
 from ligerzoo.convert.qwen3_5_text import ACCEPTED, is_extra_tensor, keeps_fp32, read_rope
-from ligerzoo.convert.weights import FusedByHead, Layout
 from ligerzoo.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 
 

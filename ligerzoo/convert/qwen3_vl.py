@@ -13,27 +13,12 @@ from typing import Any
 
 from ligerzoo.convert.architecture import GELU_TANH, Architecture
 from ligerzoo.convert.fields import first_given, flag_entry, object_entry, refuse, rope_entry
-from ligerzoo.convert.qwen2_vl import VISION_TOKENS, read_sectioned_rope, refuse_other_tower_rotation
-from ligerzoo.convert.weights import Fused, Layout, ModuleRules, Rename
+from ligerzoo.convert.layout import Layout, ModuleRules, Rename
+from ligerzoo.convert.qwen2_vl import TOWER_RULES, VISION_TOKENS, read_sectioned_rope, refuse_other_tower_rotation
 from ligerzoo.models.qwen3_vision import Qwen3VisionLM, Qwen3VisionLMConfig
 from ligerzoo.models.qwen3_vl import Qwen3VL, Qwen3VLConfig
 
-LAYOUT = Layout(
-    (
-        ModuleRules(
-            "visual.",
-            (
-                Rename("patch_embed.proj", "patch_embed"),
-                Rename("norm1", "input_layernorm"),
-                Fused("attn.qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                Rename("attn.proj", "self_attn.o_proj"),
-                Rename("norm2", "post_attention_layernorm"),
-                Rename("linear_fc1", "fc1"),
-                Rename("linear_fc2", "fc2"),
-            ),
-        ),
-    )
-)
+LAYOUT = Layout((ModuleRules("visual.", (*TOWER_RULES, Rename("linear_fc1", "fc1"), Rename("linear_fc2", "fc2"))),))
 
 
 def _read_entries(raw: Mapping[str, Any], *, model_type: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ transformers 5 as in our parameters. The names are the same, but the shapes diff
 and if I = H, the gate and up projections' (I features of an expert, H hidden features).
 """
 
+from ligerzoo.convert.layout import Layout, Transposed
 from ligerzoo.convert.qwen3_vl import LAYOUT, vision_lm
-from ligerzoo.convert.weights import Layout, Transposed
 from ligerzoo.models.qwen3_vl_moe import Qwen3VLMoe, Qwen3VLMoeConfig
 
 _TRANSPOSED = (Transposed("mlp.experts.gate_up_proj"), Transposed("mlp.experts.down_proj"))

@@ -12,8 +12,8 @@ import torch
 from ligerzoo import convert
 from ligerzoo.convert import architecture_for_config
 from ligerzoo.convert.fields import parse_dtype
+from ligerzoo.convert.layout import Rule
 from ligerzoo.convert.sequence_classifier import classifier_architecture, read_labels
-from ligerzoo.convert.weights import Rule
 from ligerzoo.device import available_device
 from ligerzoo.errors import ConfigError, first_names
 from ligerzoo.models.causal_lm import CausalLM
@@ -66,7 +66,7 @@ class AutoModel:
                 `ligerzoo.models.config.DecoderConfig`, the types of its values are checked.
             model_class: a subclass of CausalLM that is built as `model_class(config)`.
             model_type: `model_type` in config.json.
-            layout: rules of `ligerzoo.convert.weights` for tensors that checkpoints store under other names or shapes.
+            layout: rules of `ligerzoo.convert.layout` for tensors that checkpoints store under other names or shapes.
                 The default stores each parameter under its own name, or as the nearest base class in ligerzoo.models.
 
         Raises:

@@ -25,7 +25,8 @@ from ligerzoo.convert import architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_classifier
 from ligerzoo.convert.fields import convert_overrides, parse_dtype, refuse, stored_dtype
 from ligerzoo.convert.sequence_classifier import LABEL_OPTIONS, read_classifier
-from ligerzoo.convert.weights import TensorSlice, assemble, matrices_of, shapes_of, within
+from ligerzoo.convert.stored_tensors import assemble
+from ligerzoo.convert.tensor_slices import TensorSlice, matrices_of, shapes_of, within
 from ligerzoo.device import available_device
 from ligerzoo.errors import CheckpointError, ConfigError, did_you_mean, first_names
 from ligerzoo.files.atomic import reading_directory

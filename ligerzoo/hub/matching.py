@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer
-from ligerzoo.convert.weights import Layout, Rename, Shape, TensorSlice
+from ligerzoo.convert.layout import Layout, Rename
+from ligerzoo.convert.tensor_slices import Shape, TensorSlice
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import TensorInfo
 

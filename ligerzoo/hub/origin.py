@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.weights import Layout
+from ligerzoo.convert.layout import Layout
 
 
 @dataclass(frozen=True)

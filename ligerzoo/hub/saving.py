@@ -14,7 +14,7 @@ from torch import Tensor
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import ALTERNATIVE_ENTRIES, stored_dtype
-from ligerzoo.convert.weights import StoredTensors
+from ligerzoo.convert.stored_tensors import StoredTensors
 from ligerzoo.errors import CheckpointError, ConfigError, first_names
 from ligerzoo.files.checkpoint_writer import write_checkpoint
 from ligerzoo.files.locate import CONFIG_FILE, GENERATION_FILE

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ligerzoo.convert.weights import Box, StoredTensors, TensorSlice
+from ligerzoo.convert.stored_tensors import StoredTensors
+from ligerzoo.convert.tensor_slices import Box, TensorSlice
 from ligerzoo.errors import CheckpointError
 from ligerzoo.files.checkpoint_writer import write_checkpoint, writing_order
 

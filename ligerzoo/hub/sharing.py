@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ligerzoo.convert import architecture_of
 from ligerzoo.convert.architecture import Architecture
 from ligerzoo.convert.fields import refuse
-from ligerzoo.convert.weights import Shape, TensorSlice, assemble, shapes_of
+from ligerzoo.convert.stored_tensors import assemble
+from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.hub.loading import has_tensors_outside_state_dict, tie_if_equal
 from ligerzoo.hub.matching import HEAD, TIED, Source, match_tensors

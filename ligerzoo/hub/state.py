@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ligerzoo.convert import architecture_of_model
-from ligerzoo.convert.weights import Layout, Shape, StoredTensors, TensorSlice, assemble, shapes_of
+from ligerzoo.convert.layout import Layout
+from ligerzoo.convert.stored_tensors import StoredTensors, assemble
+from ligerzoo.convert.tensor_slices import Shape, TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.hub.matching import EMBEDDING, HEAD, Source, match_tensors
 from ligerzoo.hub.origin import Origin, is_of

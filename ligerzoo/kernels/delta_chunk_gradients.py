@@ -46,23 +46,27 @@ from ligerzoo.kernels.delta_chunks import (
     Launch,
     Prepared,
     Tokens,
-    chunk_bounds,
     chunk_count,
+    chunk_tokens,
     continues,
     decay_over,
     decays,
+    head_rows,
     inner_products,
     is_exact,
     launch_of,
     load_betas,
     load_columns,
     load_factors,
+    load_state,
     load_tile,
     load_total,
     optional,
     padded_dim,
     segment_chunks,
     segment_count,
+    split_program,
+    state_block,
 )
 from ligerzoo.kernels.dispatch import cdiv
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -87,16 +91,12 @@ def _local_kernel(
     n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
     CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
-    row, key_head = batch * n_heads + head, head // group
-    key_row = batch * (n_heads // group) + key_head
+    head, slot, batch = split_program(n_heads, n_slots)
+    row, key_head, key_row = head_rows(batch, head, n_heads, group)
     rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + rows
-        in_chunk = tokens < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         q_factor = load_factors(q_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
@@ -134,13 +134,11 @@ def _reverse_scan_kernel(
     n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks, scale,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    block, row, share = program % n_blocks, program // n_blocks // n_shares, program // n_blocks % n_shares
+    block, share, row = split_program(n_blocks, n_shares)
     batch, head = row // n_heads, row % n_heads
-    key_head = head // group
-    key_row = batch * (n_heads // group) + key_head
-    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block.to(tl.int32) * VALUES + tl.arange(0, VALUES)
-    state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
+    _, key_head, key_row = head_rows(batch, head, n_heads, group)
+    rows = tl.arange(0, CHUNK)
+    features, values, state_mask = state_block(block, key_dim, value_dim, KEYS, VALUES)
     state_offsets = values[:, None] * key_dim + features[None, :]
     outer_offsets = features[None, :] * value_dim + values[:, None]  # of (d_k, d_v)
     n_segments = segment_count(counts_ptr, table_stride, batch)
@@ -153,9 +151,7 @@ def _reverse_scan_kernel(
             dstate = tl.load(dfinal, mask=state_mask & is_last, other=0.0).to(tl.float32)
         for reverse in range(after_last - first):
             chunk = after_last - 1 - reverse
-            start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-            tokens = start + rows
-            in_chunk = tokens < end
+            start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
             ddelta_ptrs = ddelta_ptr + ((batch * n_tokens + start) * n_heads + head) * value_dim
             ddelta_ptrs += rows[None, :] * (n_heads * value_dim) + values[:, None]
             mask = in_chunk[None, :] & (values < value_dim)[:, None]
@@ -212,15 +208,12 @@ def _value_gradients_kernel(
     n_tokens, n_slots, n_heads, group, key_dim, value_dim,
     CHUNK: tl.constexpr, FEATURES: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
-    row, key_head = batch * n_heads + head, head // group
+    head, slot, batch = split_program(n_heads, n_slots)
+    row, key_head, key_row = head_rows(batch, head, n_heads, group)
     rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + rows
-        in_chunk = tokens < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
         beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
         first_square = (row * n_tokens + start) * CHUNK
         transposed = tl.load(inverse_ptr + first_square + rows[None, :] * CHUNK + rows[:, None],
@@ -240,7 +233,7 @@ def _value_gradients_kernel(
             dbeta += tl.sum(ddelta * errors.to(tl.float32), 1)
             products = tl.dot(dv, tl.trans(errors), products, input_precision="ieee")
 
-        k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
+        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         total = load_total(total_ptr, row, tokens, end, n_tokens)
         products = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products, 0.0)
         dsystem = products * beta[None, :]
@@ -270,9 +263,7 @@ def _query_gradients_kernel(
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + own_rows
-        in_chunk = tokens < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, own_rows, n_tokens, CHUNK)
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         q, q_factor = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, own_rows, key_head, q_batch_stride,
                                        q_token_stride, q_head_stride, features, end, key_dim, n_tokens)  # fmt: skip
@@ -288,8 +279,8 @@ def _query_gradients_kernel(
                 values = first + tl.arange(0, VALUES)
                 dout = load_tile(dout_ptr, batch, start, own_rows, head, dout_batch_stride, dout_token_stride,
                                  dout_head_stride, values, in_chunk, value_dim).to(k.dtype)  # fmt: skip
-                state = _load_transposed_state(states_ptr, row * n_slots + start // CHUNK, values, features, key_dim,
-                                               value_dim, has_state)  # fmt: skip
+                state = load_state(states_ptr, row * n_slots + start // CHUNK, features[None, :], values[:, None],
+                                   key_dim, value_dim, has_state)  # fmt: skip
                 product = tl.dot(dout, state, product, input_precision="ieee")
             product *= (decay_over(load_total(total_ptr, row, tokens, end, n_tokens), EXACT) * scale)[:, None]
             squares = dattention_ptr + (row * n_tokens + start) * CHUNK
@@ -320,9 +311,8 @@ def _key_gradients_kernel(
     rows, own_rows, features = tl.arange(0, CHUNK), first_row + tl.arange(0, ROWS), tl.arange(0, KEYS)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + own_rows
-        in_chunk, all_in_chunk = tokens < end, start + rows < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, own_rows, n_tokens, CHUNK)
+        all_in_chunk = start + rows < end
         has_state = continues(segment_start_ptr, table_stride, batch, start, n_tokens)
         dslot, has_dstate = _slot_of_gradient(segment_start_ptr, table_stride, batch, end, n_tokens, n_slots + 1, CHUNK)
         q, _ = _load_normalized(q_ptr, q_factor_ptr, batch, key_row, start, own_rows, key_head, q_batch_stride,
@@ -346,10 +336,10 @@ def _key_gradients_kernel(
                 mask = in_chunk[:, None] & (values < value_dim)[None, :]
                 dv = tl.load(dv_ptr + first_value + offsets, mask=mask, other=0.0)
                 errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)
-                state = _load_transposed_state(states_ptr, row * n_slots + start // CHUNK, values, features, key_dim,
-                                               value_dim, has_state)  # fmt: skip
-                dstate = _load_transposed_state(dstates_ptr, row * (n_slots + 1) + dslot, values, features, key_dim,
-                                                value_dim, has_dstate)  # fmt: skip
+                state = load_state(states_ptr, row * n_slots + start // CHUNK, features[None, :], values[:, None],
+                                   key_dim, value_dim, has_state)  # fmt: skip
+                dstate = load_state(dstates_ptr, row * (n_slots + 1) + dslot, features[None, :], values[:, None],
+                                    key_dim, value_dim, has_dstate)  # fmt: skip
                 read = tl.dot(dv, state, read, input_precision="ieee")
                 written = tl.dot(errors, dstate, written, input_precision="ieee")
                 kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
@@ -403,14 +393,6 @@ def _load_normalized(ptr, factor_ptr, batch, key_row, start, rows, head, batch_s
 
 
 @jit
-def _load_transposed_state(states_ptr, slot, values, features, key_dim, value_dim, exists):
-    """The block of a state in this slot, (values, features); zeros if it does not exist."""
-    mask = (values < value_dim)[:, None] & (features < key_dim)[None, :] & exists
-    offsets = values[:, None] * key_dim + features[None, :]
-    return tl.load(states_ptr + slot * key_dim * value_dim + offsets, mask=mask, other=0.0)
-
-
-@jit
 def _store_unnormalized(ptr, gradient, normalized, factors, factor_ptr, first_token, rows, mask, n_heads, head,
                         features, key_dim):  # fmt: skip
     """Stores the gradient of q or k, given that of its normalized rows."""
@@ -427,14 +409,12 @@ def _gate_gradients_kernel(
     dtotals_ptr, starts_ptr, counts_ptr, dg_ptr, table_stride, n_tokens, n_slots, n_heads, n_rows,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
+    head, slot, batch = split_program(n_heads, n_slots)
     row = batch * n_heads + head
+    rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + tl.arange(0, CHUNK)
-        in_chunk = tokens < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
         dtotal = tl.load(dtotals_ptr + row * n_tokens + tokens, mask=in_chunk, other=0.0)
         dtotal += tl.load(dtotals_ptr + (n_rows + row) * n_tokens + tokens, mask=in_chunk, other=0.0)
         for part in tl.static_range(PARTS):

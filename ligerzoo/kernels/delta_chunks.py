@@ -135,6 +135,20 @@ def chunk_table(segment_start: Tensor | None) -> ChunkTable:
 
 
 @jit
+def split_program(n_inner, n_middle):
+    """The inner, middle and outer index of the program, int64. Programs are ordered as (outer, middle, inner)."""
+    program = tl.program_id(0).to(tl.int64)
+    return program % n_inner, program // n_inner % n_middle, program // n_inner // n_middle
+
+
+@jit
+def head_rows(batch, head, n_heads, group):
+    """The row of a value head in (B, V, ...), its key head, and the row of the key head in (B, K, ...)."""
+    key_head = head // group
+    return batch * n_heads + head, key_head, batch * (n_heads // group) + key_head
+
+
+@jit
 def chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK: tl.constexpr):
     """The number of chunks of a row."""
     if counts_ptr is not None:
@@ -167,15 +181,16 @@ def segment_chunks(segments_ptr, table_stride, batch, segment, n_tokens, CHUNK: 
 
 
 @jit
-def chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK: tl.constexpr):
-    """The first token of a chunk, and the one after its last, int64."""
+def chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK: tl.constexpr):
+    """The first token of a chunk, the one after its last, the tokens `start + rows`, int64, and which are in it."""
     if starts_ptr is not None:
         start = tl.load(starts_ptr + batch * table_stride + chunk).to(tl.int64)
         end = tl.load(starts_ptr + batch * table_stride + chunk + 1).to(tl.int64)
     else:
         start = tl.cast(chunk, tl.int64) * CHUNK
         end = tl.minimum(start + CHUNK, n_tokens)
-    return start, end
+    tokens = start + rows
+    return start, end, tokens, tokens < end
 
 
 @jit
@@ -243,10 +258,21 @@ def load_total(ptr, row, tokens, end, n_tokens):
 
 @jit
 def load_state(states_ptr, slot, features, values, key_dim, value_dim, exists):
-    """The block of a state in this slot, (features, values); zeros if it does not exist."""
-    mask = (features < key_dim)[:, None] & (values < value_dim)[None, :] & exists
-    offsets = features[:, None] + values[None, :] * key_dim
+    """The block of a state in this slot; zeros if it does not exist.
+
+    `features[:, None]` and `values[None, :]` load (features, values); `features[None, :]` and `values[:, None]` load
+    the transpose, (values, features).
+    """
+    mask = (features < key_dim) & (values < value_dim) & exists
+    offsets = values * key_dim + features  # of 32 bits, so that the tile takes one sum of 64 bits, not two
     return tl.load(states_ptr + slot * key_dim * value_dim + offsets, mask=mask, other=0.0)
+
+
+@jit
+def state_block(block, key_dim, value_dim, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """A block of the values of a state, (values, features): its features, its values, and which elements exist."""
+    features, values = tl.arange(0, KEYS), block.to(tl.int32) * VALUES + tl.arange(0, VALUES)
+    return features, values, (values < value_dim)[:, None] & (features < key_dim)[None, :]
 
 
 @jit
@@ -312,20 +338,16 @@ def _prepare_kernel(
     n_tokens, n_slots, n_heads, group, key_dim, eps,
     CHUNK: tl.constexpr, FEATURES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
-    key_head = head // group
-    key_row = batch * (n_heads // group) + key_head
+    head, slot, batch = split_program(n_heads, n_slots)
+    row, key_head, key_row = head_rows(batch, head, n_heads, group)
     rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + rows
-        in_chunk = tokens < end
+        start, _, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
         gates = (batch * n_tokens + tokens) * n_heads + head
         total = tl.cumsum(tl.load(g_ptr + gates, mask=in_chunk, other=0.0).to(total_ptr.dtype.element_ty), 0)
         beta = load_betas(beta_ptr, batch, tokens, head, n_heads, in_chunk, n_tokens)
-        tl.store(total_ptr + (batch * n_heads + head) * n_tokens + tokens, total, mask=in_chunk)
+        tl.store(total_ptr + row * n_tokens + tokens, total, mask=in_chunk)
 
         products = inner_products(
             k_ptr, k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, k_batch_stride,
@@ -348,7 +370,7 @@ def _prepare_kernel(
 
         system = tl.where(rows[:, None] > rows[None, :], decays(total, rows, EXACT) * products * beta[None, :], 0.0)
         inverse = _inverse_of_unit_lower(system, CHUNK, PRECISION)
-        inverse_of_chunk = inverse_ptr + ((batch * n_heads + head) * n_tokens + start) * CHUNK
+        inverse_of_chunk = inverse_ptr + (row * n_tokens + start) * CHUNK
         offsets = rows[:, None] * CHUNK + rows[None, :]
         tl.store(inverse_of_chunk + offsets, inverse.to(inverse_ptr.dtype.element_ty), mask=in_chunk[:, None])
 
@@ -360,19 +382,16 @@ def _solve_kernel(
     n_tokens, n_slots, n_heads, group, key_dim, value_dim,
     CHUNK: tl.constexpr, FEATURES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
-    row, key_head = batch * n_heads + head, head // group
+    head, slot, batch = split_program(n_heads, n_slots)
+    row, key_head, key_row = head_rows(batch, head, n_heads, group)
     rows = tl.arange(0, CHUNK)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + rows
-        in_chunk = tokens < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
         inverse = tl.load(inverse_ptr + (row * n_tokens + start) * CHUNK + rows[:, None] * CHUNK + rows[None, :],
                           mask=in_chunk[:, None], other=0.0)  # fmt: skip
         total = load_total(total_ptr, row, tokens, end, n_tokens)
-        k_factor = load_factors(k_factor_ptr, batch * (n_heads // group) + key_head, tokens, in_chunk, n_tokens)
+        k_factor = load_factors(k_factor_ptr, key_row, tokens, in_chunk, n_tokens)
         scaled = (inverse.to(tl.float32) * (decay_over(total, EXACT) * k_factor)[None, :]).to(inverse.dtype)
         for first in range(0, key_dim, FEATURES):
             features = first + tl.arange(0, FEATURES)
@@ -403,13 +422,11 @@ def _scan_kernel(
     n_tokens, n_slots, n_shares, n_heads, group, key_dim, value_dim, n_blocks,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    block, row, share = program % n_blocks, program // n_blocks // n_shares, program // n_blocks % n_shares
+    block, share, row = split_program(n_blocks, n_shares)
     batch, head = row // n_heads, row % n_heads
-    key_head = head // group
-    key_row = batch * (n_heads // group) + key_head
-    rows, features, values = tl.arange(0, CHUNK), tl.arange(0, KEYS), block.to(tl.int32) * VALUES + tl.arange(0, VALUES)
-    state_mask = (values < value_dim)[:, None] & (features < key_dim)[None, :]
+    _, key_head, key_row = head_rows(batch, head, n_heads, group)
+    rows = tl.arange(0, CHUNK)
+    features, values, state_mask = state_block(block, key_dim, value_dim, KEYS, VALUES)
     state_offsets = values[:, None] * key_dim + features[None, :]
     outer_offsets = features[None, :] * value_dim + values[:, None]  # of (d_k, d_v)
     n_segments = segment_count(counts_ptr, table_stride, batch)
@@ -420,9 +437,7 @@ def _scan_kernel(
             state = tl.load(initial_ptr + row * key_dim * value_dim + outer_offsets, mask=state_mask & (segment == 0),
                             other=0.0).to(tl.float32)  # fmt: skip
         for chunk in range(first, after_last):
-            start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-            tokens = start + rows
-            in_chunk = tokens < end
+            start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
             k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
                           in_chunk, key_dim)  # fmt: skip
             readers = load_columns(readers_ptr, row, start, rows, 0, n_tokens * key_dim, key_dim, 0, features, in_chunk,
@@ -457,16 +472,12 @@ def _outputs_kernel(
     n_tokens, n_slots, n_heads, group, key_dim, value_dim, scale,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    head, slot, batch = program % n_heads, program // n_heads % n_slots, program // n_heads // n_slots
-    row, key_head = batch * n_heads + head, head // group
-    key_row = batch * (n_heads // group) + key_head
+    head, slot, batch = split_program(n_heads, n_slots)
+    row, key_head, key_row = head_rows(batch, head, n_heads, group)
     rows, features = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     n_chunks = chunk_count(counts_ptr, table_stride, batch, n_tokens, CHUNK)
     for chunk in range(slot, n_chunks, n_slots):
-        start, end = chunk_bounds(starts_ptr, table_stride, batch, chunk, n_tokens, CHUNK)
-        tokens = start + rows
-        in_chunk = tokens < end
+        start, end, tokens, in_chunk = chunk_tokens(starts_ptr, table_stride, batch, chunk, rows, n_tokens, CHUNK)
         q = load_tile(q_ptr, batch, start, rows, key_head, q_batch_stride, q_token_stride, q_head_stride, features,
                       in_chunk, key_dim)  # fmt: skip
         k = load_tile(k_ptr, batch, start, rows, key_head, k_batch_stride, k_token_stride, k_head_stride, features,
@@ -482,8 +493,8 @@ def _outputs_kernel(
         first_value = ((batch * n_tokens + start) * n_heads + head) * value_dim
         for first in range(0, value_dim, VALUES):
             values = first + tl.arange(0, VALUES)
-            state = load_state(states_ptr, row * n_slots + start // CHUNK, features, values, key_dim, value_dim,
-                               has_state)  # fmt: skip
+            state = load_state(states_ptr, row * n_slots + start // CHUNK, features[:, None], values[None, :], key_dim,
+                               value_dim, has_state)  # fmt: skip
             mask = in_chunk[:, None] & (values < value_dim)[None, :]
             offsets = rows[:, None] * (n_heads * value_dim) + values[None, :]
             errors = tl.load(errors_ptr + first_value + offsets, mask=mask, other=0.0)

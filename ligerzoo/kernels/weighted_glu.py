@@ -39,9 +39,6 @@ class Biases(NamedTuple):
     down: Tensor | None
 
 
-NO_BIASES = Biases(None, None)
-
-
 @jit
 def _expert_of(expert_ptr, slot, n_experts):
     """The expert of a slot, and whether it exists."""

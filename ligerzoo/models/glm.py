@@ -10,6 +10,7 @@ biases; the output projection has none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -43,30 +44,30 @@ class Glm(CausalLM):
     config: GlmConfig
 
     def __init__(self, config: GlmConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c = config
-        rotary = RotaryEmbedding(
-            c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True
-        )
+        c, attention = config, glm_attention(config, **factory_kwargs)
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
-        def block() -> PreNormBlock:
-            attention = Attention(
-                c.hidden_size,
-                c.num_attention_heads,
-                c.kv_heads,
-                c.head_size,
-                rotary,
-                qkv_bias=c.attention_bias,
-                **factory_kwargs,
-            )
-            return PreNormBlock(
-                norm(), attention, norm(), GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            )
+        def mlp() -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
 
         embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
-        layers = [block() for _ in range(c.num_hidden_layers)]
+        layers = [PreNormBlock(norm(), attention(), norm(), mlp()) for _ in range(c.num_hidden_layers)]
         super().__init__(
             config, Decoder(embedding, layers, norm()), LMHead(c.hidden_size, c.vocab_size, **factory_kwargs)
         )
+
+
+def glm_attention(config: GlmConfig, **factory_kwargs: Unpack[FactoryKwargs]) -> Callable[[], Attention]:
+    """Returns a function that builds the attention of one block; all blocks share the rotary embedding."""
+    c = config
+    rotary = RotaryEmbedding(c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True)
+
+    def attention() -> Attention:
+        return Attention(
+            c.hidden_size, c.num_attention_heads, c.kv_heads, c.head_size, rotary, qkv_bias=c.attention_bias,
+            **factory_kwargs,
+        )  # fmt: skip
+
+    return attention

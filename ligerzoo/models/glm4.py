@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Unpack
 
-from ligerzoo.layers import Attention, Decoder, Embedding, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, SandwichBlock
+from ligerzoo.layers import Decoder, Embedding, GatedMLP, LMHead, RMSNorm, SandwichBlock
 from ligerzoo.models.causal_lm import CausalLM, FactoryKwargs
-from ligerzoo.models.glm import GlmConfig
+from ligerzoo.models.glm import GlmConfig, glm_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,26 +28,16 @@ class Glm4(CausalLM):
     config: Glm4Config
 
     def __init__(self, config: Glm4Config, **factory_kwargs: Unpack[FactoryKwargs]) -> None:
-        c = config
-        rotary = RotaryEmbedding(
-            c.rotary_size, c.rope_theta, c.rope_scaling, c.max_position_embeddings, interleaved=True
-        )
+        c, attention = config, glm_attention(config, **factory_kwargs)
 
         def norm() -> RMSNorm:
             return RMSNorm(c.hidden_size, c.rms_norm_eps, **factory_kwargs)
 
+        def mlp() -> GatedMLP:
+            return GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
+
         def block() -> SandwichBlock:
-            attention = Attention(
-                c.hidden_size,
-                c.num_attention_heads,
-                c.kv_heads,
-                c.head_size,
-                rotary,
-                qkv_bias=c.attention_bias,
-                **factory_kwargs,
-            )
-            mlp = GatedMLP(c.hidden_size, c.intermediate_size, **factory_kwargs)
-            return SandwichBlock(norm(), attention, norm(), norm(), mlp, norm())
+            return SandwichBlock(norm(), attention(), norm(), norm(), mlp(), norm())
 
         embedding = Embedding(c.vocab_size, c.hidden_size, **factory_kwargs)
         layers = [block() for _ in range(c.num_hidden_layers)]

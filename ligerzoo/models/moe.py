@@ -50,6 +50,10 @@ class RoutedConfig(DecoderConfig):
                 expected=f"at most num_experts, {self.num_experts}",
             )
 
+    def has_mixture(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, uses MoE instead of a dense MLP."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(RoutedConfig):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ligerzoo.convert.weights import TensorSlice, within
+from ligerzoo.convert.tensor_slices import TensorSlice, within
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.checkpoint_writer import write_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ligerzoo.convert.weights import TensorSlice, within
+from ligerzoo.convert.tensor_slices import TensorSlice, within
 from ligerzoo.errors import CheckpointError, first_names
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.files.checkpoint_writer import write_checkpoint

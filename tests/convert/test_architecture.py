@@ -5,7 +5,7 @@ import pytest
 from ligerzoo import convert, models
 from ligerzoo.convert import MODEL_TYPES, architecture_for, architecture_of
 from ligerzoo.convert.architecture import Architecture, is_beyond_last_layer, is_rotary_buffer
-from ligerzoo.convert.weights import Layout, Rename
+from ligerzoo.convert.layout import Layout, Rename
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import CausalLM, Llama
 from ligerzoo.models.config import field_types

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of, architecture_of_model
-from ligerzoo.convert.weights import Box, FusedByHead, Layout, StoredTensors, assemble, shapes_of, within
+from ligerzoo.convert.layout import FusedByHead, Layout
+from ligerzoo.convert.stored_tensors import StoredTensors, assemble
+from ligerzoo.convert.tensor_slices import Box, shapes_of, within
 from ligerzoo.errors import CheckpointError, ConfigError
 from ligerzoo.models import Qwen3_5, Qwen3_5Text, Qwen3Next, Qwen3NextConfig
 from tests.models.tiny_qwen3_5 import CHECKPOINTS as VISION_CHECKPOINTS

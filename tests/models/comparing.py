@@ -12,7 +12,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from ligerzoo import AutoModel
 from ligerzoo.convert import architecture_of_model
-from ligerzoo.convert.weights import StoredTensors, shapes_of
+from ligerzoo.convert.stored_tensors import StoredTensors
+from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.models import CausalLM
 
 TOLERANCE = 2e-5

@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
 
 from ligerzoo import AutoModel
-from ligerzoo.convert.weights import Box, Interleaved, Layout, StoredTensors, TensorSlice, Transposed, assemble, within
+from ligerzoo.convert.layout import Interleaved, Layout, Transposed
+from ligerzoo.convert.stored_tensors import StoredTensors, assemble
+from ligerzoo.convert.tensor_slices import Box, TensorSlice, within
 from ligerzoo.errors import ConfigError
 from ligerzoo.models import GptOss, GptOssConfig
 from tests.files.test_quantized import convert_moe_packed_tensors, random_mxfp4, write

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ligerzoo.convert import architecture_of_model
-from ligerzoo.convert.weights import Layout
+from ligerzoo.convert.layout import Layout
 from ligerzoo.errors import LigerzooError
 from ligerzoo.integrations.transformers.cache import GenerationCache
 from ligerzoo.integrations.transformers.names import apply_names

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligerzoo.convert.weights import Fused
+from ligerzoo.convert.layout import Fused
 from ligerzoo.kernels import glu
 from ligerzoo.layers import Attention, GatedMLP
 

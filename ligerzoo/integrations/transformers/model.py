@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ligerzoo.convert import architecture_of_model
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.weights import shapes_of
+from ligerzoo.convert.tensor_slices import shapes_of
 from ligerzoo.errors import CheckpointError, LigerzooError, first_names
 from ligerzoo.integrations.transformers.backbone import Backbone, Model
 from ligerzoo.integrations.transformers.config import hf_config, values, with_changes

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ligerzoo.convert.weights import Fused, ModuleRules, Rename, Rule
+from ligerzoo.convert.layout import Fused, ModuleRules, Rename, Rule
 from ligerzoo.integrations.transformers.fused import fuse, fused_path
 from ligerzoo.integrations.transformers.patches import separate_convolution
 

@@ -4,58 +4,18 @@ A layout is a tuple of rules. A rule maps each parameter to slices of stored ten
 
     parameters[slice.name][slice.index] = stored[slice.stored_name][slice.stored_index]
 
-possibly transposed. copies from right to left (`assemble`), saving from left to right (`StoredTensors`). A rule finds
-parameters by a dotted path in their names ("self_attn.q_proj" is part of "model.layers.3.self_attn.q_proj.bias"), so
-one rule covers the weights and biases of all layers.
+possibly transposed. Loading copies from right to left (`stored_tensors.assemble`), saving from left to right
+(`stored_tensors.StoredTensors`). A rule finds parameters by a dotted path in their names ("self_attn.q_proj" is part of
+"model.layers.3.self_attn.q_proj.bias"), so one rule covers the weights and biases of all layers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-
-from ligerzoo.errors import ConfigError
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """Maps a slice of a stored tensor to a slice of a parameter.
-
-    In a layout, at least one of the two slices is a whole tensor, or both are rows; see also `within`.
-
-    Attributes:
-        stored_name: name of the stored tensor.
-        stored_shape: shape of the whole stored tensor.
-        name: name of the parameter.
-        stored_index: index into the stored tensor, with steps of 1 or more; () selects all of it.
-        index: index into the parameter; () selects all of it.
-        transposed: the last two dimensions of the stored tensor are swapped.
-    """
-
-    stored_name: str
-    stored_shape: Shape
-    name: str
-    stored_index: tuple[slice, ...] = ()
-    index: tuple[int | slice, ...] = ()
-    transposed: bool = False
-
-    def select(self, stored: Tensor) -> Tensor:
-        """Returns a view of the slice of the stored tensor, with the dimensions of the parameter."""
-        selected = stored[self.stored_index]
-        return selected.mT if self.transposed else selected
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether the parameter is the whole stored tensor, in the same layout."""
-        return not (self.stored_index or self.index or self.transposed)
+from ligerzoo.convert.tensor_slices import Shape, TensorSlice
 
 
 @runtime_checkable
@@ -276,173 +236,6 @@ class Layout:
 
 def _first_match(rules: Iterable[Rule], name: str, shapes: Mapping[str, Shape]) -> Iterable[TensorSlice] | None:
     return next((slices for rule in rules if (slices := rule.slices(name, shapes)) is not None), None)
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Returns the shapes of tensors, by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A box of elements of a tensor, such as the shard that one process holds.
-
-    Attributes:
-        offset: index of its first element in each dimension.
-        shape: its size in each dimension.
-    """
-
-    offset: Shape
-    shape: Shape
-
-
-def within(part: TensorSlice, box: Box) -> TensorSlice | None:
-    """Restricts a slice to a box of the parameter; None if they have no element in common.
-
-    Args:
-        part: a slice of the whole parameter.
-        box: as many dimensions as the parameter.
-
-    Returns:
-        A slice whose `index` is relative to the box.
-    """
-    stored_slices = [
-        part.stored_index[i] if i < len(part.stored_index) else slice(None) for i in range(len(part.stored_shape))
-    ]
-    sources = [range(size)[chosen] for size, chosen in zip(part.stored_shape, stored_slices, strict=True)]
-    if part.transposed:
-        sources[-2:] = reversed(sources[-2:])
-    remaining = iter(sources)
-    stored_index: list[slice] = []
-    index: list[int | slice] = []
-    for dimension, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        chosen = part.index[dimension] if dimension < len(part.index) else slice(None)
-        if isinstance(chosen, int):
-            if not offset <= chosen < offset + size:
-                return None
-            index.append(chosen - offset)
-            continue
-        source = next(remaining)
-        start = chosen.start or 0
-        begin, end = max(start, offset), min(start + len(source), offset + size)
-        if begin >= end:
-            return None
-        own = source[begin - start : end - start]
-        stored_index.append(slice(own.start, own.stop, own.step))
-        index.append(slice(begin - offset, end - offset))
-    if part.transposed:
-        stored_index[-2:] = reversed(stored_index[-2:])
-    is_whole = all(chosen == slice(0, size) for chosen, size in zip(index, box.shape, strict=True))
-    return replace(part, stored_index=tuple(stored_index), index=() if is_whole else tuple(index))
-
-
-def matrices_of(part: TensorSlice) -> Iterator[TensorSlice]:
-    """Yields the slices of the single matrices in a slice of a stack of matrices, as `within` returns it."""
-    stack, *rest = part.stored_index
-    if len(rest) < 2:
-        yield part
-        return
-    first, *others = part.index or (slice(0, stack.stop - stack.start),)
-    assert isinstance(first, slice)
-    for i in range(stack.stop - stack.start):
-        stored_index = (slice(stack.start + i, stack.start + i + 1), *rest)
-        yield replace(part, stored_index=stored_index, index=(slice(first.start + i, first.start + i + 1), *others))
-
-
-def assemble(
-    slices: Iterable[TensorSlice],
-    shapes: Mapping[str, Shape],
-    read: Callable[[TensorSlice], Tensor],
-    *,
-    dtypes: Mapping[str, torch.dtype],
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Builds parameters from stored tensors, one slice at a time.
-
-    A parameter with one slice is the tensor that `read` returns, without a copy if it has the right dtype. A parameter
-    with several slices is allocated once and filled.
-
-    Args:
-        slices: every slice of every parameter to build.
-        shapes: shapes of the parameters, by name.
-        read: returns the part of the stored tensor that a slice selects (`TensorSlice.select`), on the device.
-        dtypes: dtypes of the parameters, by name.
-        device: device of the parameters.
-    """
-    tensors: dict[str, Tensor] = {}
-    for part in slices:
-        value = read(part)
-        if not part.index:
-            tensors[part.name] = value.to(dtypes[part.name]).contiguous()
-            continue
-        if part.name not in tensors:
-            tensors[part.name] = torch.empty(shapes[part.name], dtype=dtypes[part.name], device=device)
-        tensors[part.name][part.index] = value
-    return tensors
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """A model's tensors as the checkpoint stores them.
-
-    Returns views where possible. A tensor that several slices make up is rebuilt at each access.
-
-    Args:
-        slices: every slice of every parameter.
-        tensors: parameters, by name.
-
-    Raises:
-        ConfigError: The layout does not map parameters and stored tensors one to one.
-    """
-
-    def __init__(self, slices: Iterable[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._slices: dict[str, list[TensorSlice]] = {}
-        for part in slices:
-            self._slices.setdefault(part.stored_name, []).append(part)
-        for parts in self._slices.values():
-            parts.sort(key=lambda part: [rows.start for rows in part.stored_index])
-        stored = sum(math.prod(parts[0].stored_shape) for parts in self._slices.values())
-        elements = sum(tensor.numel() for tensor in tensors.values())
-        if stored != elements:
-            raise ConfigError(
-                "the weight layout is not one to one", where="layout", got=f"{stored} stored elements",
-                expected=f"{elements}, those of the model", remedy="Two parameters may have the same stored name.",
-            )  # fmt: skip
-
-    def parameter(self, name: str) -> Tensor:
-        """Returns a parameter. Subclasses may create it at each access."""
-        return self._tensors[name]
-
-    def meta(self) -> dict[str, Tensor]:
-        """Returns meta tensors with the shapes and dtypes, by stored name, without access to a parameter."""
-        dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        return {
-            stored_name: torch.empty(
-                parts[0].stored_shape,
-                dtype=reduce(torch.promote_types, (dtypes[part.name] for part in parts)),  # as torch.cat does
-                device="meta",
-            )
-            for stored_name, parts in self._slices.items()
-        }
-
-    def __getitem__(self, stored_name: str) -> Tensor:
-        parts = self._slices[stored_name]
-        values = [self.parameter(part.name)[part.index] for part in parts]
-        values = [value.mT if part.transposed else value for part, value in zip(parts, values, strict=True)]
-        if len(parts) == 1:
-            return values[0]
-        if all(len(part.stored_index) == 1 for part in parts):  # rows
-            return torch.cat(values)
-        stored = values[0].new_empty(parts[0].stored_shape)
-        for part, value in zip(parts, values, strict=True):
-            stored[part.stored_index] = value
-        return stored
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
-
-    def __len__(self) -> int:
-        return len(self._slices)
 
 
 def _contains(name: str, path: str) -> bool:

@@ -20,18 +20,9 @@ from torch import Tensor, nn
 
 from ligerzoo import AutoModel, convert, hub
 from ligerzoo.convert.architecture import Architecture
-from ligerzoo.convert.weights import (
-    Fused,
-    Layout,
-    ModuleRules,
-    PerExpert,
-    Rename,
-    Rule,
-    StoredTensors,
-    TensorSlice,
-    assemble,
-    shapes_of,
-)
+from ligerzoo.convert.layout import Fused, Layout, ModuleRules, PerExpert, Rename, Rule
+from ligerzoo.convert.stored_tensors import StoredTensors, assemble
+from ligerzoo.convert.tensor_slices import TensorSlice, shapes_of
 from ligerzoo.errors import CheckpointError, ConfigError, LigerzooError
 from ligerzoo.files.checkpoint import Checkpoint
 from ligerzoo.info import describe
