@@ -24,7 +24,7 @@ from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats, check_optional_floats
 from ligerzoo.kernels.dispatch import Backend, autocast, empty_gradient, uses_triton
 from ligerzoo.kernels.jit import kernel, tl
-from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product
+from ligerzoo.kernels.lora import LowRank, linear_with_update, low_rank_product, update_gradients
 from ligerzoo.kernels.recompute import Recompute, recomputable
 from ligerzoo.kernels.registration import register
 from ligerzoo.kernels.row_sums import linear
@@ -156,9 +156,10 @@ class _GLULinear(FusedFunction):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight, a, b, h = ctx.saved_tensors
         needs_gate, needs_up, needs_weight, needs_bias, _, needs_a, needs_b, _ = ctx.needs_input_grad
-        dgate, dup, dweight, da, db, dz_rows = None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
+        dgate, dup, dweight, dh, da, db, dz_rows = None, None, None, None, None, None, dz.reshape(-1, dz.shape[-1])
         needs_y = needs_weight or needs_a
-        dh = None if a is None else ctx.scale * (dz_rows @ b.to(dz.dtype))
+        if a is not None:
+            dh, db = update_gradients(dz_rows, b, h, ctx.scale, needs_b)
         if needs_gate or needs_up:
             if dh is None:
                 dy = dz @ weight
@@ -172,8 +173,6 @@ class _GLULinear(FusedFunction):
             dweight = dz_rows.T @ y.view(-1, y.shape[-1])
         if dh is not None and needs_a:
             da = (dh.T @ y.view(-1, y.shape[-1])).to(a.dtype)
-        if needs_b:
-            db = (ctx.scale * (dz_rows.T @ h)).to(b.dtype)
         dbias = dz_rows.sum(0) if needs_bias else None
         return dgate if needs_gate else None, dup if needs_up else None, dweight, dbias, None, da, db, None
 

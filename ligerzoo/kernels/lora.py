@@ -27,6 +27,7 @@ from torch import Tensor
 from ligerzoo.kernels.autograd import FusedFunction, once_differentiable
 from ligerzoo.kernels.checks import check_floats
 from ligerzoo.kernels.dispatch import Backend, accumulation_dtype, autocast, uses_triton
+from ligerzoo.kernels.low_rank_gradients import low_rank_gradients, scaled_product
 from ligerzoo.kernels.recompute import Recompute, recomputable
 
 
@@ -68,12 +69,15 @@ def linear_with_update(
         scale: factor of the update.
     """
     b = b.to(h.dtype)
-    if bias is None:
-        y = h.new_empty(len(h), len(b))
-        torch.addmm(y, h, b.T, beta=0, alpha=scale, out=y)
-    else:
-        y = torch.addmm(bias, h, b.T, alpha=scale)
+    y = scaled_product(h, b.T, scale) if bias is None else torch.addmm(bias, h, b.T, alpha=scale)
     return torch.addmm(y, x, weight.T, out=y)
+
+
+def update_gradients(
+    dy: Tensor, b: Tensor, h: Tensor, scale: float, needs_b: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns the gradients of h, (T, r), and of b, or None if that is not needed. dy is (T, O)."""
+    return low_rank_gradients(dy, b, h, scale) if needs_b else (scaled_product(dy, b.to(dy.dtype), scale), None)
 
 
 def reference(
@@ -140,10 +144,9 @@ class _LoRALinears(FusedFunction):
         db: list[Tensor | None] = [None] * len(rows)
         for i, (dy, b, scale) in enumerate(zip(rows, all_b, ctx.scales, strict=True)):
             if b is not None:
-                part = next(parts)
-                low.append(scale * (dy @ b.to(dy.dtype)))
-                db[i] = (scale * (dy.T @ part)).to(b.dtype) if needs_b[i] else None
-        dh = torch.cat(low, 1)
+                low_dy, db[i] = update_gradients(dy, b, next(parts), scale, needs_b[i])
+                low.append(low_dy)
+        dh = low[0] if len(low) == 1 else torch.cat(low, 1)
 
         dx = dropped = None
         if needs_x:

@@ -306,6 +306,12 @@ def _lora_experts_backward(device: str) -> Samples:
     ]
 
 
+def _low_rank_gradients(device: str) -> Samples:
+    t = partial(new, device=device, dtype=torch.float16)
+    common = {"dy": t(5, 9), "b": t(9, 3), "h": t(5, 3), "scale": 0.5}
+    return [common, common | {"dy": transposed(common["dy"]), "b": common["b"].float()}]
+
+
 def _route(device: str) -> Samples:
     t = partial(new, device=device)
     return [
@@ -523,6 +529,7 @@ SAMPLES: dict[str, Callable[[str], Samples]] = {
     "experts_backward": _experts_backward,
     "lora_experts_forward": _lora_experts_forward,
     "lora_experts_backward": _lora_experts_backward,
+    "low_rank_gradients": _low_rank_gradients,
     "route": _route,
     "route_sigmoid": _route_sigmoid,
     "latent_decode_attention": _latent_decode_attention,
