@@ -80,6 +80,13 @@ def update_gradients(
     return low_rank_gradients(dy, b, h, scale) if needs_b else (scaled_product(dy, b.to(dy.dtype), scale), None)
 
 
+def stacked_a(dtype: torch.dtype, *all_a: Tensor) -> Tensor:
+    """Returns the rows of all A in this dtype, which a checkpointed block does not keep."""
+    a = _stack(dtype, *all_a)
+    recomputable((a,), _stack, dtype, *all_a, level=Recompute.BLOCK)
+    return a
+
+
 def reference(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -107,8 +114,7 @@ class _LoRALinears(FusedFunction):
         needs_weights, _, needs_a, _ = _quarters(needed)
         source = x if dropped is None else dropped
         present = [a for a in all_a if a is not None]
-        a = _stack(x.dtype, *present)
-        recomputable((a,), _stack, x.dtype, *present, level=Recompute.BLOCK)
+        a = stacked_a(x.dtype, *present)
         h = _inner(source, a)
         recomputable((h,), _inner, source, a, level=Recompute.BLOCK)
         parts, rows = iter(h.split([len(a) for a in present], 1)), x.reshape(-1, x.shape[-1])
@@ -158,12 +164,12 @@ class _LoRALinears(FusedFunction):
         if needs_dropped:
             dropped = (dh @ a).view(ctx.shape)
 
-        da: list[Tensor | None] = [None] * len(rows)
+        da: Sequence[Tensor | None] = [None] * len(rows)
         if any(needs_a):
-            stacked = iter((dh.T @ source.reshape(-1, source.shape[-1])).split(ranks))
-            for i, dtype in enumerate(ctx.dtypes_of_a):
-                part = None if dtype is None else next(stacked)
-                da[i] = part.to(dtype) if part is not None and needs_a[i] else None
+            dtypes = ctx.dtypes_of_a
+            stacked = (dh.T @ source.reshape(-1, source.shape[-1])).to(next(filter(None, dtypes)))
+            parts = iter(stacked.split(ranks))
+            da = [None if dtype is None else next(parts).to(dtype) for dtype in dtypes]
         dw = [
             dy.T @ x.reshape(-1, x.shape[-1]) if needs else None for dy, needs in zip(rows, needs_weights, strict=True)
         ]
@@ -173,7 +179,7 @@ class _LoRALinears(FusedFunction):
 
 def _stack(dtype: torch.dtype, *all_a: Tensor) -> Tensor:
     """Returns the rows of all A in this dtype."""
-    return torch.cat([a.to(dtype) for a in all_a])
+    return (torch.cat(all_a) if len(all_a) > 1 else all_a[0]).to(dtype)
 
 
 def _inner(x: Tensor, a: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import kernels
-from ligerzoo.kernels import LowRank
+from ligerzoo.kernels import LowRank, LowRankTerms
 from tests.kernels.machine import DTYPES, ROUNDED_DTYPES, kernel_file, on_gpu_too
 from tests.kernels.oracles import (
     angles,
@@ -125,6 +125,20 @@ def _lora_glu_linear(
 def _lora_glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     updates = [numbers(*shape, dtype=dtype, device=device) for shape in ((4, 33), (17, 4))]
     return [*_glu_linear_inputs(batch, dtype, device), *updates]
+
+
+def _glu_linear_with_terms(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor, h: Tensor, gate_b: Tensor,
+    up_b: Tensor, function: Callable[..., Any] = kernels.glu_linear,
+) -> Tensor:  # fmt: skip
+    update, terms = LowRank(a, b, 0.5), LowRankTerms(h, gate_b, up_b, 0.5, 2.0)
+    result: Tensor = function(gate, up, weight, bias, update=update, terms=terms)
+    return result
+
+
+def _glu_linear_with_terms_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    terms = [numbers(*shape, dtype=dtype, device=device) for shape in ((batch, 3, 6), (33, 4), (33, 2))]
+    return [*_lora_glu_linear_inputs(batch, dtype, device), *terms]
 
 
 def _lora_experts(
@@ -312,6 +326,12 @@ OPERATIONS = [
         _lora_glu_linear_inputs,
     ),
     Operation(
+        "glu_linear-terms",
+        _glu_linear_with_terms,
+        partial(_glu_linear_with_terms, function=kernel_file("glu").linear_reference),
+        _glu_linear_with_terms_inputs,
+    ),
+    Operation(
         "lora_experts_mlp",
         _lora_experts,
         partial(_lora_experts, function=kernel_file("lora_experts").reference),
@@ -415,6 +435,7 @@ _TYPICAL = {
     "glu-silu", "glu_linear-silu", "activation_linear-gelu", "cross_entropy-mean", "linear_cross_entropy-none",
     "gated_delta_rule", "delta_gates", "causal_conv1d-silu", "gated_rms_norm", "xielu",
     "token_statistics", "softmax", "jsd", "linear_jsd", "lora_linears", "lora_experts_mlp",
+    "glu_linear-terms",
     "apply_sinks",
 }  # fmt: skip
 """One operation of each kernel, and of each autograd function that returns an input."""

@@ -44,7 +44,7 @@ def judge(
         assert_as_exact_as(*case)
 
 
-@pytest.mark.parametrize("options", covering(OPTIONS)[:: 1 if ON_GPU or not INTERPRETING else 3], ids=str)
+@pytest.mark.parametrize("options", covering(OPTIONS)[:: 1 if ON_GPU or not INTERPRETING else 3])
 def test_pairs_of_options(options: dict[str, object], device: str) -> None:
     judge(**options, device=device)  # type: ignore[arg-type]
 
