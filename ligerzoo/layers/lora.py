@@ -311,19 +311,19 @@ def project_in_parts(
     """
     if not (torch.is_grad_enabled() and _has_plain_update(gate) and _has_plain_update(up)):
         return None
-    weights, biases = [gate.weight, up.weight], [gate.bias, up.bias, None]
+    weights, biases = [gate.weight, up.weight], [gate.bias, up.bias]
     gate_update, up_update, down_update = gate._update, up._update, update_of(down)
     ranks = [len(update.a) for update in (gate_update, up_update, down_update) if update is not None]
     if max(ranks) > MAX_RANK or not uses_triton(x, *weights, backend=backend):
         return None
     a = stacked_a(x.dtype, gate_update.a, up_update.a)
-    outputs = linears(x, [*weights, a], biases, backend=backend)
+    gate_y, up_y, h = linears(x, [*weights, a], [*biases, None], backend=backend)
     if is_recording():
         recomputable(
-            outputs, lambda x, a, *_: linears(x, [*weights, a], biases, backend=backend), x, a, *weights, *biases,
+            (gate_y, up_y), lambda x, *_: linears(x, weights, biases, backend=backend), x, *weights, *biases,
             level=level,
         )  # fmt: skip
-    gate_y, up_y, h = outputs
+        recomputable((h,), lambda x, a: linears(x, [a], backend=backend), x, a, level=Recompute.BLOCK)
     return gate_y, up_y, LowRankTerms(h, gate_update.b, up_update.b, gate_update.scale, up_update.scale)
 
 

@@ -19,19 +19,19 @@ from ligerzoo.layers.lora import LoRAOptions
 from tests.covering import covering
 from tests.kernels.accuracy import assert_as_exact_as, in_fp64, judge, judge_draws
 from tests.kernels.compiling import compile_both_passes
-from tests.kernels.layouts import LAYOUTS, laid_out
+from tests.kernels.layouts import laid_out, offset, padded, sliced, swapped, transposed
 from tests.kernels.machine import ON_GPU, ROUNDED_DTYPES, needs_triton, on_gpu_too
 from tests.kernels.oracles import numbers
 
 OPTIONS = {
     "dtype": ROUNDED_DTYPES,
-    "shape": [(1, 1), (5, 33), (2, 3, 130), (150, 40), *on_gpu_too([], [(1000, 4095), (513, 14336)])],
+    "shape": [(4, 300), (5, 33), (2, 3, 130), (150, 40), *on_gpu_too([], [(1000, 4095), (513, 14336)])],
     "ranks": [(1, 1), (16, 16), (3, 17), (32, 8)],
     "down_rank": [None, 2, 32],
     "b_is_fp32": [False, True],
     "has_bias": [False, True],
     "activation": list(ACTIVATIONS),
-    "layout": [torch.clone, *LAYOUTS],
+    "layout": [torch.clone, offset, sliced, padded, transposed, swapped],
     "frozen": [None, 0, 1, 2, 3, 4, 5],
 }
 
