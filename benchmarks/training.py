@@ -5,11 +5,11 @@
     python -m benchmarks.training --merge results/of/another/machine.json
 
 Random bf16 weights and tokens, fused AdamW, no gradient clipping; two steps to warm up and three measured ones. As in
-`ligerzoo train`, our AdamW rounds bf16 weights stochastically; that of the peers is torch's. gpt-oss-20b has torchao's
-with moments in float8: with its 8-bit integers, which are looked up in tables, the update takes 461 of 785 ms. LoRA has
-rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on those of attention. ligerzoo trains with the activation
-plan of a budget, and its LoRA updates are in fp32. Its peers recompute nothing, or all blocks if that does not fit;
-PEFT's updates are in bf16, its fastest setting. The setting that was measured is in the results.
+`ligerzoo train`, our AdamW rounds bf16 weights stochastically; that of the peers is torch's. gpt-oss-20b has our
+`Fp8AdamW`. LoRA has rank 16 on all linear layers of the blocks; of Qwen3-30B-A3B, on those of attention. ligerzoo
+trains with the activation plan of a budget, and its LoRA updates are in fp32. Its peers recompute nothing, or all
+blocks if that does not fit; PEFT's updates are in bf16, its fastest setting. The setting that was measured is in the
+results.
 
 Each provider measures the workloads of a model in a separate process. The file of results is written after each
 measurement; errors are results too. A measurement replaces that of the same workload and provider, and drops those of

@@ -6,6 +6,7 @@ Each file contains one operation: formula, reference, Triton kernels and public 
 
 from ligerzoo.kernels.activation import Activation, activation_linear
 from ligerzoo.kernels.adamw import adamw_update
+from ligerzoo.kernels.adamw_fp8 import adamw_update_fp8
 from ligerzoo.kernels.attention_sinks import apply_sinks, sink_attention
 from ligerzoo.kernels.cache_write import write_to_cache
 from ligerzoo.kernels.causal_conv import ConvActivation, causal_conv1d
@@ -59,6 +60,7 @@ __all__ = [
     "TokenStatistics",
     "activation_linear",
     "adamw_update",
+    "adamw_update_fp8",
     "add_rms_norm",
     "apply_sinks",
     "causal_conv1d",

@@ -48,11 +48,7 @@ def reference(
     """`adamw_update` in plain torch: the specification, the CPU path and the test oracle."""
     dtype = accumulation_dtype(parameter.dtype)
     p, g, m, v = (t.to(dtype) for t in (parameter, gradient, exp_avg, exp_avg_sq))
-    lr, t = lr.to(dtype), step.to(dtype)
-    m = betas[0] * m + (1 - betas[0]) * g
-    v = betas[1] * v + (1 - betas[1]) * (g * g)
-    correction1, correction2 = (-torch.expm1(t * _log(beta)) for beta in betas)
-    p = p * (1 - lr * weight_decay) - lr / correction1 * m / ((v / correction2).sqrt() + eps)
+    p, m, v = updated(p, g, m, v, step.to(dtype), lr.to(dtype), betas, eps, weight_decay)
     if key is not None:
         is_rounded = [old.dtype == torch.bfloat16 for old in (parameter, exp_avg, exp_avg_sq)]
         if is_rounded[0] or is_rounded[1]:
@@ -65,8 +61,28 @@ def reference(
         store(old, new, skip)
 
 
-def _log(beta: float) -> float:
+def updated(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, lr: Tensor, betas: tuple[float, float], eps: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns p, m and v after an update, before they are rounded, in plain torch."""
+    m = betas[0] * m + (1 - betas[0]) * g
+    v = betas[1] * v + (1 - betas[1]) * (g * g)
+    correction1, correction2 = (-torch.expm1(step * log_of(beta)) for beta in betas)
+    return p * (1 - lr * weight_decay) - lr / correction1 * m / ((v / correction2).sqrt() + eps), m, v
+
+
+def log_of(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
+
+
+@jit
+def update(p, g, m, v, step, lr, beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay):
+    """p, m and v after an update, in fp32."""
+    m = beta1 * m + rate1 * g
+    v = beta2 * v + rate2 * (g * g)
+    correction1, correction2 = _one_minus_exp(step * log_beta1), _one_minus_exp(step * log_beta2)
+    return p * (1.0 - lr * weight_decay) - lr / correction1 * m / (tl.sqrt_rn(v / correction2) + eps), m, v
 
 
 @jit
@@ -77,7 +93,7 @@ def _one_minus_exp(x):
 
 
 @jit
-def _store(ptr, offsets, x, words, mask, STOCHASTIC: tl.constexpr):
+def store_rounded(ptr, offsets, x, words, mask, STOCHASTIC: tl.constexpr):
     if STOCHASTIC and (ptr.dtype.element_ty == tl.bfloat16):
         tl.store(ptr + offsets, round_to_bf16(x, words), mask=mask)
     else:
@@ -99,19 +115,16 @@ def _kernel(
     g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    m = beta1 * m + rate1 * g
-    v = beta2 * v + rate2 * (g * g)
-    correction1, correction2 = _one_minus_exp(step * log_beta1), _one_minus_exp(step * log_beta2)
-    p = p * (1.0 - lr * weight_decay) - lr / correction1 * m / (tl.sqrt_rn(v / correction2) + eps)
+    p, m, v = update(p, g, m, v, step, lr, beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay)
     words, square_words = 0, 0
     if STOCHASTIC:
         counter, group = step.to(tl.int64), first_group + start // 4
         words = random_block(key, counter, group, BLOCK)
         if v_ptr.dtype.element_ty == tl.bfloat16:
             square_words = random_block(key + 1, counter, group, BLOCK)
-    _store(p_ptr, offsets, p, words, mask, STOCHASTIC)
-    _store(m_ptr, offsets, m, words >> 16, mask, STOCHASTIC)
-    _store(v_ptr, offsets, v, square_words, mask, STOCHASTIC)
+    store_rounded(p_ptr, offsets, p, words, mask, STOCHASTIC)
+    store_rounded(m_ptr, offsets, m, words >> 16, mask, STOCHASTIC)
+    store_rounded(v_ptr, offsets, v, square_words, mask, STOCHASTIC)
 
 
 def adamw_update(
@@ -172,7 +185,7 @@ def adamw_update(
             _kernel[cdiv(parameter.numel(), _BLOCK)](
                 parameter, gradient.contiguous(), exp_avg, exp_avg_sq, step, lr, skip,
                 0 if key is None else key, first_group, parameter.numel(),
-                *betas, 1 - betas[0], 1 - betas[1], _log(betas[0]), _log(betas[1]), eps, weight_decay,
+                *betas, 1 - betas[0], 1 - betas[1], log_of(betas[0]), log_of(betas[1]), eps, weight_decay,
                 _BLOCK, key is not None, num_warps=_WARPS,
             )  # fmt: skip
         increment_version((parameter, exp_avg, exp_avg_sq))

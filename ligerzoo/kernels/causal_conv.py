@@ -28,7 +28,6 @@ from ligerzoo.kernels.dispatch import (
     cdiv,
     empty_gradient,
     multiprocessors,
-    next_power_of_2,
     uses_triton,
 )
 from ligerzoo.kernels.jit import jit, kernel, tl
@@ -46,8 +45,9 @@ MAX_TAPS = 8
 TOKENS, CHANNELS, WARPS = 16, 128, 4
 """Tokens and channels per program, and warps. To be tuned on a GPU."""
 
-BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 8
-"""A backward program loops over tokens and sums its part of the weight gradient."""
+BACKWARD_CHANNELS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 256, 4, 8
+FEWEST_TOKENS = 32
+"""A backward program goes through this many tokens or more, and sums its part of the weight gradient."""
 
 
 def reference(
@@ -176,57 +176,127 @@ def _forward_kernel(
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def _load_input(x_ptr, state_ptr, batch, token, channels, n_tokens, n_channels, x_batch_stride, x_token_stride, TAPS):
+    """The inputs at one token, in fp32: those of the state, or zeros, before the row."""
+    mask = channels < n_channels
+    in_row = (token >= 0) & (token < n_tokens)
+    offset = batch * x_batch_stride + token * x_token_stride
+    x = tl.load(x_ptr + offset + channels, mask=mask & in_row, other=0.0).to(tl.float32)
+    if state_ptr is not None:
+        in_state = (token < 0) & (token > -TAPS)
+        offset = (batch * (TAPS - 1) + TAPS - 1 + token) * n_channels
+        x += tl.load(state_ptr + offset + channels, mask=mask & in_state, other=0.0).to(tl.float32)
+    return x
+
+
+@jit
+def _pushed(values, value, TAPS):
+    """The values with a new one in front, without the last one."""
+    return (value,) + values[: TAPS - 1]  # noqa: RUF005 (Triton compiles no starred expressions)
+
+
+@jit
+def _load_weights(weight_ptr, channels, n_channels, TAPS):
+    """The weights of x_t, x_(t-1), ..., in fp32."""
+    weights = (0.0,) * TAPS
+    for tap in tl.static_range(TAPS):
+        weight = tl.load(weight_ptr + channels * TAPS + tap, mask=channels < n_channels, other=0.0)
+        weights = _pushed(weights, weight.to(tl.float32), TAPS)
+    return weights
+
+
+@jit
+def _reads(token, first_of_segment):
+    """Whether a segment's outputs read the input at a token. Those of the first one read the tokens before the row."""
+    return (token >= first_of_segment) | (first_of_segment == 0)
+
+
+@jit
+def _output(xs, weights, bias, token, first_of_segment, TAPS):
+    """z at the token, from x_t, x_(t-1), ..., in the order of `_convolve`."""
+    z = tl.zeros(bias.shape, dtype=tl.float32)
+    for j in tl.static_range(TAPS - 1, -1, -1):
+        z = tl.fma(tl.where(_reads(token - j, first_of_segment), xs[j], 0.0), weights[j], z)
+    return z + bias
+
+
+@jit
+def _weight_gradients(dweights, dz, xs, token, first_of_segment, TAPS):
+    """The gradients of the weights of x_t, x_(t-1), ..., with the part of the output at the token."""
+    sums = dweights
+    for j in tl.static_range(TAPS - 1, -1, -1):
+        x = tl.where(_reads(token - j, first_of_segment), xs[j], 0.0)
+        sums = _pushed(sums, tl.fma(dz, x, dweights[j]), TAPS)
+    return sums
+
+
+@jit
+def _input_gradient(dzs, weights, token, firsts_of_segments, TAPS):
+    """dx at the token, from dz of the outputs t + TAPS - 1, ..., t, and the first tokens of their segments."""
+    dx = tl.zeros(weights[0].shape, dtype=tl.float32)
+    for j in tl.static_range(TAPS):
+        reads = _reads(token, firsts_of_segments[TAPS - 1 - j])
+        # An explicit `fma`: a product in the `where` is rounded, but not where the compiler drops the `where`.
+        dx = tl.fma(tl.where(reads, dzs[TAPS - 1 - j], 0.0), weights[j], dx)
+    return dx
+
+
 @kernel
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, segment_start_ptr, dx_ptr, dstate_ptr, dweight_ptr,
     dy_batch_stride, dy_token_stride, x_batch_stride, x_token_stride, segment_stride,
-    n_tokens, n_channels, n_batches, n_token_blocks, n_channel_blocks, n_shares, first_token,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    EXACT: tl.constexpr,
+    n_tokens, n_channels, n_channel_blocks, n_runs, run, first_token,
+    TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
+    part = program // n_channel_blocks
     channels = program % n_channel_blocks * CHANNELS + tl.arange(0, CHANNELS)
-    share = program // n_channel_blocks
-    rows = tl.arange(0, ROWS)
-    sums = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)  # of each tap, and of the bias
-    for block in range(share, n_batches * n_token_blocks, n_shares):
-        batch = tl.cast(block, tl.int64) // n_token_blocks
-        tokens = first_token + tl.cast(block, tl.int64) % n_token_blocks * TOKENS + tl.arange(0, TOKENS)
-        in_channels = (channels < n_channels)[None, :]
-        own_mask = (tokens < n_tokens)[:, None] & in_channels
-        dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-        for j in range(TAPS):  # not unrolled: that takes most of a minute to compile
-            later = tokens + j
-            first = _first_of_segment(segment_start_ptr, segment_stride, batch, later, n_tokens)
-            is_output = ((later >= 0) & (later < n_tokens))[:, None] & in_channels
-            offsets = batch * dy_batch_stride + later[:, None] * dy_token_stride + channels[None, :]
-            dz = tl.load(dy_ptr + offsets, mask=is_output, other=0.0).to(tl.float32)
-            if SILU:
-                z = _convolve(x_ptr, weight_ptr, bias_ptr, state_ptr, batch, later, first, channels, n_tokens,
-                              n_channels, x_batch_stride, x_token_stride, is_output, TAPS)  # fmt: skip
-                sigmoid, complement = sigmoids(z, EXACT)
-                dz *= sigmoid * (1.0 + z * complement)
-            weight = tl.load(weight_ptr + channels * TAPS + TAPS - 1 - j, mask=channels < n_channels, other=0.0)
-            reads = (tokens >= first) | (first == 0)
-            # An explicit `fma`: a product in the `where` is rounded, but not where the compiler drops the `where`.
-            dx = tl.fma(tl.where(reads[:, None], dz, 0.0), weight.to(tl.float32)[None, :], dx)
-            if dweight_ptr is not None:  # noqa: SIM102 (known at compile time, unlike the other condition)
-                if j == 0:
-                    for tap in tl.static_range(TAPS):
-                        x = _load_inputs(x_ptr, state_ptr, batch, tokens - (TAPS - 1 - tap), first, channels, n_tokens,
-                                         n_channels, x_batch_stride, x_token_stride, is_output, TAPS)  # fmt: skip
-                        sums += tl.where((rows == tap)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
-                    sums += tl.where((rows == TAPS)[:, None], tl.sum(dz, 0)[None, :], 0.0)
+    mask = channels < n_channels
+    batch, begin = part // n_runs, first_token + part % n_runs * run
+    end = tl.minimum(begin + run, n_tokens)
+    weights = _load_weights(weight_ptr, channels, n_channels, TAPS)
+    bias = tl.zeros((CHANNELS,), dtype=tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    dbias = tl.zeros((CHANNELS,), dtype=tl.float32)
+    xs, dzs, dweights, firsts = (dbias,) * TAPS, (dbias,) * TAPS, (dbias,) * TAPS, (begin,) * TAPS
+    for before in tl.static_range(TAPS - 1, 0, -1):
+        x = _load_input(x_ptr, state_ptr, batch, begin - before, channels, n_tokens, n_channels, x_batch_stride,
+                        x_token_stride, TAPS)  # fmt: skip
+        xs = _pushed(xs, x, TAPS)
+    for token in range(begin, end + TAPS - 1):
+        x = _load_input(x_ptr, state_ptr, batch, token, channels, n_tokens, n_channels, x_batch_stride, x_token_stride,
+                        TAPS)  # fmt: skip
+        first = _first_of_segment(segment_start_ptr, segment_stride, batch, token, n_tokens)
+        xs, firsts = _pushed(xs, x, TAPS), _pushed(firsts, first, TAPS)
+        is_output = (token >= 0) & (token < n_tokens)
+        offset = batch * dy_batch_stride + token * dy_token_stride
+        dz = tl.load(dy_ptr + offset + channels, mask=mask & is_output, other=0.0).to(tl.float32)
+        if SILU:
+            z = _output(xs, weights, bias, token, first, TAPS)
+            sigmoid, complement = sigmoids(z, EXACT)
+            dz = tl.where(is_output, dz * (sigmoid * (1.0 + z * complement)), 0.0)
+        dzs = _pushed(dzs, dz, TAPS)
+        if dweight_ptr is not None:
+            own_dz = tl.where(token < end, dz, 0.0)
+            dweights = _weight_gradients(dweights, own_dz, xs, token, first, TAPS)
+            dbias += own_dz
+
+        source = token - (TAPS - 1)  # the input whose last output is that of the token
+        dx = _input_gradient(dzs, weights, source, firsts, TAPS)
+        is_own = mask & (source >= begin)
         if dx_ptr is not None:
-            offsets = (batch * n_tokens + tokens[:, None]) * n_channels + channels[None, :]
-            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=own_mask & (tokens >= 0)[:, None])
+            ptrs = dx_ptr + (batch * n_tokens + source) * n_channels + channels
+            tl.store(ptrs, dx.to(dx_ptr.dtype.element_ty), mask=is_own & (source >= 0))
         if dstate_ptr is not None:
-            offsets = (batch * (TAPS - 1) + TAPS - 1 + tokens[:, None]) * n_channels + channels[None, :]
-            tl.store(dstate_ptr + offsets, dx.to(dstate_ptr.dtype.element_ty),
-                     mask=in_channels & (tokens < 0)[:, None])  # fmt: skip
+            ptrs = dstate_ptr + (batch * (TAPS - 1) + TAPS - 1 + source) * n_channels + channels
+            tl.store(ptrs, dx.to(dstate_ptr.dtype.element_ty), mask=is_own & (source < 0))
     if dweight_ptr is not None:
-        offsets = (share * (TAPS + 1) + rows[:, None]) * n_channels + channels[None, :]
-        tl.store(dweight_ptr + offsets, sums, mask=(rows <= TAPS)[:, None] & (channels < n_channels)[None, :])
+        ptrs = dweight_ptr + part * (TAPS + 1) * n_channels + channels
+        for j in tl.static_range(TAPS):
+            tl.store(ptrs + (TAPS - 1 - j) * n_channels, dweights[j], mask=mask)
+        tl.store(ptrs + TAPS * n_channels, dbias, mask=mask)
 
 
 def _stride_of_rows(segment_start: Tensor | None) -> int:
@@ -292,18 +362,19 @@ def _backward(
     taps = weight.shape[1]
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     first_token = 1 - taps if needs_state else 0
-    token_blocks, channel_blocks = cdiv(tokens - first_token, TOKENS), cdiv(channels, CHANNELS)
-    most = cdiv(BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x), max(1, channel_blocks))
-    shares = max(1, min(batch * token_blocks, most)) if needs_weight else max(1, batch * token_blocks)
-    partial = x.new_empty((shares, taps + 1, channels), dtype=torch.float32) if needs_weight else None
-    _backward_kernel[channel_blocks * shares](
+    channel_blocks = cdiv(channels, BACKWARD_CHANNELS)
+    most = cdiv(BACKWARD_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x), max(1, batch * channel_blocks))
+    run = max(FEWEST_TOKENS, cdiv(tokens - first_token, most))
+    runs = cdiv(tokens - first_token, run)
+    partial = x.new_empty((batch * runs, taps + 1, channels), dtype=torch.float32) if needs_weight else None
+    _backward_kernel[channel_blocks * batch * runs](
         dy, x, weight, bias, initial_state, segment_start, gradients.dx if needs_x else None,
         gradients.dstate if needs_state else None, partial, dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
-        _stride_of_rows(segment_start), tokens, channels, batch, token_blocks, channel_blocks, shares, first_token,
-        taps, next_power_of_2(taps + 1), silu, TOKENS, CHANNELS, x.dtype == torch.float32, num_warps=WARPS,
+        _stride_of_rows(segment_start), tokens, channels, channel_blocks, runs, run, first_token, taps, silu,
+        BACKWARD_CHANNELS, x.dtype == torch.float32, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     if partial is not None:
-        column_sums_(gradients.dweight.view(-1), partial.view(shares, -1))
+        column_sums_(gradients.dweight.view(-1), partial.view(batch * runs, -1))
     return gradients
 
 

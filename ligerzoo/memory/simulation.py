@@ -29,7 +29,7 @@ FSDP_BLOCKS = 3
 """Blocks of unsharded weights or gradients that FSDP2 holds: one that computes, one gathered ahead, one in a buffer."""
 
 _SCALES = 4 / 256, 4 / 128
-"""Bytes per number of torchao's states for an fp32 scale of each 256 numbers (8 bits, fp8) or 128 (4 bits)."""
+"""Bytes per number for an fp32 scale of each 256 numbers (8 bits, fp8) or 128 (4 bits)."""
 
 OPTIMIZERS: dict[str, tuple[int, float]] = {
     "adamw": (2, 0),
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, tuple[int, float]] = {
 }
 """States of each parameter: tensors of the parameter's dtype, and further bytes per number."""
 
-_TEMPORARIES = dict.fromkeys(("adamw-8bit", "adamw-4bit", "adamw-fp8"), 2 * 4)
+_TEMPORARIES = dict.fromkeys(("adamw-8bit", "adamw-4bit"), 2 * 4)
 """Bytes per number of the parameter that an optimizer updates; torchao's has both moments in fp32."""
 
 _ADAMW_STATES = OPTIMIZERS["adamw"][0]

@@ -135,7 +135,7 @@ def check_optimizer(name: str) -> None:
     """Refuses low-bit optimizers in several processes, whose quantized states could not be saved.
 
     Raises:
-        ConfigError: The optimizer is of torchao, and there are several processes.
+        ConfigError: The optimizer has quantized states, and there are several processes.
     """
     if name in LOW_BIT and processes.world_size() > 1:
         raise ConfigError(

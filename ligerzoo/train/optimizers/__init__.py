@@ -2,6 +2,7 @@
 
 from ligerzoo.train.optimizers.clipping import clip_grad_norm
 from ligerzoo.train.optimizers.ema import EMA
+from ligerzoo.train.optimizers.fp8_adamw import Fp8AdamW
 from ligerzoo.train.optimizers.groups import names_without_decay, parameter_groups
 from ligerzoo.train.optimizers.in_backward import StepInBackward
 from ligerzoo.train.optimizers.low_bit import low_bit_adamw
@@ -16,6 +17,7 @@ from ligerzoo.train.optimizers.stochastic_adamw import StochasticAdamW
 __all__ = [
     "EMA",
     "OPTIMIZER_NAMES",
+    "Fp8AdamW",
     "Muon",
     "Schedule",
     "ScheduleName",

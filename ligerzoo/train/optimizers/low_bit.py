@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits, 4 bits or fp8, by torchao."""
+"""AdamW with moments in 8 or 4 bits, by torchao."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-StateFormat = Literal["8bit", "4bit", "fp8"]
+StateFormat = Literal["8bit", "4bit"]
 
-_CLASSES: dict[StateFormat, str] = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
+_CLASSES: dict[StateFormat, str] = {"8bit": "AdamW8bit", "4bit": "AdamW4bit"}
 
 
 def low_bit_adamw(
@@ -36,7 +36,7 @@ def low_bit_adamw(
 
     Args:
         params: parameters, named parameters or groups of either.
-        state_format: "8bit", "4bit" or "fp8".
+        state_format: "8bit" or "4bit".
         lr: learning rate.
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligerzoo.kernels.checks import nearest_hint
+from ligerzoo.train.optimizers.fp8_adamw import Fp8AdamW
 from ligerzoo.train.optimizers.groups import parameter_groups
 from ligerzoo.train.optimizers.low_bit import low_bit_adamw
 from ligerzoo.train.optimizers.muon import Muon, muon_groups
@@ -45,7 +46,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "adamw-8bit": partial(low_bit_adamw, state_format="8bit"),
     "adamw-4bit": partial(low_bit_adamw, state_format="4bit"),
-    "adamw-fp8": partial(low_bit_adamw, state_format="fp8"),
+    "adamw-fp8": Fp8AdamW,
     "muon": Muon,
 }
 
@@ -67,7 +68,8 @@ def make_optimizer(
 
     - "adamw": torch's fused AdamW. With `stochastic_rounding=True`, `StochasticAdamW`, with its options `state_dtype`
       and `seed`.
-    - "adamw-8bit", "adamw-4bit", "adamw-fp8": AdamW of torchao with quantized moments, see `low_bit_adamw`; option
+    - "adamw-fp8": `Fp8AdamW`, with its options `stochastic_rounding` and `seed`.
+    - "adamw-8bit", "adamw-4bit": AdamW of torchao with quantized moments, see `low_bit_adamw`; option
       `stochastic_rounding`.
     - "muon": `Muon` with AdamW for what is not a matrix; options `momentum`, `scale`, `state_dtype`,
       `stochastic_rounding`, `seed`.
@@ -142,7 +144,8 @@ def _refuse_other_parameters(optimizer: torch.optim.Optimizer, state_dict: dict[
                     "groups"
                 )
             for key, value in state_dict["state"].get(saved["params"][i], {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                is_scale = key.endswith("_scales")  # one for each block, see `Fp8AdamW`
+                if isinstance(value, Tensor) and value.dim() and not is_scale and value.shape != parameter.shape:
                     raise ValueError(
                         f"load_state_dict: {key} of parameter {name} has shape {tuple(value.shape)}; expected "
                         f"{tuple(parameter.shape)}"

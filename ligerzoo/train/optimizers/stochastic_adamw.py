@@ -76,6 +76,11 @@ def check_rounding(name: str, state_dtype: torch.dtype | None, seed: int) -> Non
     """Raises unless the arguments are a dtype of moments and a seed."""
     if state_dtype not in (None, *DTYPES):
         raise ValueError(f"{name}: state_dtype={state_dtype}; expected torch.float32, torch.bfloat16 or None")
+    check_seed(name, seed)
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raises unless the argument is a seed."""
     check_integer(name, "seed", seed, 0)
     if seed > 2**30:
         raise ValueError(f"{name}: seed={seed}; expected an integer from 0 to 2**30")

@@ -1,0 +1,245 @@
+"""One AdamW update of a parameter whose moments are stored in fp8, in one kernel; see `adamw` for the rule.
+
+m, and the square root of v, are stored as a number in e4m3 (see `fp8`) times the scale of its block of 256 elements:
+
+    m = code * scale,   v = (code * scale)^2,   scale = 2^(e - 7),   2^e <= largest number of the block < 2^(e + 1)
+
+The root has the range of m. A v without a root would need twice the exponents, and become 0 where m does not: the next
+update would divide by eps. For the same reason, a positive root is at least the smallest positive code. A scale is a
+power of two, so that a number that does not change keeps its code when the scale changes.
+
+Codes are rounded stochastically, such that the expectations are m and v (that of v, not of its root): one update
+changes v by 1 - b2 or less, which is less than half of the distance of two codes, and would be lost. The standard
+deviation of a stored v is about a third of v with b2 = 0.999.
+
+An fp32 number x * 2^-120 has the e4m3 number x in its upper 12 bits: those of the smallest numbers are alike too. So
+adding random bits to its lower 20 bits rounds x, as in `stochastic_rounding`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ligerzoo.kernels.adamw import BETA, log_of, store_rounded, update, updated
+from ligerzoo.kernels.checks import NOT_NEGATIVE, check_floats, check_numbers
+from ligerzoo.kernels.dispatch import Backend, cdiv, uses_triton
+from ligerzoo.kernels.fp8 import FP8
+from ligerzoo.kernels.jit import jit, kernel, tl
+from ligerzoo.kernels.philox import random_block
+from ligerzoo.kernels.registration import needs_dispatch
+from ligerzoo.kernels.stochastic_rounding import check_key, store, to_bf16, words_like
+
+SCALED = 256
+"""Elements of a block, which share a scale."""
+
+_BLOCK, _WARPS = 1024, 4
+_SMALLEST = 2.0**-50
+"""Of the largest number of a block, for its scale. Far smaller moments are small against eps."""
+
+
+def scale_count(parameter: Tensor) -> int:
+    """The number of scales of a moment."""
+    return cdiv(parameter.numel(), SCALED)
+
+
+def reference(
+    parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_scales: Tensor, root: Tensor, root_scales: Tensor,
+    step: Tensor, lr: Tensor, betas: tuple[float, float], eps: float, weight_decay: float, key: int,
+    stochastic: bool = True, skip: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`adamw_update_fp8` in plain torch: the specification, the CPU path and the test oracle."""
+    p, g = parameter.float(), gradient.float()
+    m, v = decode(exp_avg, exp_avg_scales), decode(root, root_scales).square()
+    p, m, v = updated(p, g, m, v, step.float(), lr.float(), betas, eps, weight_decay)
+    words, root_words = (words_like(p, k, step, 0) for k in (key, key + 1))
+    if stochastic and parameter.dtype == torch.bfloat16:
+        p = to_bf16(p, words)
+    m_codes, m_scales = encode(m, words)
+    v_codes, v_scales = encode_root(v, root_words)
+    targets = (parameter, exp_avg, exp_avg_scales, root, root_scales)
+    for old, new in zip(targets, (p, m_codes, m_scales, v_codes, v_scales), strict=True):
+        store(old, new, skip)
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """Returns the numbers in fp32, in the shape of the codes."""
+    return codes.float() * scales.repeat_interleave(SCALED)[: codes.numel()].view(codes.shape)
+
+
+def encode(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales of fp32 numbers, rounded with the upper 16 bits of the words."""
+    scales, wide = _scales(x.abs())
+    bits = (x / wide * 2.0**-120).view(torch.int32)
+    magnitude = (bits & 0x7FFFFFFF) + ((words >> 16).to(torch.int32) << 4)
+    return _codes((bits >> 24 & 0x80) | (magnitude >> 20)), scales
+
+
+def encode_root(v: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales of the roots of fp32 numbers, such that the expectations of their squares are v."""
+    scales, wide = _scales(v.sqrt())
+    scaled = v / wide / wide
+    lower = (scaled.sqrt() * 2.0**-120).view(torch.int32) >> 20
+    squares, next_squares = (_magnitude(code).square() for code in (lower, lower + 1))
+    is_next = (words >> 8).float() * 2.0**-24 * (next_squares - squares) < scaled - squares
+    return _codes(torch.where(v > 0, (lower + is_next).clamp_min(1), lower)), scales
+
+
+def _scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scale of each block, and that of each element."""
+    count = magnitudes.numel()
+    blocks = torch.nn.functional.pad(magnitudes.reshape(-1), (0, -count % SCALED)).view(-1, SCALED)
+    exponents = blocks.amax(1).clamp_min(_SMALLEST).view(torch.int32) & 0x7F800000
+    scales = (exponents - (7 << 23)).view(torch.float32)
+    return scales, scales.repeat_interleave(SCALED)[:count].view(magnitudes.shape)
+
+
+def _magnitude(code: Tensor) -> Tensor:
+    return (code << 20).view(torch.float32) * 2.0**120
+
+
+def _codes(bits: Tensor) -> Tensor:
+    return bits.to(torch.uint8).view(FP8)
+
+
+@jit
+def _load_codes(codes_ptr, scales_ptr, offsets, blocks, mask, n):
+    """Numbers in fp32, (blocks, SCALED)."""
+    code = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.int32)
+    scale = tl.load(scales_ptr + blocks, mask=blocks * offsets.shape[1] < n, other=1.0)
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(code > 127, -magnitude, magnitude) * scale[:, None]
+
+
+@jit
+def _scales_of(magnitudes, SMALLEST: tl.constexpr):
+    """The scale of each row, and its reciprocal."""
+    exponents = tl.maximum(tl.max(magnitudes, 1), SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000
+    scale = exponents - (7 << 23)
+    return scale.to(tl.float32, bitcast=True), ((254 << 23) - scale).to(tl.float32, bitcast=True)
+
+
+@jit
+def _magnitude_of(code):
+    return (code << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@jit
+def _upper_bits(x):
+    """The bits of x * 2^-120."""
+    return (x * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+
+
+@kernel
+def _kernel(
+    p_ptr, g_ptr, m_ptr, m_scales_ptr, root_ptr, root_scales_ptr, step_ptr, lr_ptr, skip_ptr, key, n,
+    beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, SMALLEST: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = BLOCK // SCALED
+    program = tl.program_id(0).to(tl.int64)
+    if skip_ptr is not None:
+        n = tl.where(tl.load(skip_ptr) == 0, n, 0)
+    blocks = program * ROWS + tl.arange(0, ROWS)
+    offsets = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    mask, has_elements = offsets < n, blocks * SCALED < n
+    step, lr = tl.load(step_ptr), tl.load(lr_ptr)
+    p = tl.load(p_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    m = _load_codes(m_ptr, m_scales_ptr, offsets, blocks, mask, n)
+    root = _load_codes(root_ptr, root_scales_ptr, offsets, blocks, mask, n)
+    p, m, v = update(
+        p, g, m, root * root, step, lr, beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay
+    )
+    group = program * (BLOCK // 4)
+    words = tl.reshape(random_block(key, step.to(tl.int64), group, BLOCK), (ROWS, SCALED))
+    root_words = tl.reshape(random_block(key + 1, step.to(tl.int64), group, BLOCK), (ROWS, SCALED))
+    store_rounded(p_ptr, offsets, p, words, mask, STOCHASTIC)
+
+    scale, inverse = _scales_of(tl.abs(m), SMALLEST)
+    bits = _upper_bits(m * inverse[:, None])
+    magnitude = (bits & 0x7FFFFFFF) + ((words >> 16).to(tl.int32) << 4)
+    tl.store(m_ptr + offsets, ((bits >> 24 & 0x80) | (magnitude >> 20)).to(tl.uint8), mask=mask)
+    tl.store(m_scales_ptr + blocks, scale, mask=has_elements)
+
+    scale, inverse = _scales_of(tl.sqrt_rn(v), SMALLEST)
+    scaled = v * inverse[:, None] * inverse[:, None]
+    lower = _upper_bits(tl.sqrt_rn(scaled)) >> 20
+    square, next_square = _magnitude_of(lower), _magnitude_of(lower + 1)
+    square, next_square = square * square, next_square * next_square
+    is_next = (root_words >> 8).to(tl.float32) * 5.960464477539063e-8 * (next_square - square) < scaled - square
+    code = lower + is_next.to(tl.int32)
+    tl.store(root_ptr + offsets, tl.where(v > 0.0, tl.maximum(code, 1), code).to(tl.uint8), mask=mask)
+    tl.store(root_scales_ptr + blocks, scale, mask=has_elements)
+
+
+def adamw_update_fp8(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scales: Tensor,
+    root: Tensor,
+    root_scales: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    *,
+    key: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    stochastic: bool = True,
+    skip: Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Updates a parameter and its moments in fp8 in place by AdamW. No host sync.
+
+    Args:
+        parameter: any shape; fp32 or bf16.
+        gradient: the shape of `parameter`, any floating-point dtype.
+        exp_avg: codes of m, float8_e4m3fn, the shape of `parameter`.
+        exp_avg_scales: (ceil(n / 256),) fp32 for n elements.
+        root: codes of the root of v, float8_e4m3fn, the shape of `parameter`.
+        root_scales: (ceil(n / 256),) fp32.
+        step: t, 0-d fp32, the number of this update from 1 to 2^24.
+        lr: 0-d fp32.
+        key: 2^32 or more; each even key, step and element has independent random bits.
+        betas: b1 and b2, from 0 to 1 and not 1.
+        eps: added to the root of v.
+        weight_decay: wd.
+        stochastic: round a bf16 parameter stochastically, else to the nearest.
+        skip: 0-d or (1,); nothing is written if it is not 0.
+        backend: "auto" (Triton where supported), "triton" or "torch" (the reference).
+
+    Raises:
+        ValueError: shapes, dtypes or numbers are wrong.
+    """
+    check_floats("adamw_update_fp8", parameter=parameter, gradient=gradient, step=step, lr=lr)
+    scales = (scale_count(parameter),)
+    expected = {
+        "gradient": (gradient, gradient.dtype, parameter.shape), "exp_avg": (exp_avg, FP8, parameter.shape),
+        "exp_avg_scales": (exp_avg_scales, torch.float32, scales), "root": (root, FP8, parameter.shape),
+        "root_scales": (root_scales, torch.float32, scales),
+    }  # fmt: skip
+    for name, (tensor, dtype, shape) in expected.items():
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(
+                f"adamw_update_fp8: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}"
+            )
+    check_numbers("adamw_update_fp8", BETA, beta1=betas[0], beta2=betas[1])
+    check_numbers("adamw_update_fp8", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
+    check_key("adamw_update_fp8", key, 0)
+    states = (exp_avg, exp_avg_scales, root, root_scales)
+    is_dense = all(t.is_contiguous() for t in (parameter, *states))
+    if not (uses_triton(parameter, gradient, backend=backend) and is_dense) or needs_dispatch(parameter, *states):
+        with torch.no_grad():
+            reference(parameter, gradient, *states, step, lr, betas, eps, weight_decay, key, stochastic, skip)
+    elif parameter.numel():
+        with torch.cuda.device(parameter.device if parameter.is_cuda else -1):
+            _kernel[cdiv(parameter.numel(), _BLOCK)](
+                parameter, gradient.contiguous(), exp_avg.view(torch.uint8), exp_avg_scales, root.view(torch.uint8),
+                root_scales, step, lr, skip, key, parameter.numel(), *betas, 1 - betas[0], 1 - betas[1],
+                log_of(betas[0]), log_of(betas[1]), eps, weight_decay, _BLOCK, SCALED, _SMALLEST, stochastic,
+                num_warps=_WARPS,
+            )  # fmt: skip
+        increment_version((parameter, *states))
