@@ -13,6 +13,9 @@ matrices y_i and dx are written once by a product with few columns, which then n
 
 Saved: the h_i, which have few columns, and what the needed gradients read: x' for dA, x for dW, W and A for dx, B. A
 checkpointed block saves no h_i, so that its recomputation ends before the layers; see `recompute`.
+
+dh_i and dB_i are computed in one pass over dy_i, see `low_rank_gradients`. The updates of the gate and up projections
+of a gated linear unit are added by its kernels instead, see `low_rank_glu`.
 """
 
 from __future__ import annotations

@@ -108,7 +108,13 @@ def _lora_linears(
     return result
 
 
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, or fp16 if kernels of this machine cannot multiply matrices in it."""
+    return torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+
+
 def _lora_linears_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = _multiplied(dtype)
     shapes = (4, 33), (17, 4), (2, 33), (8, 2)
     updates = [numbers(*shape, dtype=dtype, device=device) for shape in shapes]
     return [*_linears_inputs(batch, dtype, device), *updates]
@@ -123,6 +129,7 @@ def _lora_glu_linear(
 
 
 def _lora_glu_linear_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    dtype = _multiplied(dtype)
     updates = [numbers(*shape, dtype=dtype, device=device) for shape in ((4, 33), (17, 4))]
     return [*_glu_linear_inputs(batch, dtype, device), *updates]
 
@@ -137,7 +144,8 @@ def _glu_linear_with_terms(
 
 
 def _glu_linear_with_terms_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    terms = [numbers(*shape, dtype=dtype, device=device) for shape in ((batch, 3, 6), (33, 4), (33, 2))]
+    shapes = (batch, 3, 6), (33, 4), (33, 2)
+    terms = [numbers(*shape, dtype=_multiplied(dtype), device=device) for shape in shapes]
     return [*_lora_glu_linear_inputs(batch, dtype, device), *terms]
 
 
@@ -177,7 +185,7 @@ def _cross_entropy_inputs(batch: int, dtype: torch.dtype, device: str) -> list[T
 
 
 def _experts_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+    dtype = _multiplied(dtype)
     return [
         numbers(8 * batch, 17, dtype=dtype, device=device),
         torch.rand(8 * batch, 3, device=device).argsort(-1)[:, :2],
@@ -229,7 +237,7 @@ def _layer_norm_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tens
 
 
 def _delta_rule_inputs(batch: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    dtype = torch.float16 if dtype in DTYPES and dtype not in ROUNDED_DTYPES else dtype
+    dtype = _multiplied(dtype)
     return [
         *(numbers(batch, 3, 1, 8, dtype=dtype, device=device) for _ in range(2)),
         numbers(batch, 3, 2, 5, dtype=dtype, device=device),
