@@ -214,26 +214,27 @@ def adamw_update_fp8(
     Raises:
         ValueError: shapes, dtypes or numbers are wrong.
     """
-    check_floats("adamw_update_fp8", parameter=parameter, gradient=gradient, step=step, lr=lr)
+    states = {"exp_avg": exp_avg, "exp_avg_scales": exp_avg_scales, "root": root, "root_scales": root_scales}
+    check_floats("adamw_update_fp8", parameter=parameter, gradient=gradient, **states, step=step, lr=lr)
     scales = (scale_count(parameter),)
-    expected = {
-        "gradient": (gradient, gradient.dtype, parameter.shape), "exp_avg": (exp_avg, FP8, parameter.shape),
-        "exp_avg_scales": (exp_avg_scales, torch.float32, scales), "root": (root, FP8, parameter.shape),
-        "root_scales": (root_scales, torch.float32, scales),
-    }  # fmt: skip
-    for name, (tensor, dtype, shape) in expected.items():
+    for name, tensor in {"gradient": gradient, **states}.items():
+        shape = scales if name.endswith("_scales") else tuple(parameter.shape)
+        dtype = gradient.dtype if name == "gradient" else torch.float32 if name.endswith("_scales") else FP8
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(
-                f"adamw_update_fp8: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}"
+                f"adamw_update_fp8: {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {shape} {dtype}"
             )
     check_numbers("adamw_update_fp8", BETA, beta1=betas[0], beta2=betas[1])
     check_numbers("adamw_update_fp8", NOT_NEGATIVE, eps=eps, weight_decay=weight_decay)
     check_key("adamw_update_fp8", key, 0)
-    states = (exp_avg, exp_avg_scales, root, root_scales)
-    is_dense = all(t.is_contiguous() for t in (parameter, *states))
-    if not (uses_triton(parameter, gradient, backend=backend) and is_dense) or needs_dispatch(parameter, *states):
+    moments = tuple(states.values())
+    is_dense = all(t.is_contiguous() for t in (parameter, *moments))
+    if not (uses_triton(parameter, gradient, backend=backend) and is_dense) or needs_dispatch(parameter, *moments):
         with torch.no_grad():
-            reference(parameter, gradient, *states, step, lr, betas, eps, weight_decay, key, stochastic, skip)
+            reference(
+                parameter, gradient, exp_avg, exp_avg_scales, root, root_scales, step, lr, betas, eps, weight_decay,
+                key, stochastic, skip,
+            )  # fmt: skip
     elif parameter.numel():
         with torch.cuda.device(parameter.device if parameter.is_cuda else -1):
             _kernel[cdiv(parameter.numel(), _BLOCK)](
@@ -242,4 +243,4 @@ def adamw_update_fp8(
                 log_of(betas[0]), log_of(betas[1]), eps, weight_decay, _BLOCK, SCALED, _SMALLEST, stochastic,
                 num_warps=_WARPS,
             )  # fmt: skip
-        increment_version((parameter, *states))
+        increment_version((parameter, *moments))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerzoo import kernels
+from ligerzoo.kernels.fp8 import FP8
 
 X, W = torch.randn(4, 6), torch.randn(6)
 HIDDEN, HEAD, TARGET = torch.randn(4, 6), torch.randn(9, 6), torch.randint(9, (4,))
@@ -24,6 +25,10 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
     "activation_linear": {"x": X, "weight": HEAD, "bias": torch.randn(9)},
     "adamw_update": {
         "parameter": X.clone(), "gradient": X, "exp_avg": torch.zeros(4, 6), "exp_avg_sq": torch.zeros(4, 6),
+    },
+    "adamw_update_fp8": {
+        "parameter": X.clone(), "gradient": X, "exp_avg": torch.zeros(4, 6, dtype=FP8),
+        "exp_avg_scales": torch.ones(1), "root": torch.zeros(4, 6, dtype=FP8), "root_scales": torch.ones(1),
     },
     "add_rms_norm": {"x": X, "residual": X, "weight": W},
     "apply_sinks": {"out": torch.randn(2, 3, 4, 8), "lse": torch.randn(2, 4, 3), "sinks": torch.randn(4)},
@@ -119,6 +124,7 @@ ARGUMENTS: dict[str, dict[str, Tensor]] = {
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "adamw_update": {"step": torch.ones(()), "lr": torch.ones(())},
+    "adamw_update_fp8": {"step": torch.ones(()), "lr": torch.ones(()), "key": 2**32},
     "decode_experts": {"routing": kernels.route(torch.randn(4, 3), 2)},
     "latent_decode_attention": {"scale": 1.0},
     "linears": {"weights": [HEAD]},
@@ -150,7 +156,7 @@ def test_arguments_of_another_type_or_dtype(name: str, argument: str) -> None:
     other_dtype = valid.float() if argument in INTEGERS else valid.long()
     for wrong, error, message in (
         (valid.tolist(), TypeError, r" is a list; expected a.* tensor.*\. Convert it with torch\.tensor$"),
-        (np.asarray(valid), TypeError, r" is a ndarray; expected a.* tensor.*\. Convert it with torch\.from_numpy$"),
+        (np.asarray(valid.tolist()), TypeError, r" is a ndarray; expected a.* tensor.*\. Convert it with torch\.from_numpy$"),
         (0.5, TypeError, r" is 0\.5; expected a.* tensor"),
         (other_dtype, ValueError, rf" has dtype {other_dtype.dtype}; expected .* dtype$"),
     ):
