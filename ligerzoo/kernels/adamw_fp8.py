@@ -14,6 +14,9 @@ deviation of a stored v is about a third of v with b2 = 0.999.
 
 An fp32 number x * 2^-120 has the e4m3 number x in its upper 12 bits: those of the smallest numbers are alike too. So
 adding random bits to its lower 20 bits rounds x, as in `stochastic_rounding`.
+
+The parameter, v and m share a random word of 32 bits: its lower half, its upper half, and bits that depend on all of
+it. A second word would take longer than the update.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from ligerzoo.kernels.stochastic_rounding import check_key, store, to_bf16, word
 SCALED = 256
 """Elements of a block, which share a scale."""
 
-_BLOCK, _WARPS = 1024, 4
+MIX = 0x9E3779B1
+"""An odd number near 2^32 divided by the golden ratio: the upper bits of its product with a word depend on all bits."""
+
+_BLOCK, _WARPS = 1024, 2
 _SMALLEST = 2.0**-50
 """Of the largest number of a block, for its scale. Far smaller moments are small against eps."""
 
@@ -53,11 +59,11 @@ def reference(
     p, g = parameter.float(), gradient.float()
     m, v = decode(exp_avg, exp_avg_scales), decode(root, root_scales).square()
     p, m, v = updated(p, g, m, v, step.float(), lr.float(), betas, eps, weight_decay)
-    words, root_words = (words_like(p, k, step, 0) for k in (key, key + 1))
+    words = words_like(p, key, step, 0)
     if stochastic and parameter.dtype == torch.bfloat16:
         p = to_bf16(p, words)
     m_codes, m_scales = encode(m, words)
-    v_codes, v_scales = encode_root(v, root_words)
+    v_codes, v_scales = encode_root(v, words)
     targets = (parameter, exp_avg, exp_avg_scales, root, root_scales)
     for old, new in zip(targets, (p, m_codes, m_scales, v_codes, v_scales), strict=True):
         store(old, new, skip)
@@ -69,20 +75,23 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of fp32 numbers, rounded with the upper 16 bits of the words."""
+    """Returns codes and scales of fp32 numbers, rounded with the upper bits of the words' products with `MIX`."""
     scales, wide = _scales(x.abs())
     bits = (x / wide * 2.0**-120).view(torch.int32)
-    magnitude = (bits & 0x7FFFFFFF) + ((words >> 16).to(torch.int32) << 4)
+    magnitude = (bits & 0x7FFFFFFF) + ((words * MIX & 0xFFFFFFFF) >> 12).to(torch.int32)
     return _codes((bits >> 24 & 0x80) | (magnitude >> 20)), scales
 
 
 def encode_root(v: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of the roots of fp32 numbers, such that the expectations of their squares are v."""
+    """Returns codes and scales of the roots of fp32 numbers, such that the expectations of their squares are v.
+
+    The upper 16 bits of the words decide.
+    """
     scales, wide = _scales(v.sqrt())
     scaled = v / wide / wide
     lower = (scaled.sqrt() * 2.0**-120).view(torch.int32) >> 20
     squares, next_squares = (_magnitude(code).square() for code in (lower, lower + 1))
-    is_next = (words >> 8).float() * 2.0**-24 * (next_squares - squares) < scaled - squares
+    is_next = (words >> 16).float() * 2.0**-16 * (next_squares - squares) < scaled - squares
     return _codes(torch.where(v > 0, (lower + is_next).clamp_min(1), lower)), scales
 
 
@@ -113,9 +122,9 @@ def _load_codes(codes_ptr, scales_ptr, offsets, blocks, mask, n):
 
 
 @jit
-def _scales_of(magnitudes, SMALLEST: tl.constexpr):
-    """The scale of each row, and its reciprocal."""
-    exponents = tl.maximum(tl.max(magnitudes, 1), SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000
+def _scale_of(largest, SMALLEST: tl.constexpr):
+    """The scale of a row with this largest number, and its reciprocal."""
+    exponents = tl.maximum(largest, SMALLEST).to(tl.int32, bitcast=True) & 0x7F800000
     scale = exponents - (7 << 23)
     return scale.to(tl.float32, bitcast=True), ((254 << 23) - scale).to(tl.float32, bitcast=True)
 
@@ -135,7 +144,7 @@ def _upper_bits(x):
 def _kernel(
     p_ptr, g_ptr, m_ptr, m_scales_ptr, root_ptr, root_scales_ptr, step_ptr, lr_ptr, skip_ptr, key, n,
     beta1, beta2, rate1, rate2, log_beta1, log_beta2, eps, weight_decay,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, SMALLEST: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, SMALLEST: tl.constexpr, MIX: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = BLOCK // SCALED
     program = tl.program_id(0).to(tl.int64)
@@ -154,21 +163,20 @@ def _kernel(
     )
     group = program * (BLOCK // 4)
     words = tl.reshape(random_block(key, step.to(tl.int64), group, BLOCK), (ROWS, SCALED))
-    root_words = tl.reshape(random_block(key + 1, step.to(tl.int64), group, BLOCK), (ROWS, SCALED))
     store_rounded(p_ptr, offsets, p, words, mask, STOCHASTIC)
 
-    scale, inverse = _scales_of(tl.abs(m), SMALLEST)
+    scale, inverse = _scale_of(tl.max(tl.abs(m), 1), SMALLEST)
     bits = _upper_bits(m * inverse[:, None])
-    magnitude = (bits & 0x7FFFFFFF) + ((words >> 16).to(tl.int32) << 4)
+    magnitude = (bits & 0x7FFFFFFF) + (words * MIX >> 12).to(tl.int32)
     tl.store(m_ptr + offsets, ((bits >> 24 & 0x80) | (magnitude >> 20)).to(tl.uint8), mask=mask)
     tl.store(m_scales_ptr + blocks, scale, mask=has_elements)
 
-    scale, inverse = _scales_of(tl.sqrt_rn(v), SMALLEST)
+    scale, inverse = _scale_of(tl.sqrt_rn(tl.max(v, 1)), SMALLEST)
     scaled = v * inverse[:, None] * inverse[:, None]
-    lower = _upper_bits(tl.sqrt_rn(scaled)) >> 20
+    lower = _upper_bits(tl.sqrt(scaled)) >> 20
     square, next_square = _magnitude_of(lower), _magnitude_of(lower + 1)
     square, next_square = square * square, next_square * next_square
-    is_next = (root_words >> 8).to(tl.float32) * 5.960464477539063e-8 * (next_square - square) < scaled - square
+    is_next = (words >> 16).to(tl.float32) * 1.52587890625e-5 * (next_square - square) < scaled - square
     code = lower + is_next.to(tl.int32)
     tl.store(root_ptr + offsets, tl.where(v > 0.0, tl.maximum(code, 1), code).to(tl.uint8), mask=mask)
     tl.store(root_scales_ptr + blocks, scale, mask=has_elements)
@@ -203,7 +211,7 @@ def adamw_update_fp8(
         root_scales: (ceil(n / 256),) fp32.
         step: t, 0-d fp32, the number of this update from 1 to 2^24.
         lr: 0-d fp32.
-        key: 2^32 or more; each even key, step and element has independent random bits.
+        key: 2^32 or more; each key, step and element has independent random bits.
         betas: b1 and b2, from 0 to 1 and not 1.
         eps: added to the root of v.
         weight_decay: wd.
@@ -240,7 +248,7 @@ def adamw_update_fp8(
             _kernel[cdiv(parameter.numel(), _BLOCK)](
                 parameter, gradient.contiguous(), exp_avg.view(torch.uint8), exp_avg_scales, root.view(torch.uint8),
                 root_scales, step, lr, skip, key, parameter.numel(), *betas, 1 - betas[0], 1 - betas[1],
-                log_of(betas[0]), log_of(betas[1]), eps, weight_decay, _BLOCK, SCALED, _SMALLEST, stochastic,
+                log_of(betas[0]), log_of(betas[1]), eps, weight_decay, _BLOCK, SCALED, _SMALLEST, MIX, stochastic,
                 num_warps=_WARPS,
             )  # fmt: skip
         increment_version((parameter, *moments))

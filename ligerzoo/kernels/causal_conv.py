@@ -42,8 +42,8 @@ ConvActivation = Literal["silu"]
 MAX_TAPS = 8
 """Wider kernels run in plain torch."""
 
-TOKENS, CHANNELS, WARPS = 16, 128, 4
-"""Tokens and channels per program, and warps. To be tuned on a GPU."""
+TOKENS, CHANNELS, WARPS = 16, 128, 2
+"""Tokens and channels per program, and warps."""
 
 BACKWARD_CHANNELS, BACKWARD_WARPS, BACKWARD_PROGRAMS_PER_MULTIPROCESSOR = 256, 4, 8
 FEWEST_TOKENS = 32

@@ -23,8 +23,8 @@ from ligerzoo.kernels.registration import register
 MAX_RANK = 32
 """Of gate, up and down. Matrices of higher ranks would fill the registers, and their products would take longer."""
 
-_ROWS, _COLUMNS, _TILES, _WARPS = 32, 128, 4, 8
-"""A program's tile, the number of tiles, one below the other, and warps. To be tuned on a GPU.
+_ROWS, _COLUMNS, _TILES, _WARPS = 16, 128, 8, 4
+"""A program's tile, the number of tiles, one below the other, and warps.
 
 Fewer than 64 rows: see `delta_chunks.PREPARE`.
 """

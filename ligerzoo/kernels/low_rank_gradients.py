@@ -24,14 +24,15 @@ from ligerzoo.kernels.registration import register
 
 MAX_RANK = 32
 
-_ROWS, _COLUMNS, _WARPS, _STAGES = 32, 512, 8, 3
-"""The tile of dy that a program reads at once, and how. To be tuned on a GPU: 2 programs of rank 16 per multiprocessor.
+_ROWS, _WARPS, _STAGES = 32, 4, 3
+"""Rows of dy that a program reads at once, and how.
 
 No product has 64 rows or more, for which Triton would use `wgmma`, see `delta_chunks.PREPARE`.
 """
+
 _MIN_ROWS = 128
 """Fewest rows per program: fewer would write more partial sums of dB."""
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 _PARTS, _SUMS, _SUM_WARPS = 16, 256, 4
 """Partial sums that a program of the second kernel reads at once, results per program, and warps."""
@@ -109,9 +110,14 @@ def _sum_kernel(
         _sum_of_parts(db_parts_ptr, db_ptr, program - dh_programs, n_db_parts, n_db, scale, PARTS, SUMS)
 
 
+def _columns(dy: Tensor) -> int:
+    """Columns of a program: more have fewer partial sums of dh, but leave too few programs for a narrow dy."""
+    return 256 if dy.shape[1] > 8192 else 128
+
+
 def _blocks(dy: Tensor) -> tuple[int, int]:
     """The rows per program, and the number of blocks of columns: as many programs as run at the same time."""
-    col_blocks = cdiv(dy.shape[1], _COLUMNS)
+    col_blocks = cdiv(dy.shape[1], _columns(dy))
     row_blocks = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy) // col_blocks)
     return max(_MIN_ROWS, cdiv(cdiv(len(dy), row_blocks), _ROWS) * _ROWS), col_blocks
 
@@ -136,7 +142,7 @@ def _gradients(dy: Tensor, b: Tensor, h: Tensor, scale: float) -> tuple[Tensor, 
     db_parts = db.new_empty((row_blocks, *db.shape), dtype=torch.float32)
     _partial_kernel[row_blocks * col_blocks](
         dy, b, h, dh_parts, db_parts, dy.stride(0), h.stride(0), n_rows, n_cols, rows_per_program,
-        rank, max(16, next_power_of_2(rank)), _ROWS, _COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+        rank, max(16, next_power_of_2(rank)), _ROWS, _columns(dy), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     _sum_kernel[cdiv(dh.numel(), _SUMS) + cdiv(db.numel(), _SUMS)](
         dh_parts, db_parts, dh, db, col_blocks, row_blocks, dh.numel(), db.numel(), scale, _PARTS, _SUMS,

@@ -32,7 +32,7 @@ def inputs(case: dict[str, Any], device: str) -> list[Tensor]:
     """Returns the parameter, the gradient, both moments with their scales, the step and lr."""
     torch.manual_seed(1)
     parameter, gradient, m = (torch.randn(case["shape"], device=device) for _ in range(3))
-    words = words_like(parameter, FIRST_KEY, torch.ones(()), 0)
+    words = words_like(parameter, FIRST_KEY, torch.ones((), device=device), 0)
     moments = (*encode(m, words), *encode_root(torch.rand(case["shape"], device=device), words))
     step = torch.tensor(float(case["step"]), device=device)
     lr = torch.tensor(0.01, device=device)
@@ -105,6 +105,21 @@ def test_codes_are_right_in_expectation(exponent: int, below_largest: int) -> No
     else:  # a root does not become 0
         assert (root > 0).all()
         assert (root[others].double().square().mean() / x[1].double().square()) > 0.98
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "torch"])
+def test_the_parameter_and_its_moments_have_independent_bits(backend: Any, device: str) -> None:
+    """All are between two numbers of their formats, so each is rounded up with a probability of about 1/2."""
+    p = torch.full((40 * SCALED,), 1.0, dtype=BF16, device=device)
+    moments = [torch.zeros_like(p, dtype=FP8), p.new_ones(40, dtype=FP32)] * 2
+    states = [t.clone() for t in moments]
+    half = 1 + 2.0**-4
+    gradient = torch.full_like(p, half, dtype=FP32)
+    step, lr = torch.ones((), device=device), torch.tensor(-(2.0**-8), device=device)
+    adamw_update_fp8(p, gradient, *states, step, lr, key=FIRST_KEY, betas=(0.0, 0.0), eps=0.0, backend=backend)
+    draws = torch.stack([(t > 1).double() for t in (p, decode(*states[:2]), decode(*states[2:]))])
+    assert draws.mean(1).sub(0.5).abs().max() < 0.05
+    assert torch.corrcoef(draws).sub(torch.eye(3, device=device)).abs().max() < 0.05
 
 
 def test_zeros_remain_zeros() -> None:

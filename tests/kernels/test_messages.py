@@ -154,9 +154,10 @@ def test_arguments_of_another_type_or_dtype(name: str, argument: str) -> None:
     function(**arguments)
     valid, where = ARGUMENTS[name][argument], f"{NAMED_BY.get(name, name)}: {argument}"
     other_dtype = valid.float() if argument in INTEGERS else valid.long()
+    array = np.asarray(valid.tolist())  # numpy has no fp8
     for wrong, error, message in (
         (valid.tolist(), TypeError, r" is a list; expected a.* tensor.*\. Convert it with torch\.tensor$"),
-        (np.asarray(valid.tolist()), TypeError, r" is a ndarray; expected a.* tensor.*\. Convert it with torch\.from_numpy$"),
+        (array, TypeError, r" is a ndarray; expected a.* tensor.*\. Convert it with torch\.from_numpy$"),
         (0.5, TypeError, r" is 0\.5; expected a.* tensor"),
         (other_dtype, ValueError, rf" has dtype {other_dtype.dtype}; expected .* dtype$"),
     ):
